@@ -1,0 +1,67 @@
+"""Plain PyTorch: one process, DDP, any loop that you write yourself.
+
+Example:
+    checkpointer = Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=500)
+    for batch in checkpointer.batches(loader, epochs=3):
+        loss = train_on(batch)
+        checkpointer.step(loss=loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resumekit import Checkpointer as _Checkpointer
+from resumekit.capture import state_components
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from resumekit.options import OptionKeywords
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer(_Checkpointer):
+    """A Checkpointer for a loop of your own; the same code for one process and for DDP.
+
+    Every slot takes one object, or a dict of objects whose keys are their names.
+
+    Args:
+        directory: the run directory.
+        model: the module, wrapped (DDP, ``torch.compile``) or not; names are wrapper-free.
+        optimizer: any ``torch.optim.Optimizer``.
+        lr_scheduler: any scheduler with ``state_dict``.
+        grad_scaler: a ``torch.amp.GradScaler``.
+        ema: an ``AveragedModel``, or any object with ``state_dict``.
+        extras: a live dict of your own values.
+        generators: private random generators by name.
+        **options: see ``resumekit.options.Options``.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        ema: Any = None,
+        extras: dict[str, Any] | None = None,
+        generators: Mapping[str, Any] | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> None:
+        components = state_components(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            grad_scaler=grad_scaler,
+            ema=ema,
+        )
+        super().__init__(
+            directory, components=components, extras=extras, generators=generators, **options
+        )

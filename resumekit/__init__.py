@@ -1,0 +1,64 @@
+"""Training jobs that resume exactly where they stopped, from one framework-neutral checkpoint.
+
+The import path names the framework: ``from resumekit.adapters.torch import Checkpointer``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from resumekit.checkpointer import BestCheckpoint, Checkpointer
+    from resumekit.contract import (
+        Fidelity,
+        Progress,
+        SharingPattern,
+        StateComponent,
+        Stateful,
+        TrainState,
+    )
+    from resumekit.errors import ResumekitError
+    from resumekit.prove.trace import trace
+    from resumekit.report import ResumeReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BestCheckpoint",
+    "Checkpointer",
+    "Fidelity",
+    "Progress",
+    "ResumeReport",
+    "ResumekitError",
+    "SharingPattern",
+    "StateComponent",
+    "Stateful",
+    "TrainState",
+    "trace",
+]
+
+# Loaded on first use: the command line and the storage room start without loading torch.
+_HOMES = {
+    "BestCheckpoint": "resumekit.checkpointer",
+    "Checkpointer": "resumekit.checkpointer",
+    "Fidelity": "resumekit.contract",
+    "Progress": "resumekit.contract",
+    "ResumeReport": "resumekit.report",
+    "ResumekitError": "resumekit.errors",
+    "SharingPattern": "resumekit.contract",
+    "StateComponent": "resumekit.contract",
+    "Stateful": "resumekit.contract",
+    "TrainState": "resumekit.contract",
+    "trace": "resumekit.prove.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

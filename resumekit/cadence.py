@@ -1,0 +1,89 @@
+"""When a save is due."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from resumekit.errors import ConfigurationError
+
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+class Cadence(Protocol):
+    """Says at each step boundary whether a save is due.
+
+    ``needs_agreement`` is True where ranks may answer differently, as clocks do.
+    """
+
+    needs_agreement: bool
+
+    def is_due(self, step: int) -> bool: ...
+
+    def saved(self) -> None: ...
+
+
+@dataclass
+class EverySteps:
+    """Due at every multiple of ``num_steps``."""
+
+    num_steps: int
+    needs_agreement: bool = False
+
+    def is_due(self, step: int) -> bool:
+        return step % self.num_steps == 0
+
+    def saved(self) -> None:
+        return None
+
+
+@dataclass
+class EverySeconds:
+    """Due when ``interval_seconds`` have passed since the last save, or since the start."""
+
+    interval_seconds: float
+    needs_agreement: bool = True
+    _since: float = field(default_factory=time.monotonic)
+
+    def is_due(self, step: int) -> bool:
+        return time.monotonic() - self._since >= self.interval_seconds
+
+    def saved(self) -> None:
+        self._since = time.monotonic()
+
+
+@dataclass
+class Never:
+    """Due only when asked for."""
+
+    needs_agreement: bool = False
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def saved(self) -> None:
+        return None
+
+
+def parse_cadence(save_every: int | str | None) -> Cadence:
+    """The cadence of ``save_every``: steps, ``"10min"``, or None for saves by request only.
+
+    Raises:
+        ConfigurationError: not a positive number of steps nor a duration.
+    """
+    if save_every is None:
+        return Never()
+    if isinstance(save_every, int) and not isinstance(save_every, bool) and save_every > 0:
+        return EverySteps(save_every)
+    if isinstance(save_every, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h)", save_every.strip())
+        if match and float(match[1]) > 0:
+            return EverySeconds(float(match[1]) * _SECONDS[match[2]])
+    raise ConfigurationError(
+        "save_every",
+        found=repr(save_every),
+        expected='a positive number of steps, or a duration such as "10min"',
+        remedy='"auto" is not available yet' if save_every == "auto" else None,
+    )

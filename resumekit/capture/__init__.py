@@ -1,0 +1,47 @@
+"""From the live objects of a training run to states that can be stored, and back.
+
+Every class here offers ``state_dict()`` (references to live tensors, no copies),
+``check_state_dict(state)`` (raises StateMismatchError before anything is changed) and
+``load_state_dict(state)``, which loads in place and gives a tuple of remarks: what did not come
+back exactly, in words; it is empty when all did. Some have two more:
+
+- ``fingerprint()``: plain values that describe the object, to be compared at a resume;
+- ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case.
+"""
+
+from resumekit.capture.components import state_components
+from resumekit.capture.ema import EmaState
+from resumekit.capture.extras import Extras
+from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.horizon import horizon
+from resumekit.capture.model import ModelState
+from resumekit.capture.named import by_key, named_states
+from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.scaler import ScalerState
+from resumekit.capture.scheduler import SchedulerState
+
+__all__ = [
+    "Difference",
+    "EmaState",
+    "Extras",
+    "ModelState",
+    "OptimizerState",
+    "RngState",
+    "ScalerState",
+    "SchedulerState",
+    "Severity",
+    "by_key",
+    "clean_name",
+    "clean_names",
+    "differences",
+    "fingerprint",
+    "generator_state",
+    "horizon",
+    "named_states",
+    "parameter_names",
+    "set_generator_state",
+    "state_components",
+    "unwrapped",
+]

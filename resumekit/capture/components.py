@@ -1,0 +1,65 @@
+"""The components of a run's usual objects, declared once for every adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from resumekit.capture.ema import EmaState
+from resumekit.capture.model import ModelState
+from resumekit.capture.named import by_key, named_states
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.scaler import ScalerState
+from resumekit.capture.scheduler import SchedulerState
+from resumekit.contract import Slot, StateComponent
+from resumekit.errors import DeclarationError
+
+
+def state_components(
+    *,
+    model: Any,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    grad_scaler: Any = None,
+    ema: Any = None,
+) -> tuple[StateComponent, ...]:
+    """The replicated components of a run's objects, each slot one object or a dict of named ones.
+
+    Args:
+        model: modules; they also name the optimizers' parameters.
+        optimizer: optimizers.
+        lr_scheduler: schedulers.
+        grad_scaler: gradient scalers.
+        ema: averaged models, or objects with ``state_dict``.
+
+    Raises:
+        DeclarationError: a slot was given a list, or something without ``state_dict``.
+    """
+    modules = _modules(model)
+    states = {
+        **named_states(Slot.MODEL, model, lambda given, key: ModelState(given, key=key)),
+        **named_states(
+            Slot.OPTIMIZER, optimizer, lambda given, key: OptimizerState(given, modules, key=key)
+        ),
+        **named_states(
+            Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)
+        ),
+        **named_states(
+            Slot.GRAD_SCALER, grad_scaler, lambda given, key: ScalerState(given, key=key)
+        ),
+        **named_states(Slot.EMA, ema, lambda given, key: EmaState(given, key=key)),
+    }
+    return tuple(StateComponent(key, stateful) for key, stateful in states.items())
+
+
+def _modules(model: Any) -> Mapping[str, nn.Module]:
+    prefix = f"{Slot.MODEL.value}/"
+    modules = by_key(Slot.MODEL, model)
+    for key, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise DeclarationError(
+                key, found=f"a {type(module).__name__}", expected="a torch.nn.Module"
+            )
+    return {key.removeprefix(prefix): module for key, module in modules.items()}

@@ -1,0 +1,103 @@
+"""Averaged weights: torch's AveragedModel, a plain copy of the model, or a user's own object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from resumekit.capture.inplace import Restorer, fits
+from resumekit.capture.mismatch import (
+    Mismatch,
+    class_name,
+    describe,
+    is_same_class,
+    refuse,
+    require_fields,
+)
+from resumekit.capture.model import ModelState
+from resumekit.errors import StateMismatchError
+
+_REMEDY = "Build the averaged model as it was when the checkpoint was written"
+
+
+class EmaState:
+    """The state of averaged weights, under wrapper-free names where they are a module's.
+
+    ``AveragedModel`` is stored as its weights and ``n_averaged``; its averaging function is code
+    and stays the script's. A module is stored like a model, any other object as it gives itself.
+
+    Args:
+        averaged: an ``AveragedModel``, a module, or an object with ``state_dict`` and
+            ``load_state_dict``.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, averaged: Any, *, key: str = "ema") -> None:
+        self.averaged = averaged
+        self.key = key
+        weights = averaged.module if isinstance(averaged, AveragedModel) else averaged
+        self._weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live values, not copies."""
+        if self._weights is None:
+            return {"class": class_name(self.averaged), "opaque": self.averaged.state_dict()}
+        return {"weights": self._weights.state_dict(), "counters": self._counters()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: the weights do not fit (see ``ModelState``), or the checkpoint's
+                averages were kept by another kind of object.
+        """
+        if self._weights is None:
+            self._check_opaque(state)
+            return
+        require_fields(self.key, state, {"weights": dict, "counters": dict})
+        self._weights.check_state_dict(state["weights"])
+        saved, live = state["counters"], self._counters()
+        refuse(
+            self.key,
+            [
+                Mismatch(name, describe(saved.get(name)), f"{describe(value)}, as here")
+                for name, value in live.items()
+                if not fits(value, saved.get(name))
+            ],
+            remedy=_REMEDY,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Copies every value into the live objects.
+
+        Returns:
+            What did not come back exactly: nothing.
+        """
+        if self._weights is None:
+            self.averaged.load_state_dict(Restorer()(None, state["opaque"]))
+            return ()
+        live = self._counters()
+        restore = Restorer()
+        for name, value in state["counters"].items():
+            if name in live:
+                restore(live[name], value)
+        return self._weights.load_state_dict(state["weights"])
+
+    def _counters(self) -> dict[str, Any]:
+        """How many models were averaged; a module that is no AveragedModel does not count."""
+        if not isinstance(self.averaged, AveragedModel):
+            return {}
+        return {"n_averaged": self.averaged.n_averaged}
+
+    def _check_opaque(self, state: Any) -> None:
+        require_fields(self.key, state, {"class": str, "opaque": object})
+        if not is_same_class(state["class"], class_name(self.averaged)):
+            raise StateMismatchError(
+                self.key,
+                found=f"the checkpoint has the state of a {state['class']}",
+                expected=f"a {class_name(self.averaged)}, as here",
+                remedy=_REMEDY,
+            )

@@ -1,0 +1,68 @@
+"""The gradient scaler of a mixed-precision run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from resumekit.capture.mismatch import Mismatch, class_name, refuse, require_fields
+
+_REMEDY = 'Pass exclude={"grad_scaler"} to start with a fresh scaler'
+
+
+class ScalerState:
+    """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
+
+    A checkpoint without a scaler, or with a disabled one, starts the live one afresh and says so.
+
+    Args:
+        scaler: the scaler, enabled or not.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, scaler: Any, *, key: str = "grad_scaler") -> None:
+        self.scaler = scaler
+        self.key = key
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's own state; its values are empty when it is disabled."""
+        return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: values are missing that an enabled scaler needs.
+        """
+        require_fields(self.key, state, {"values": dict})
+        live, saved = self.scaler.state_dict(), state["values"]
+        absent = [name for name in live if name not in saved] if saved else []
+        refuse(
+            self.key,
+            [Mismatch(name, "not in the checkpoint", "a value, as here") for name in absent],
+            remedy=_REMEDY,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Puts scale, growth and their counters back.
+
+        Returns:
+            What did not come back exactly: the scaler is enabled on one side only.
+        """
+        saved, live = state["values"], self.scaler.state_dict()
+        if live and not saved:
+            return self.start_fresh()
+        if saved and not live:
+            return ("the checkpoint has a scaler, but this run's is disabled: its state is unused",)
+        self.scaler.load_state_dict(saved)
+        return ()
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """What to say when the checkpoint has no scaler: the live one stays as it was built."""
+        if not self.scaler.state_dict():
+            return ()
+        return ("the checkpoint was written without a gradient scaler: this one starts afresh",)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The class, and whether it is enabled."""
+        return {"class": class_name(self.scaler), "enabled": bool(self.scaler.state_dict())}

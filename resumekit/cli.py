@@ -1,0 +1,133 @@
+"""The ``resumekit`` command.
+
+Exit codes: 0 all is well, 1 the answer is no (a run that diverged, a damaged checkpoint), 2 the
+question could not be answered. Errors are one line. What a command needs is imported inside it, so
+that ``resumekit --help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import resumekit
+from resumekit.errors import ConfigurationError, ResumekitError
+
+EXIT_NO = 1
+EXIT_ERROR = 2
+DEBUG_OPTION = "--debug"
+
+app = typer.Typer(
+    name="resumekit",
+    help="Makes a training job resume exactly where it stopped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+OneStep = Annotated[
+    str | None,
+    typer.Option("--step", metavar="STEP", help="Only this checkpoint: 500, or step-00000500-r1."),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and leaves with its exit code.
+
+    Args:
+        arguments: what follows the program's name; the process's own without it.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own = words[: words.index("--")] if "--" in words else words
+    try:
+        app(words)
+    except Exception as error:  # the edge of the program: a line for the user, no traceback
+        if DEBUG_OPTION in own:
+            raise
+        line = str(error)
+        if not isinstance(error, ResumekitError):
+            line = f"{type(error).__name__}: {error} (resumekit {DEBUG_OPTION} ... shows where)"
+        typer.echo(f"error: {' '.join(line.split())}", err=True)
+        raise SystemExit(EXIT_ERROR) from None
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"resumekit {resumekit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(DEBUG_OPTION, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Makes a training job resume exactly where it stopped."""
+
+
+@app.command()
+def demo(
+    seed: Annotated[
+        int, typer.Option(help="Seeds the training and the instants of the kills.")
+    ] = 0,
+    kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Train a fifth as long.")] = False,
+) -> None:
+    """Train, kill at random instants, resume, and compare with the run that was never killed."""
+    from resumekit.demo import run_demo
+
+    if not run_demo(seed=seed, num_kills=kills, quick=quick):
+        raise typer.Exit(EXIT_NO)
+
+
+@app.command("list")
+def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, newest first. Reads the manifests only."""
+    from resumekit.cli_views import list_directory
+
+    list_directory(_existing(directory), as_json=as_json)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds; of a run directory, its newest one."""
+    from resumekit.cli_views import inspect_checkpoint
+
+    inspect_checkpoint(_existing(path), as_json=as_json)
+
+
+@app.command()
+def verify(directory: Directory, step: OneStep = None) -> None:
+    """Read every byte of every checkpoint and compare it with its digest. Changes nothing."""
+    from resumekit.cli_views import verify_directory
+
+    if not verify_directory(_existing(directory), step=step):
+        raise typer.Exit(EXIT_NO)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_dir():
+        found = "not a directory" if path.exists() else "no such directory"
+        raise ConfigurationError(str(path), found=found, expected="the run directory of a job")
+    return path
+
+
+if __name__ == "__main__":
+    main()

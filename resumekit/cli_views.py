@@ -1,0 +1,250 @@
+"""What ``list``, ``inspect`` and ``verify`` print: checkpoints, read and never changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from resumekit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NoUsableCheckpointError,
+)
+from resumekit.storage import Manifest, StepName, StepReader, Store
+
+_PIPE_WIDTH = 160
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def list_directory(directory: Path, *, as_json: bool) -> None:
+    """Prints one line for each checkpoint, newest first; only manifests are read.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    rows = [(name, *_manifest_and_state(directory, name)) for name in _names(directory)]
+    if as_json:
+        print_json([_plain(*row) for row in rows])
+        return
+    table = _table("checkpoint", "epoch", "batch", "size", "created", "metric", "state")
+    for name, manifest, state in rows:
+        table.add_row(*map(Text, (str(name), *_middle(manifest), state)))
+    _console().print(table)
+
+
+def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
+    """Prints the manifest of a checkpoint for a reader.
+
+    Args:
+        path: a step directory, or a run directory whose newest readable checkpoint is meant.
+        as_json: print the manifest itself.
+
+    Raises:
+        CheckpointError: it cannot be opened, or there is none.
+    """
+    reader = _reader_at(path)
+    manifest = reader.manifest
+    if as_json:
+        print_json(json.loads(manifest.to_bytes()))
+        return
+    console = _console()
+    console.print(_facts(str(reader.name), manifest))
+    console.print("\ncomponents", style="bold")
+    console.print(_component_table(manifest))
+    console.print("\nfiles", style="bold")
+    console.print(_file_table(manifest))
+    for title, values in (("written by", manifest.fingerprint), ("details", manifest.details)):
+        if values:
+            console.print(f"\n{title}", style="bold")
+            console.print(_value_table(values))
+
+
+def verify_directory(directory: Path, *, step: str | None) -> bool:
+    """Whether every byte of every checkpoint is what its manifest says; prints a line for each.
+
+    Nothing is moved or changed: a checkpoint that fails here is set aside by the next resume.
+
+    Args:
+        directory: the run directory.
+        step: only this one.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or not this one.
+    """
+    all_good = True
+    for name in _names(directory, step):
+        started = time.perf_counter()
+        try:
+            reader = Store(directory).open_step(name)
+            reader.verify()
+        except CheckpointError as error:
+            all_good = False
+            print_line(f"{name}  DAMAGED  {error}" if _is_damage(error) else f"{name}  ?  {error}")
+            continue
+        files = reader.manifest.files
+        size, seconds = _size(reader.manifest), time.perf_counter() - started
+        print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
+    return all_good
+
+
+def human_bytes(num_bytes: float) -> str:
+    """``1.5 GB``: a size with at most one decimal, in powers of 1000."""
+    size, unit = float(num_bytes), _UNITS[0]
+    for unit in _UNITS:
+        if size < 1000 or unit == _UNITS[-1]:
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == _UNITS[0] else f"{size:.1f} {unit}"
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON that a program can read, whatever the width of the terminal."""
+    print_line(json.dumps(value, indent=2))
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """Prints text as it is: no markup, no wrapping, no colours."""
+    _console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
+
+
+def _names(directory: Path, step: str | None = None) -> list[StepName]:
+    names = Store(directory).step_names()
+    if step is not None:
+        # `500` is every save of step 500, `step-00000500-r1` is one of them.
+        names = [name for name in names if step in (str(name), str(name.step))]
+    if not names:
+        what = "no checkpoint" if step is None else f"no checkpoint {step}"
+        raise CheckpointNotFoundError(str(directory), found=what)
+    return names
+
+
+def _reader_at(path: Path) -> StepReader:
+    name = StepName.parse(path.resolve().name)
+    if name is not None:
+        return Store(path.resolve().parent).open_step(name)
+    rejected: list[CheckpointError] = []
+    for newest in _names(path):
+        try:
+            reader = Store(path).open_step(newest)
+        except CheckpointError as error:
+            rejected.append(error)
+        else:
+            for reason in rejected:
+                print_line(f"passed over: {reason}", to_stderr=True)
+            return reader
+    raise NoUsableCheckpointError(str(path), found="; ".join(map(str, rejected)))
+
+
+def _manifest_and_state(directory: Path, name: StepName) -> tuple[Manifest | None, str]:
+    try:
+        manifest = Store(directory).open_step(name).manifest
+    except CheckpointError as error:
+        return None, f"{'DAMAGED' if _is_damage(error) else '?'}  {error}"
+    finished = manifest.finished
+    return manifest, "complete" if finished is None else f"finished ({finished})"
+
+
+def _plain(name: StepName, manifest: Manifest | None, state: str) -> dict[str, Any]:
+    row = {"name": str(name), "step": name.step, "revision": name.revision, "state": state}
+    if manifest is None:
+        return row
+    rest = {"created": manifest.created, "num_bytes": _size(manifest), "metric": manifest.metric}
+    return {**row, "progress": dict(manifest.progress), **rest}
+
+
+def _middle(manifest: Manifest | None) -> tuple[str, ...]:
+    """The cells of a list between the name and the state."""
+    if manifest is None:
+        return ("",) * 5
+    epoch, batch = (str(manifest.progress.get(key, "")) for key in ("epoch", "batch"))
+    size, created = human_bytes(_size(manifest)), _time(manifest.created)
+    return epoch, batch, size, created, _metric(manifest.metric)
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    return isinstance(error, CorruptCheckpointError)
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files)
+
+
+def _facts(name: str, manifest: Manifest) -> Table:
+    facts: dict[str, Any] = {
+        "checkpoint": name,
+        "created": _time(manifest.created),
+        "run": manifest.run_id,
+        "attempt": manifest.attempt,
+        "parent": manifest.parent,
+        "ranks": manifest.world_size,
+        "progress": ", ".join(f"{key} {value}" for key, value in manifest.progress.items()),
+        "finished": manifest.finished,
+        "metric": _metric(manifest.metric),
+        "size": f"{human_bytes(_size(manifest))} in {len(manifest.files)} files",
+    }
+    return _value_table({key: value for key, value in facts.items() if value not in (None, "")})
+
+
+def _component_table(manifest: Manifest) -> Table:
+    table = _table("component", "comes back", "pattern", "in", "written by ranks")
+    for record in manifest.components:
+        fidelity = f"{record.fidelity} ({record.reason})" if record.reason else record.fidelity
+        ranks = ", ".join(map(str, record.writers))
+        table.add_row(*map(Text, (record.key, fidelity, record.pattern, record.directory, ranks)))
+    saved = {record.key for record in manifest.components}
+    for key, line in manifest.capture.items():
+        if key not in saved and isinstance(line, Mapping):
+            table.add_row(Text(key), Text(f"none ({line.get('reason', '')})"), style="dim")
+    return table
+
+
+def _file_table(manifest: Manifest) -> Table:
+    table = _table("file", "size", "digest", "rank")
+    for entry in manifest.files:
+        cells = (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _value_table(values: Mapping[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in values.items():
+        plain = value if isinstance(value, str) else json.dumps(value)
+        table.add_row(Text(key), Text(plain))
+    return table
+
+
+def _time(created: str) -> str:
+    return created.replace("T", " ").replace("+00:00", " UTC").replace("Z", " UTC")
+
+
+def _metric(metric: Mapping[str, str] | None) -> str:
+    if metric is None:
+        return ""
+    return f"{metric['name']} {float.fromhex(metric['value']):.6g} ({metric['mode']})"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console(*, to_stderr: bool = False) -> Console:
+    # Made when needed: it looks at the terminal, which a test or a pipe may have replaced. A pipe
+    # has no width, and rich would cut its lines at 80 characters.
+    terminal = Console(highlight=False, stderr=to_stderr)
+    if terminal.is_terminal:
+        return terminal
+    return Console(highlight=False, stderr=to_stderr, width=_PIPE_WIDTH)

@@ -1,0 +1,390 @@
+"""What a run's state is made of, who writes which part, and how exactly each part comes back.
+
+Nothing here knows torch, a framework or a file system.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+from resumekit.errors import DeclarationError, InexactError
+
+
+class SharingPattern(str, Enum):
+    """How a component's state is spread over the ranks; it alone decides who writes."""
+
+    GLOBAL = "global"  # one state for the job, held by rank 0
+    REPLICATED = "replicated"  # the same state on every rank, written once
+    PER_RANK = "per_rank"  # every rank has its own
+    PER_GROUP = "per_group"  # one state for each process group
+    PER_NODE = "per_node"  # one state for each host
+    SHARDED = "sharded"  # every rank holds a part of one logical state
+
+
+class Fidelity(str, Enum):
+    """How a component comes back: the same bits, the same distribution, or not at all."""
+
+    EXACT = "exact"
+    EQUIVALENT = "equivalent"
+    LOST = "lost"
+
+
+class Validation(str, Enum):
+    """How much a save spends on proving that replicated state is the same on every rank."""
+
+    OFF = "off"
+    DIGEST = "digest"
+    FULL = "full"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be taken out and put back.
+
+    An optional method ``check_state_dict(state)`` may raise a typed error without changing the
+    object; resume calls it on every component before it loads the first one.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Slot(str, Enum):
+    """The canonical slots of a training run; the values are the manifest's keys."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    LR_SCHEDULER = "lr_scheduler"
+    GRAD_SCALER = "grad_scaler"
+    EMA = "ema"
+    DATA = "data"
+    RNG = "rng"
+    PROGRESS = "progress"
+    BEST_METRIC = "best_metric"
+    CALLBACKS = "callbacks"
+    EXTRAS = "extras"
+
+
+# State of which every rank has its own, whatever the declaration says.
+_ALWAYS_PER_RANK = frozenset({Slot.RNG.value})
+
+
+@dataclass(frozen=True)
+class StateComponent:
+    """One part of a run's state, declared once; who writes it follows from the declaration.
+
+    Args:
+        key: ``slot`` or ``slot/name``, e.g. ``"optimizer"`` or ``"model/generator"``.
+        stateful: the object that holds the state.
+        sharing_pattern: a pattern, or a callable that gives one when the run starts.
+        required: whether a checkpoint without it is refused.
+        process_group: the group of a PER_GROUP component (a torch group or its ranks).
+        validate: how replicated state is compared between ranks at a save.
+        fidelity: how it comes back.
+        reason: why it is not exact; empty when it is.
+    """
+
+    key: str
+    stateful: Stateful
+    sharing_pattern: SharingPattern | Callable[[], SharingPattern] = SharingPattern.REPLICATED
+    required: bool = True
+    process_group: Any = None
+    validate: Validation = Validation.DIGEST
+    fidelity: Fidelity = Fidelity.EXACT
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        if not isinstance(self.stateful, Stateful):
+            raise DeclarationError(
+                self.key,
+                found=f"a {type(self.stateful).__name__} without state_dict and load_state_dict",
+                expected="an object with both",
+            )
+        if isinstance(self.sharing_pattern, SharingPattern):
+            self._check_pattern(self.sharing_pattern)
+        if self.fidelity is not Fidelity.EXACT and not self.reason:
+            raise DeclarationError(
+                self.key, found=f"fidelity {self.fidelity.value} without a reason"
+            )
+
+    @property
+    def slot(self) -> str:
+        """The part of the key before the first ``/``."""
+        return self.key.split("/", 1)[0]
+
+    def resolved(self) -> StateComponent:
+        """The same component with its pattern known.
+
+        Raises:
+            DeclarationError: the pattern found at run time cannot be right for this component.
+        """
+        if isinstance(self.sharing_pattern, SharingPattern):
+            return self
+        return replace(self, sharing_pattern=SharingPattern(self.sharing_pattern()))
+
+    def _check_pattern(self, pattern: SharingPattern) -> None:
+        if self.slot in _ALWAYS_PER_RANK and pattern is not SharingPattern.PER_RANK:
+            raise DeclarationError(
+                self.key,
+                found=f"declared {pattern.value}",
+                expected="per_rank: every rank draws its own random numbers",
+            )
+        if pattern is SharingPattern.PER_GROUP and self.process_group is None:
+            raise DeclarationError(
+                self.key,
+                found="declared per_group without a process group",
+                expected="process_group=<the group whose first rank writes>",
+            )
+
+
+def _check_key(key: str) -> None:
+    parts = key.split("/")
+    if not key or any(not part or part in (".", "..") or "\0" in part for part in parts):
+        raise DeclarationError(
+            repr(key), found="not a component key", expected="'slot' or 'slot/name'"
+        )
+
+
+def check_components(components: Iterable[StateComponent]) -> tuple[StateComponent, ...]:
+    """The components with their patterns resolved.
+
+    Raises:
+        DeclarationError: two components share one key, or one key is a folder of the other.
+    """
+    resolved = tuple(component.resolved() for component in components)
+    seen: set[str] = set()
+    for component in resolved:
+        if component.key in seen:
+            raise DeclarationError(
+                component.key, found="declared twice", remedy="Give each component its own key"
+            )
+        seen.add(component.key)
+    for key in seen:
+        parent = key.rpartition("/")[0]
+        if parent in seen:
+            raise DeclarationError(
+                key, found=f"declared beside {parent!r}", expected="either one object or named ones"
+            )
+    return resolved
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this process stands in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    group_rank: int = 0  # the index of this process's host
+
+
+def writer_ranks(
+    pattern: SharingPattern, world: Sequence[Layout], group_ranks: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The ranks that write a component of this pattern.
+
+    Args:
+        pattern: the component's sharing pattern.
+        world: the layout of every rank, in rank order.
+        group_ranks: for PER_GROUP, the global ranks of the group in question.
+    """
+    if pattern in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
+        return (0,)
+    if pattern in (SharingPattern.PER_RANK, SharingPattern.SHARDED):
+        return tuple(layout.rank for layout in world)
+    if pattern is SharingPattern.PER_NODE:
+        return tuple(layout.rank for layout in world if layout.local_rank == 0)
+    if not group_ranks:
+        raise DeclarationError("per_group", found="a group without ranks")
+    return (min(group_ranks),)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A slot that this run does not have, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class CaptureLine:
+    """One line of the capture report. ``fidelity`` is None where the run has no such state."""
+
+    key: str
+    fidelity: Fidelity | None
+    reason: str = ""
+    sharing_pattern: SharingPattern | None = None
+
+    def __str__(self) -> str:
+        word = self.fidelity.value if self.fidelity else "none"
+        return f"{self.key}: {word}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What a checkpoint of this run will hold and how exactly each part comes back."""
+
+    lines: tuple[CaptureLine, ...]
+
+    @property
+    def inexact(self) -> tuple[CaptureLine, ...]:
+        """The lines that are present and not exact."""
+        return tuple(line for line in self.lines if line.fidelity not in (None, Fidelity.EXACT))
+
+    def require_exact(self) -> None:
+        """Raises InexactError when any part of the run would not come back exactly."""
+        if self.inexact:
+            raise InexactError(
+                "strict=True",
+                found="; ".join(str(line) for line in self.inexact),
+                expected="every part of the run exact",
+                remedy="Follow the reasons, or drop strict",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for the manifest."""
+        return {
+            line.key: {
+                "fidelity": line.fidelity.value if line.fidelity else None,
+                "reason": line.reason,
+            }
+            for line in self.lines
+        }
+
+    def __str__(self) -> str:
+        return "; ".join(str(line) for line in self.lines)
+
+
+@dataclass
+class TrainState:
+    """The whole state of a run: each slot holds components, or the reason why there are none."""
+
+    model: StateComponent | tuple[StateComponent, ...] | Absent
+    optimizer: StateComponent | tuple[StateComponent, ...] | Absent
+    lr_scheduler: StateComponent | tuple[StateComponent, ...] | Absent
+    grad_scaler: StateComponent | tuple[StateComponent, ...] | Absent
+    ema: StateComponent | tuple[StateComponent, ...] | Absent
+    data: StateComponent | tuple[StateComponent, ...] | Absent
+    rng: StateComponent | tuple[StateComponent, ...] | Absent
+    progress: StateComponent | tuple[StateComponent, ...] | Absent
+    best_metric: StateComponent | tuple[StateComponent, ...] | Absent
+    callbacks: StateComponent | tuple[StateComponent, ...] | Absent
+    extras: StateComponent | tuple[StateComponent, ...] | Absent
+
+    def __post_init__(self) -> None:
+        for slot, value in self._slots():
+            for component in _as_tuple(value):
+                if component.slot != slot:
+                    raise DeclarationError(
+                        component.key, found=f"in the slot {slot!r}", expected=f"a key in {slot!r}"
+                    )
+
+    def _slots(self) -> Iterator[tuple[str, Any]]:
+        for item in fields(self):
+            yield item.name, getattr(self, item.name)
+
+    def components(self) -> tuple[StateComponent, ...]:
+        """Every component in the order of the slots, patterns resolved."""
+        return check_components(c for _, value in self._slots() for c in _as_tuple(value))
+
+    def capture_report(self) -> CaptureReport:
+        """One line for each component and for each empty slot."""
+        lines: list[CaptureLine] = []
+        for slot, value in self._slots():
+            if isinstance(value, Absent):
+                lines.append(CaptureLine(slot, None, value.reason))
+            for part in _as_tuple(value):
+                component = part.resolved()
+                pattern = component.sharing_pattern
+                assert isinstance(pattern, SharingPattern)
+                lines.append(
+                    CaptureLine(component.key, component.fidelity, component.reason, pattern)
+                )
+        return CaptureReport(tuple(lines))
+
+
+def _as_tuple(value: Any) -> tuple[StateComponent, ...]:
+    if isinstance(value, Absent):
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the logical run is. All counts are of the whole run, whatever was restarted.
+
+    Args:
+        step: optimizer-step boundaries passed.
+        micro_step: batches used.
+        epoch: the epoch of the next batch, from 0.
+        batch: the index of the next batch in that epoch.
+        samples: samples used, summed over the data-parallel ranks.
+        tokens: tokens used, summed over the data-parallel ranks.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def normalised(self, batches_per_epoch: int | None) -> Progress:
+        """The same place with ``batch`` below the epoch's length: its end is the next one's start.
+
+        Args:
+            batches_per_epoch: ``len(loader)``, or None where it is not known.
+        """
+        if batches_per_epoch and self.batch >= batches_per_epoch:
+            return replace(self, epoch=self.epoch + 1, batch=0)
+        return self
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values for the manifest."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Progress:
+        """The inverse of ``as_dict``."""
+        return cls(**{item.name: int(values[item.name]) for item in fields(cls)})
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The best value seen of the metric that selects checkpoints.
+
+    Args:
+        name: the keyword given to ``report``.
+        mode: ``"min"`` or ``"max"``.
+        value: the best value so far; None before the first report.
+        step: the optimizer step it belongs to.
+        state: what else a selection needs, e.g. an early-stopping counter.
+    """
+
+    name: str
+    mode: str = "min"
+    value: float | None = None
+    step: int | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise DeclarationError("mode", found=repr(self.mode), expected="'min' or 'max'")
+
+    def improved_by(self, value: float) -> bool:
+        """Whether this value is better; a NaN never is."""
+        if math.isnan(value):
+            return False
+        if self.value is None:
+            return True
+        return value < self.value if self.mode == "min" else value > self.value
+
+    def with_value(self, value: float, step: int) -> BestMetric:
+        """The same metric with a new best value."""
+        return replace(self, value=float(value), step=step)

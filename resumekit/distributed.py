@@ -1,0 +1,163 @@
+"""The ranks of one job: who this process is, and how the ranks agree. No-ops in one process.
+
+Agreement runs on a private gloo group, so it works beside any training backend and never
+interleaves with the training's own collectives. Objects travel between the ranks by torch's object
+collectives; nothing of a checkpoint passes through them unverified.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from resumekit.contract import Layout
+from resumekit.errors import (
+    ConfigurationError,
+    RankDisagreementError,
+    RankFailedError,
+    ResumekitError,
+)
+
+T = TypeVar("T")
+
+AGREEMENT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one rank's action came to: a value, or an error that can travel."""
+
+    value: Any = None
+    error: ResumekitError | None = None
+
+
+class World:
+    """The ranks of the job as one process sees them."""
+
+    def __init__(self, layout: Layout, group: Any = None) -> None:
+        self.layout = layout
+        self._group = group
+
+    @classmethod
+    def current(cls, *, timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS) -> World:
+        """The job of the initialised default process group, or a world of one. Collective.
+
+        Args:
+            timeout_seconds: after which a rank that waits for the others gives up.
+
+        Raises:
+            ConfigurationError: the launcher announces several ranks and nobody has called
+                ``init_process_group`` yet.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            announced = int(os.environ.get("WORLD_SIZE", "1"))
+            if announced > 1:
+                raise ConfigurationError(
+                    "torch.distributed",
+                    found=f"not initialised, while WORLD_SIZE={announced}",
+                    expected="one process group over all ranks",
+                    remedy="Call init_process_group before the Checkpointer is made",
+                )
+            return cls(Layout())
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        layout = Layout(
+            rank,
+            world_size,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("GROUP_RANK", 0)),
+        )
+        if world_size == 1:
+            return cls(layout)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        return cls(layout, group)
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.layout.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the job."""
+        return self.layout.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.layout.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value. Collective."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def everywhere(self, action: Callable[[], T]) -> list[T]:
+        """Runs the action on every rank and gives all results. Collective.
+
+        Raises:
+            ResumekitError: on every rank, when the action failed on any; it names the rank.
+        """
+        if self.world_size == 1:
+            return [action()]
+        outcome = self._attempt(action)
+        outcomes = self.gather(outcome)
+        for rank, each in enumerate(outcomes):
+            if each.error is not None:
+                raise outcome.error or _from_rank(rank, each.error)
+        return [each.value for each in outcomes]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Runs the action on rank 0 alone and gives its result to all. Collective.
+
+        Raises:
+            ResumekitError: on every rank, when the action failed on rank 0.
+        """
+        if self.world_size == 1:
+            return action()
+        outcome = self.broadcast(self._attempt(action) if self.is_first else _Outcome())
+        if outcome.error is not None:
+            raise outcome.error if self.is_first else _from_rank(0, outcome.error)
+        return outcome.value  # type: ignore[no-any-return]
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Raises RankDisagreementError on every rank unless all ranks give the same. Collective."""
+        values = self.gather(value)
+        if any(each != values[0] for each in values):
+            said = "; ".join(f"rank {rank} says {each!r}" for rank, each in enumerate(values))
+            raise RankDisagreementError(what, found=said, expected="one value on all ranks")
+
+    def _attempt(self, action: Callable[[], Any]) -> _Outcome:
+        # Whatever fails here must reach the other ranks, or they wait for this one for ever.
+        try:
+            return _Outcome(value=action())
+        except ResumekitError as error:
+            return _Outcome(error=error)
+        except Exception as error:  # noqa: BLE001
+            wrapped = RankFailedError(f"rank {self.rank}", found=f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            return _Outcome(error=wrapped)
+
+
+def _from_rank(rank: int, error: ResumekitError) -> ResumekitError:
+    return type(error)(
+        f"rank {rank}: {error.where}",
+        found=error.found,
+        expected=error.expected,
+        remedy=error.remedy,
+    )

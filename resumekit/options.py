@@ -1,0 +1,139 @@
+"""The options that every adapter takes, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import TypedDict
+
+from resumekit.cadence import parse_cadence
+from resumekit.contract import Slot
+from resumekit.errors import ConfigurationError
+
+CHANGES = frozenset({"horizon"})
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options as keywords; see ``Options``."""
+
+    save_every: int | str | None
+    keep_latest: int | None
+    keep_best: int
+    keep_every: int | None
+    best_metric: str | None
+    mode: str
+    randomness: str
+    strict: bool
+    exclude: Collection[str]
+    allow_missing: Collection[str]
+    allow_changes: Collection[str]
+    resume_from: str | None
+    on_save_error: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run saves, keeps and resumes its checkpoints.
+
+    Args:
+        save_every: optimizer steps between saves, or a duration such as ``"10min"``; None saves
+            only on ``save()``, on an improved metric and at the end.
+        keep_latest: the number of newest checkpoints to keep; None keeps all.
+        keep_best: the number of best checkpoints to keep, by ``best_metric``.
+        keep_every: checkpoints at multiples of this many steps are kept for ever.
+        best_metric: the keyword of ``report()`` that selects the best checkpoint.
+        mode: ``"min"`` or ``"max"``: which values of it are better.
+        randomness: ``"tape"`` records the run's random numbers as they are.
+        strict: refuse at start a run of which any part would not come back exactly.
+        exclude: components (keys or slots) that a resume leaves as they are; recorded.
+        allow_missing: components that the checkpoint may lack; they keep their live state.
+        allow_changes: changes that a resume accepts: ``"horizon"``.
+        resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
+        on_save_error: ``"raise"``, or ``"warn"`` to tell and train on; the old checkpoint stays
+            either way.
+    """
+
+    save_every: int | str | None = None
+    keep_latest: int | None = 2
+    keep_best: int = 1
+    keep_every: int | None = None
+    best_metric: str | None = None
+    mode: str = "min"
+    randomness: str = "tape"
+    strict: bool = False
+    exclude: Collection[str] = field(default_factory=frozenset)
+    allow_missing: Collection[str] = field(default_factory=frozenset)
+    allow_changes: Collection[str] = field(default_factory=frozenset)
+    resume_from: str | None = None
+    on_save_error: str = "raise"
+
+    @classmethod
+    def from_keywords(cls, keywords: OptionKeywords) -> Options:
+        """The options of a call.
+
+        Raises:
+            ConfigurationError: an unknown name, or a value that has no meaning.
+        """
+        unknown = set(keywords) - {item.name for item in fields(cls)}
+        if unknown:
+            raise _unknown(unknown)
+        return cls(**keywords)
+
+    def __post_init__(self) -> None:
+        parse_cadence(self.save_every)
+        _one_of("mode", self.mode, ("min", "max"))
+        _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        if self.randomness == "keyed":
+            raise ConfigurationError("randomness", found="'keyed', which is not available yet")
+        _one_of("randomness", self.randomness, ("tape",))
+        _at_least("keep_latest", self.keep_latest, 1)
+        _at_least("keep_best", self.keep_best, 0)
+        _at_least("keep_every", self.keep_every, 1)
+        for name in ("exclude", "allow_missing"):
+            _check_keys(name, getattr(self, name))
+        _check_names("allow_changes", self.allow_changes)
+        for change in self.allow_changes:
+            _one_of("allow_changes", change, tuple(sorted(CHANGES)))
+
+
+def _unknown(names: Collection[str]) -> ConfigurationError:
+    known = ", ".join(sorted(item.name for item in fields(Options)))
+    return ConfigurationError(
+        ", ".join(sorted(names)), found="not an option", expected=f"one of {known}"
+    )
+
+
+def names_component(names: Collection[str], key: str) -> bool:
+    """Whether a component is named, by its key or by its slot."""
+    return key in names or key.split("/", 1)[0] in names
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(
+            name, found=repr(value), expected=" or ".join(repr(word) for word in allowed)
+        )
+
+
+def _at_least(name: str, value: int | None, minimum: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigurationError(
+            name, found=repr(value), expected=f"a whole number of at least {minimum}"
+        )
+
+
+def _check_names(name: str, value: Collection[str]) -> None:
+    if isinstance(value, str):
+        raise ConfigurationError(name, found=repr(value), expected=f"a set, e.g. {{{value!r}}}")
+
+
+def _check_keys(name: str, keys: Collection[str]) -> None:
+    _check_names(name, keys)
+    slots = [slot.value for slot in Slot]
+    for key in keys:
+        if key.split("/", 1)[0] not in slots:
+            raise ConfigurationError(
+                name, found=repr(key), expected=f"a slot ({', '.join(slots)}) or 'slot/name'"
+            )

@@ -1,0 +1,72 @@
+"""The counters of the logical run, as a component of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from resumekit.contract import Progress
+from resumekit.distributed import World
+
+
+class Counters:
+    """How far the run is, how far it is to go, and whether it is finished.
+
+    Samples and tokens are counted locally and summed over the ranks by ``fold``.
+
+    Attributes:
+        finished: why the run is over, or None.
+        horizon: what the loop was asked for, e.g. ``{"epochs": 3}``.
+    """
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+        self._local_samples = 0
+        self._local_tokens = 0
+        self.finished: str | None = None
+        self.horizon: dict[str, int] = {}
+
+    @property
+    def progress(self) -> Progress:
+        """The counts; samples and tokens as of the last ``fold``."""
+        return self._progress
+
+    def count_batch(self, num_samples: int) -> None:
+        """One batch was handed to the loop."""
+        self._progress = replace(self._progress, micro_step=self._progress.micro_step + 1)
+        self._local_samples += num_samples
+
+    def count_step(self, num_tokens: int) -> None:
+        """One optimizer-step boundary was passed."""
+        self._progress = replace(self._progress, step=self._progress.step + 1)
+        self._local_tokens += num_tokens
+
+    def move_to(self, epoch: int, batch: int) -> None:
+        """The place of the next batch."""
+        self._progress = replace(self._progress, epoch=epoch, batch=batch)
+
+    def fold(self, world: World) -> None:
+        """Adds what all ranks used since the last fold. Collective."""
+        shares = world.gather((self._local_samples, self._local_tokens))
+        self._progress = replace(
+            self._progress,
+            samples=self._progress.samples + sum(samples for samples, _ in shares),
+            tokens=self._progress.tokens + sum(tokens for _, tokens in shares),
+        )
+        self._local_samples = self._local_tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, the horizon, and why the run is over if it is."""
+        return {
+            "progress": self._progress.as_dict(),
+            "horizon": dict(self.horizon),
+            "finished": self.finished,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the counts of a checkpoint."""
+        self._progress = Progress.from_dict(state["progress"])
+        self._local_samples = self._local_tokens = 0
+        self.horizon = dict(state["horizon"])
+        self.finished = state["finished"]

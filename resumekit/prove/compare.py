@@ -1,0 +1,248 @@
+"""Comparing two traces: the run that was never killed, and the one that was.
+
+Every execution of every step is judged, also one that a later resume repeated: each of them is
+determined to the bit by the reference run. Besides, the logical run (the last execution of each
+step) must be complete, and somebody must have resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from resumekit.prove.differences import Difference, state_differences, step_differences
+from resumekit.prove.own_values import (
+    constant_leaves,
+    idle_generators,
+    values_before_the_first_kill,
+    with_own_values,
+)
+from resumekit.prove.records import CHECKPOINT, END, RESUMED, STEP, Attempt, Record, read_trace
+from resumekit.prove.verdict import RUN, Divergence, Resume, Verdict
+
+# Several records of one step in one execution are told apart by their ordinal.
+StepKey = tuple[int, int]
+
+# Where two records of one step differ, the earlier one in the life of a step is the cause.
+_ORDER = {STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
+
+
+def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> Verdict:
+    """The verdict on a run that was killed and resumed, against one that was never killed.
+
+    Args:
+        reference: the trace of the uninterrupted run.
+        candidate: the trace of all launches of the other run.
+        expect_resume: whether a candidate that never resumed is a divergence; False where nobody
+            killed it.
+
+    Raises:
+        TraceError: one of the traces is missing or damaged.
+    """
+    expected = read_trace(reference)
+    found = read_trace(candidate)
+    divergences: list[Divergence] = []
+    for rank, attempts in expected.items():
+        truth = _Truth(attempts, found.get(rank, ()))
+        divergences += _execution_divergences(truth, rank, found.get(rank, ()))
+        divergences += _missing_parts(truth.run, rank, found.get(rank, ()))
+    divergences += [_extra_rank(rank) for rank in found if rank not in expected]
+    first_rank = min(expected)
+    resumes = _resumes(found.get(first_rank, ()))
+    if expect_resume and not resumes:
+        divergences.append(_never_resumed(first_rank, found.get(first_rank, ())))
+    divergence = min(divergences, key=_precedence, default=None)
+    return Verdict(
+        exact=divergence is None,
+        divergence=divergence,
+        num_steps=len({step for step, _ in _logical_run(expected[first_rank]).steps}),
+        num_ranks=len(expected),
+        resumes=resumes,
+    )
+
+
+@dataclass
+class _LogicalRun:
+    """The last execution of each step of one rank."""
+
+    steps: dict[StepKey, Record] = field(default_factory=dict)
+    checkpoints: dict[int, Record] = field(default_factory=dict)
+    end: Record | None = None
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was done after a step: another execution begins there."""
+        self.steps = {key: record for key, record in self.steps.items() if key[0] <= step}
+        self.checkpoints = {at: record for at, record in self.checkpoints.items() if at <= step}
+        self.end = None
+
+    def add(self, record: Record, ordinal: int) -> None:
+        if record.kind == STEP:
+            self.steps[record.step, ordinal] = record
+        elif record.kind == CHECKPOINT:
+            self.checkpoints[record.step] = record
+        elif record.kind == END:
+            self.end = record
+
+
+def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
+    run = _LogicalRun()
+    for attempt in attempts:
+        begun = False
+        for record, ordinal in _with_ordinals(attempt):
+            if record.kind == RESUMED:
+                run.rewind(record.step)
+                begun = True
+            elif not begun and record.kind == STEP:
+                run.rewind(record.step - 1)
+                begun = True
+            run.add(record, ordinal)
+    return run
+
+
+def _with_ordinals(attempt: Attempt) -> Iterator[tuple[Record, int]]:
+    """The records of one process; a step record with its ordinal among those of its step."""
+    counts: dict[int, int] = {}
+    for record in attempt.records:
+        ordinal = 0
+        if record.kind == RESUMED:
+            counts.clear()
+        elif record.kind == STEP:
+            ordinal = counts.get(record.step, 0)
+            counts[record.step] = ordinal + 1
+        yield record, ordinal
+
+
+class _Truth:
+    """What one rank of the judged run must have done."""
+
+    def __init__(self, reference: tuple[Attempt, ...], candidate: tuple[Attempt, ...]) -> None:
+        self.run = _logical_run(reference)
+        self._idle_generators = idle_generators(reference)
+        self._constant = constant_leaves(reference)
+        self._own = values_before_the_first_kill(candidate)
+        self._own_checkpoints: dict[int, Record] = {}
+
+    def differences(self, record: Record, ordinal: int) -> list[Difference]:
+        """What is wrong with one record."""
+        if record.kind == STEP:
+            expected = self.run.steps.get((record.step, ordinal))
+            if expected is None:
+                return [Difference(RUN, "", "trained", "no such step")]
+            return step_differences(record, expected, idle_generators=self._idle_generators)
+        if record.kind == END:
+            end = self.run.end
+            if end is None or end.step != record.step:
+                there = "no end" if end is None else f"the end at step {end.step}"
+                return [Difference(RUN, "end", f"the end at step {record.step}", there)]
+            return self._state_differences(record, end)
+        expected = self.run.checkpoints.get(record.step)
+        if expected is not None:
+            return self._state_differences(record, expected)
+        # A save on the clock may fall on another step in the reference run. What was resumed is
+        # then held against what this run itself had saved.
+        own = self._own_checkpoints.get(record.step)
+        return [] if own is None or record.kind == CHECKPOINT else state_differences(record, own)
+
+    def learn(self, attempt: Attempt) -> None:
+        """Remembers what a launch saved, for those that follow it."""
+        self._own_checkpoints.update(
+            {record.step: record for record in attempt.records if record.kind == CHECKPOINT}
+        )
+
+    def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
+        return state_differences(record, with_own_values(expected, self._constant, self._own))
+
+
+def _execution_divergences(
+    truth: _Truth, rank: int, attempts: Iterable[Attempt]
+) -> Iterator[Divergence]:
+    """The first divergence of every launch: what follows it is only its consequence."""
+    for attempt in attempts:
+        divergences = [
+            _divergence(record, rank, attempt.launch, differences)
+            for record, ordinal in _with_ordinals(attempt)
+            if (differences := truth.differences(record, ordinal))
+        ]
+        yield from sorted(divergences, key=_precedence)[:1]
+        truth.learn(attempt)
+
+
+def _missing_parts(
+    truth: _LogicalRun, rank: int, attempts: tuple[Attempt, ...]
+) -> Iterator[Divergence]:
+    """What the reference did and the logical run of the candidate did not."""
+    logical = _logical_run(attempts)
+    launch = max((attempt.launch for attempt in attempts), default=1)
+    for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
+        yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
+    if truth.end is not None and logical.end is None:
+        yield Divergence(truth.end.step, rank, RUN, "end", "never reached", "reached", END, launch)
+    committed: int | None = None
+    for attempt in attempts:
+        kinds = {record.kind for record in attempt.records}
+        if committed is not None and STEP in kinds and RESUMED not in kinds:
+            step = next(record.step for record in attempt.records if record.kind == STEP)
+            found = f"a fresh start at step {step}"
+            expected = f"a resume from the checkpoint of step {committed}"
+            yield Divergence(step, rank, RUN, "", found, expected, STEP, attempt.launch)
+        steps = [record.step for record in attempt.records if record.kind == CHECKPOINT]
+        committed = max([*steps, *([] if committed is None else [committed])], default=None)
+
+
+def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
+    resumes: list[Resume] = []
+    newest = first = None
+    for attempt in attempts:
+        steps = [record.step for record in attempt.records if record.kind == STEP]
+        at = next((record.step for record in attempt.records if record.kind == RESUMED), None)
+        if at is None and first is not None and steps and steps[0] > first:
+            at = steps[0] - 1  # a script of its own: it went on behind the first step
+        if at is not None and newest is not None:
+            resumes.append(Resume(attempt.launch, at, max(newest - at, 0)))
+        if steps:
+            first = steps[0] if first is None else min(first, steps[0])
+            newest = max([*steps, newest or 0])
+    return tuple(resumes)
+
+
+def _divergence(
+    record: Record, rank: int, launch: int, differences: list[Difference]
+) -> Divergence:
+    first = differences[0]
+    others = dict.fromkeys(one.component for one in differences if one.component != first.component)
+    return Divergence(
+        step=record.step,
+        rank=rank,
+        component=first.component,
+        leaf=first.leaf,
+        found=first.found,
+        expected=first.expected,
+        event=record.kind,
+        launch=launch,
+        others=tuple(others),
+    )
+
+
+def _never_resumed(rank: int, attempts: tuple[Attempt, ...]) -> Divergence:
+    steps = [r.step for attempt in attempts for r in attempt.records if r.kind == STEP]
+    found = f"{len(attempts)} launches, each from the first step"
+    launch = max((attempt.launch for attempt in attempts), default=1)
+    return Divergence(
+        min(steps, default=0), rank, RUN, "", found, "a resume", RESUMED, max(launch, 1)
+    )
+
+
+def _extra_rank(rank: int) -> Divergence:
+    return Divergence(0, rank, RUN, "", "a rank", "no such rank in the reference", STEP, 0)
+
+
+def _precedence(divergence: Divergence) -> tuple[bool, int, int, int]:
+    # A difference before the first kill comes first, whatever its step: it shows that the script
+    # does not repeat itself, and nothing that follows can be laid at the door of a resume.
+    return (
+        divergence.launch > 0,
+        divergence.step,
+        _ORDER[divergence.event],
+        divergence.rank,
+    )

@@ -1,0 +1,142 @@
+"""What differs between two records of the same kind and step, the likely cause first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.prove.records import Record
+from resumekit.prove.verdict import describe, missing
+
+_STATE_ORDER = (
+    "model",
+    "optimizer",
+    "lr_scheduler",
+    "grad_scaler",
+    "ema",
+    "data",
+    "progress",
+    "best_metric",
+    "callbacks",
+    "extras",
+    "rng",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One component that differs, with the first leaf in it that does."""
+
+    component: str
+    leaf: str
+    found: str
+    expected: str
+
+
+def state_differences(found: Record, expected: Record) -> list[Difference]:
+    """The components that differ between two states, in the order of the slots."""
+    names = found.components.keys() | expected.components.keys()
+    return list(_component_differences(found, expected, sorted(names, key=_slot_order)))
+
+
+def step_differences(
+    found: Record, expected: Record, *, idle_generators: frozenset[str] = frozenset()
+) -> list[Difference]:
+    """What differs between two executions of one step.
+
+    The inputs of a step come first (data, learning rate, random numbers), then states, then the
+    values that the step gave. Among the states, equal values mean that the forward pass was right
+    and the update was not, so the model comes last; otherwise it comes first.
+
+    Args:
+        found: the execution that is judged.
+        expected: the one of the reference.
+        idle_generators: random number generators that the run never draws from.
+    """
+    inputs = [
+        *_data(found, expected),
+        *_lr(found, expected),
+        *_rng(found, expected, idle_generators),
+    ]
+    values = list(_values(found, expected))
+    names = sorted(found.components.keys() | expected.components.keys(), key=_slot_order)
+    if not values:
+        names.sort(key=_is_model)
+    return [*inputs, *_component_differences(found, expected, names), *values]
+
+
+def _component_differences(
+    found: Record, expected: Record, names: list[str]
+) -> Iterator[Difference]:
+    for name in names:
+        if name not in found.components or name not in expected.components:
+            state = {True: "present", False: "absent"}
+            yield Difference(
+                name, "", state[name in found.components], state[name in expected.components]
+            )
+        else:
+            yield from _first(name, found.components[name], expected.components[name])
+
+
+def _data(found: Record, expected: Record) -> Iterator[Difference]:
+    for leaf in ("epoch", "batch", "samples"):
+        now, then = found.fields.get(leaf), expected.fields.get(leaf)
+        if now != then:
+            yield Difference("data", leaf, *_described(now, then))
+            return
+
+
+def _lr(found: Record, expected: Record) -> Iterator[Difference]:
+    def by_group(record: Record) -> dict[str, Any]:
+        return {f"group{index}": lr for index, lr in enumerate(record.fields.get("lr", ()))}
+
+    return _first("lr", by_group(found), by_group(expected))
+
+
+def _rng(found: Record, expected: Record, idle: frozenset[str]) -> Iterator[Difference]:
+    def drawn_from(record: Record) -> dict[str, str]:
+        return {name: digest for name, digest in record.rng.items() if name not in idle}
+
+    return _first("rng", drawn_from(found), drawn_from(expected))
+
+
+def _values(found: Record, expected: Record) -> Iterator[Difference]:
+    now, then = found.fields.get("values", {}), expected.fields.get("values", {})
+    for name in dict.fromkeys([*then, *now]):
+        if now.get(name, _NOTHING) != then.get(name, _NOTHING):
+            yield Difference(name, "", missing(now, name), missing(then, name))
+
+
+def _first(
+    component: str, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """The first leaf of a component that differs, if one does."""
+    for leaf in dict.fromkeys([*expected, *found]):
+        if found.get(leaf, _NOTHING) != expected.get(leaf, _NOTHING):
+            yield Difference(component, leaf, missing(found, leaf), missing(expected, leaf))
+            return
+
+
+def _described(found: Any, expected: Any) -> tuple[str, str]:
+    """Both values; of two long lists the first place where they part."""
+    if isinstance(found, list) and isinstance(expected, list) and len(str(expected)) > 60:
+        pairs = zip(found, expected, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is not None:
+            return f"{found[place]} at position {place}", f"{expected[place]}"
+    return describe(found), describe(expected)
+
+
+def _slot_order(component: str) -> tuple[int, str]:
+    slot = component.split("/", 1)[0]
+    place = _STATE_ORDER.index(slot) if slot in _STATE_ORDER else len(_STATE_ORDER)
+    return place, component
+
+
+def _is_model(component: str) -> bool:
+    return component.split("/", 1)[0] in ("model", "ema")
+
+
+# Equal to nothing that a trace can hold, so that an absent value differs from a null.
+_NOTHING = object()

@@ -1,0 +1,167 @@
+"""Every process of one launch: started together, found again, and killed as a whole.
+
+A power cut or a scheduler takes all processes of a job at once. torchrun puts its workers into
+sessions of their own, so a process group is not the whole job: processes are found by the chain of
+parents, by their session, and by a marker in the environment with which they were started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_POLL_SECONDS = 0.002
+_GONE_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Marker:
+    """An environment variable whose value only the processes of one launch carry."""
+
+    name: str
+    value: str
+
+    def is_in(self, environ: bytes) -> bool:
+        """Whether the content of ``/proc/<pid>/environ`` carries it."""
+        return f"{self.name}={self.value}".encode() in environ.split(b"\0")
+
+
+class Launch:
+    """One launch of a command, in a session of its own.
+
+    Args:
+        command: program and arguments.
+        environment: the whole environment of the command; it carries the marker.
+        marker: tells the processes of this launch from all others.
+        log: stdout and stderr together go to this file.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], marker: Marker, log: Path
+    ) -> None:
+        self.log = log
+        self._marker = marker
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit status of the command (negative: killed by that signal); None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> int:
+        """SIGKILLs every process of the launch and waits until all are gone.
+
+        Returns:
+            How many processes were there.
+        """
+        num_killed = kill_processes(self._process.pid, self._marker)
+        self._process.wait()
+        return num_killed
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The last lines that the command wrote."""
+        return tail_of(self.log, num_lines)
+
+
+def kill_processes(root: int, marker: Marker | None = None) -> int:
+    """SIGKILLs a process, its session, its descendants and all that carry the marker.
+
+    Returns when none of them runs any more (zombies that nobody reaps do not count).
+
+    Args:
+        root: the id of the process that was started, the leader of its own session.
+        marker: carried by processes that may be neither its descendants nor in its session.
+
+    Returns:
+        How many processes were found.
+
+    Raises:
+        TimeoutError: one of them did not die, e.g. it hangs in the kernel.
+    """
+    seen: set[int] = set()
+    deadline = time.monotonic() + _GONE_TIMEOUT_SECONDS
+    while True:
+        alive = processes_of(root, marker)
+        seen |= alive
+        # The group first: one call reaches all of it at the same instant.
+        if alive or not _PROC.is_dir():
+            _signal_group(root)
+        for pid in alive:
+            _signal(pid)
+        if not alive:
+            return len(seen)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {sorted(alive)} are still there after SIGKILL")
+        time.sleep(_POLL_SECONDS)
+
+
+def processes_of(root: int, marker: Marker | None = None) -> set[int]:
+    """The ids of the living processes of one launch.
+
+    Where there is no ``/proc`` it is empty, and only the process group can be reached.
+    """
+    if not _PROC.is_dir():
+        return set()
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        try:
+            # "pid (name) state ppid pgrp session ...", and a name may hold parentheses.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            state, parent, session = fields[0], int(fields[1]), int(fields[3])
+            if state in "ZX":
+                continue
+            parents[pid] = parent
+            if session == root or (marker and marker.is_in((entry / "environ").read_bytes())):
+                found.add(pid)
+        except OSError:
+            continue  # it ended meanwhile, or belongs to somebody else
+    found |= {pid for pid in parents if root in _ancestors(pid, parents)}
+    return found - {os.getpid()}
+
+
+def tail_of(path: Path, num_lines: int = 15) -> str:
+    """The last lines of a text file; empty when it is not there."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
+    """The process itself and its chain of parents."""
+    chain: set[int] = set()
+    current: int | None = pid
+    while current is not None and current not in chain:
+        chain.add(current)
+        current = parents.get(current)
+    return chain
+
+
+def _signal(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _signal_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # nobody is left in it

@@ -1,0 +1,55 @@
+"""What a resume did, and how a run tells its user things."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from resumekit.capture import Difference
+from resumekit.contract import CaptureLine
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A checkpoint that was passed over, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What ``resume()`` found and did.
+
+    Args:
+        resumed: whether a checkpoint was loaded; False for a fresh start.
+        step: the optimizer step that the run continues from; 0 for a fresh start.
+        path: the checkpoint's directory, or None.
+        components: each component of the checkpoint and how exactly it came back.
+        differences: what differs between the run that saved and this one.
+        rejected: newer checkpoints that were passed over.
+        finished: why the run is over, if it is.
+    """
+
+    resumed: bool
+    step: int = 0
+    path: Path | None = None
+    components: tuple[CaptureLine, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    finished: str | None = None
+
+    def __str__(self) -> str:
+        if not self.resumed:
+            return "starting fresh"
+        place = f"step {self.step} from {self.path}"
+        if self.finished is not None:
+            return f"nothing to do, the run finished at {place} ({self.finished})"
+        return f"resuming at {place}"
+
+
+def tell(message: str) -> None:
+    """One clear line to the user, on standard error."""
+    sys.stderr.write(f"resumekit: {message}\n")
+    sys.stderr.flush()

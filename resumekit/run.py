@@ -1,0 +1,354 @@
+"""What a Checkpointer holds while it runs: the components, the store, and the way in and out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import xxhash
+
+from resumekit.capture import (
+    Difference,
+    Extras,
+    RngState,
+    Severity,
+    differences,
+    fingerprint,
+)
+from resumekit.contract import (
+    Absent,
+    CaptureReport,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    TrainState,
+    check_components,
+)
+from resumekit.data import DataPosition
+from resumekit.distributed import World
+from resumekit.errors import CheckpointError, DriftError
+from resumekit.options import Options
+from resumekit.progress import Counters
+from resumekit.prove.trace import StateEvent, Trace
+from resumekit.report import ResumeReport, tell
+from resumekit.resuming import Finder, Found, check_fit, check_states
+from resumekit.saving import Description, Saver
+from resumekit.selection import BestSelection
+from resumekit.storage import RetentionPolicy, StepName, Store
+
+RUN_ROOT_VARIABLE = "RESUMEKIT_RUN_ROOT"
+INJECT_VARIABLE = "RESUMEKIT_INJECT"
+
+# The order of a restore; the data position and then the random state follow at the first fetch.
+_RESTORE_ORDER = (
+    Slot.MODEL,
+    Slot.OPTIMIZER,
+    Slot.LR_SCHEDULER,
+    Slot.GRAD_SCALER,
+    Slot.EMA,
+    Slot.BEST_METRIC,
+    Slot.CALLBACKS,
+    Slot.EXTRAS,
+    Slot.PROGRESS,
+    Slot.DATA,
+)
+
+Best = TypeVar("Best")
+
+
+class Run:
+    """One run: its state as components, and the directory that its checkpoints are in."""
+
+    def __init__(
+        self,
+        directory: Path,
+        components: Sequence[StateComponent],
+        options: Options,
+        *,
+        extras: dict[str, Any],
+        generators: Mapping[str, Any],
+    ) -> None:
+        self.directory = _relocated(directory)
+        self.options = options
+        self.counters = Counters()
+        self.position = DataPosition()
+        self.selection = BestSelection(options.best_metric, options.mode)
+        self.rng = RngState(generators)
+        self.components = check_components(
+            [*components, *self._own_components(extras)],
+        )
+        self.world = World.current()
+        self.trace = Trace.from_environment(self.world.rank)
+        self._store: Store | None = None
+        self._saver: Saver | None = None
+        self._report: ResumeReport | None = None
+        self._random: dict[str, Any] | None = None  # the random state to set at the first fetch
+        self._resumed_step: int | None = None  # until the trace was told
+        self._fingerprint: dict[str, Any] = {}
+        self._injected = frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
+
+    def _own_components(self, extras: dict[str, Any]) -> list[StateComponent]:
+        return [
+            StateComponent(Slot.DATA.value, self.position, SharingPattern.PER_RANK),
+            StateComponent(Slot.RNG.value, self.rng, SharingPattern.PER_RANK),
+            StateComponent(Slot.PROGRESS.value, self.counters, SharingPattern.GLOBAL),
+            StateComponent(Slot.BEST_METRIC.value, self.selection, SharingPattern.GLOBAL),
+            StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
+        ]
+
+    # ---------------------------------------------------------------- the way in
+
+    def resume(self) -> ResumeReport:
+        """Opens the directory and restores all but the random state, once. Collective."""
+        if self._report is None:
+            store = self._open()
+            left_out = frozenset(self.options.exclude) | self._injected
+            finder = Finder(self.world, store, self.components, self.options, left_out)
+            found = finder.find()
+            report = ResumeReport(resumed=False) if found is None else self._load(found)
+            self.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
+            self._report = report
+        return self._report
+
+    def _open(self) -> Store:
+        """Takes the directory: rank 0 owns it, the others check that they see the same one."""
+        store = Store(self.directory)
+
+        def acquire() -> tuple[str, str]:
+            store.acquire()
+            return store.run_id, store.attempt
+
+        run_id, attempt = self.world.on_first(acquire)
+        if not self.world.is_first:
+            self.world.everywhere(lambda: store.join(run_id, attempt))
+        else:
+            self.world.everywhere(lambda: None)
+        self._store = store
+        options = self.options
+        retention = RetentionPolicy(
+            keep_latest=options.keep_latest,
+            keep_best=options.keep_best,
+            keep_every=options.keep_every,
+        )
+        self._saver = Saver(self.world, store, self.components, retention)
+        self._fingerprint = fingerprint(
+            world_size=self.world.world_size, components=self.components
+        )
+        return store
+
+    def _load(self, found: Found) -> ResumeReport:
+        manifest = found.manifest
+        changed = differences(manifest.fingerprint, self._fingerprint)
+        self._refuse_drift(changed)
+        fresh = check_fit(manifest, self.components, self.options)
+        self.world.everywhere(lambda: check_states(found.states, self.components))
+        remarks = self.world.everywhere(lambda: self._restore(found.states))
+        for difference in changed:
+            self.tell(f"changed since the checkpoint: {difference}")
+        for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
+            self.tell(remark)
+        assert self._saver is not None
+        self._saver.parent = str(found.name)
+        self._resumed_step = manifest.step
+        restored = {line.key: line for line in self.capture_report().lines}
+        return ResumeReport(
+            resumed=True,
+            step=manifest.step,
+            path=found.reader.path,
+            components=tuple(
+                restored[record.key] for record in manifest.components if record.key in found.states
+            ),
+            differences=tuple(changed),
+            rejected=found.rejected,
+            finished=self.counters.finished,
+        )
+
+    def _refuse_drift(self, changed: Sequence[Difference]) -> None:
+        refused = [each for each in changed if each.severity is Severity.HORIZON]
+        if refused and "horizon" not in self.options.allow_changes:
+            raise DriftError(
+                "horizon",
+                found="; ".join(str(each) for each in refused),
+                expected="the horizon that the learning rate was planned for",
+                remedy="Restore it, or pass allow_changes={'horizon'}",
+            )
+
+    def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
+        """Loads in the order of a restore; gives what the components had to remark."""
+        order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
+        given = [each for each in self.components if each.key in states and each.slot in order]
+        remarks: list[str] = []
+        for component in sorted(given, key=lambda each: order[each.slot]):
+            remarks.extend(component.stateful.load_state_dict(states[component.key]) or ())
+        self._random = states.get(Slot.RNG.value)
+        return tuple(remarks)
+
+    def _start_fresh(self, name: StepName, keys: Sequence[str]) -> list[str]:
+        """What to tell about components that the checkpoint lacks."""
+        remarks: list[str] = []
+        for component in self.components:
+            if component.key in keys:
+                start_fresh = getattr(component.stateful, "start_fresh", None)
+                default = (f"{name} has no {component.key}: it starts from its live state",)
+                remarks.extend(start_fresh() if start_fresh is not None else default)
+        return remarks
+
+    def restore_random(self) -> None:
+        """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
+        self.position.restore_generators()
+        if self._random is not None:
+            self.rng.load_state_dict(self._random)
+            self._random = None
+        if self._resumed_step is not None:
+            self.trace_state("resumed", self._resumed_step)
+            self._resumed_step = None
+
+    def accept_horizon(self, horizon: dict[str, int]) -> None:
+        """Takes the loop's horizon.
+
+        Raises:
+            DriftError: the interrupted run had another one, and no policy allows it.
+        """
+        then = self.counters.horizon
+        if then and then != horizon:
+            if "horizon" not in self.options.allow_changes:
+                raise DriftError(
+                    "horizon",
+                    found=_words(horizon),
+                    expected=f"{_words(then)}, as in the checkpoint",
+                    remedy="Restore it, or pass allow_changes={'horizon'}",
+                )
+            self.tell(f"the horizon changes from {_words(then)} to {_words(horizon)}")
+            self.counters.finished = None
+        self.counters.horizon = horizon
+
+    def finish_again(self) -> None:
+        """A finished run was started again: all state is back, and there is nothing to do."""
+        self.restore_random()
+        self.trace_state("end")
+
+    # ---------------------------------------------------------------- the way out
+
+    def save(self) -> None:
+        """Saves at this settled point. Collective."""
+        assert self._saver is not None
+        self.counters.fold(self.world)
+        progress = self.counters.progress
+        self._saver.save(
+            Description(
+                step=progress.step,
+                progress=progress.as_dict(),
+                finished=self.counters.finished,
+                metric=self.selection.metric_of(progress.step),
+                capture=self.capture_report(),
+                fingerprint=self._fingerprint,
+                details=self._details(),
+            )
+        )
+        self.trace_state("checkpoint")
+
+    def close(self) -> None:
+        """Gives the directory back."""
+        if self._store is not None and self.world.is_first:
+            self._store.release()
+
+    def world_is_alive(self) -> bool:
+        """Whether the ranks can still talk, or there is only one."""
+        return self.world.world_size == 1 or dist.is_initialized()
+
+    def _details(self) -> dict[str, Any]:
+        details: dict[str, Any] = {}
+        if self.options.exclude:
+            details["exclude"] = sorted(self.options.exclude)
+        if self.options.resume_from is not None:
+            details["resume_from"] = self.options.resume_from
+        return details
+
+    # ---------------------------------------------------------------- what it tells
+
+    def announce(self) -> None:
+        """Tells once, before the first batch, what a checkpoint will hold.
+
+        Raises:
+            InexactError: ``strict=True`` and a part would not come back exactly.
+        """
+        report = self.capture_report()
+        if self.options.strict:
+            report.require_exact()
+        self.tell(f"each checkpoint holds: {report}")
+
+    def capture_report(self) -> CaptureReport:
+        """One line for each component and each empty slot."""
+        slots: dict[str, Any] = {slot.value: Absent(f"no {slot.value} was given") for slot in Slot}
+        for component in self.components:
+            present = slots[component.slot]
+            before = () if isinstance(present, Absent) else present
+            slots[component.slot] = (*before, self._as_it_is(component))
+        return TrainState(**slots).capture_report()
+
+    def _as_it_is(self, component: StateComponent) -> StateComponent:
+        """The component with the fidelity that the loaders allow, if it is the data position."""
+        if component.slot != Slot.DATA.value:
+            return component
+        fidelity, reason = self.position.fidelity
+        return replace(component, fidelity=fidelity, reason=reason)
+
+    def learning_rates(self) -> list[Any]:
+        """The learning rate of every param group of every optimizer."""
+        return [
+            group["lr"]
+            for component in self.components
+            if component.slot == Slot.OPTIMIZER.value
+            for group in getattr(getattr(component.stateful, "optimizer", None), "param_groups", ())
+        ]
+
+    def trace_state(self, event: StateEvent, step: int | None = None) -> None:
+        """Records every component's state, when tracing."""
+        if self.trace is not None:
+            step = self.counters.progress.step if step is None else step
+            states = {each.key: each.stateful.state_dict() for each in self.components}
+            self.trace.state(event, step, states)
+
+    def best(self, make: Callable[[Path, int, float], Best]) -> Best | None:
+        """The best committed checkpoint, made by ``make(path, step, value)``, or None."""
+        best, metric = None, self.selection.best
+        if metric is None:
+            return None
+        store, metric = self._store or Store(self.directory), replace(metric, value=None)
+        for name in store.step_names():
+            value = self._metric_value(store, name)
+            if value is not None and metric.improved_by(value):
+                metric = metric.with_value(value, name.step)
+                best = make(self.directory / str(name), name.step, value)
+        return best
+
+    def _metric_value(self, store: Store, name: StepName) -> float | None:
+        try:
+            metric = store.open_step(name).manifest.metric
+        except CheckpointError:
+            return None
+        if metric is None or metric["name"] != self.options.best_metric:
+            return None
+        return float.fromhex(metric["value"])
+
+    def tell(self, message: str) -> None:
+        """One line to the user, from rank 0."""
+        if self.world.is_first:
+            tell(message)
+
+
+def _words(horizon: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={count}" for name, count in horizon.items())
+
+
+def _relocated(directory: Path) -> Path:
+    """The directory, or its stand-in when a tool runs this program beside the user's real runs."""
+    root = os.environ.get(RUN_ROOT_VARIABLE)
+    if not root:
+        return directory
+    absolute = directory.absolute()
+    return Path(root) / f"{absolute.name}-{xxhash.xxh3_64_hexdigest(str(absolute).encode())[:8]}"

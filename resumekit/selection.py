@@ -1,0 +1,61 @@
+"""The best metric so far, as a component of the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from resumekit.contract import BestMetric
+
+
+class BestSelection:
+    """Follows one reported metric and remembers its best value and step.
+
+    Args:
+        name: the keyword of ``report``, or None when no metric selects.
+        mode: ``"min"`` or ``"max"``.
+    """
+
+    def __init__(self, name: str | None, mode: str) -> None:
+        self.best = BestMetric(name, mode) if name is not None else None
+        self._latest: tuple[int, float] | None = None
+
+    def report(self, values: Mapping[str, float], step: int) -> bool:
+        """Takes the values reported for a step; whether the best one improved."""
+        if self.best is None or self.best.name not in values:
+            return False
+        value = values[self.best.name]
+        self._latest = (step, value)
+        improved = self.best.improved_by(value)
+        if improved:
+            self.best = self.best.with_value(value, step)
+        return improved
+
+    def metric_of(self, step: int) -> dict[str, str] | None:
+        """The manifest's record of the metric at this step, or None if none was reported."""
+        if self.best is None or self._latest is None or self._latest[0] != step:
+            return None
+        return {"name": self.best.name, "mode": self.best.mode, "value": self._latest[1].hex()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, its step and its metric."""
+        if self.best is None:
+            return {}
+        best = self.best
+        latest = list(self._latest) if self._latest else None
+        return {
+            "name": best.name,
+            "mode": best.mode,
+            "value": best.value,
+            "step": best.step,
+            "latest": latest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the best value over, unless this run selects by another metric."""
+        best = self.best
+        if best is None or (state.get("name"), state.get("mode")) != (best.name, best.mode):
+            return
+        self.best = BestMetric(best.name, best.mode, state["value"], state["step"])
+        latest = state["latest"]
+        self._latest = (int(latest[0]), float(latest[1])) if latest else None

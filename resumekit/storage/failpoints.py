@@ -1,0 +1,198 @@
+"""Faults on demand: ``RESUMEKIT_FAILPOINTS`` makes one call of the seam fail, or kills the process.
+
+A plan is a list of points separated by commas::
+
+    17=kill          SIGKILL before the 17th write-side call
+    17=EIO           the 17th write-side call fails with EIO and is not made
+    17+=ENOSPC       so do all later ones
+    write:3=torn     the 3rd write puts half of its bytes into the file, then SIGKILL
+    open:1=EACCES    any call of the seam can be named; calls of the read side only so
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resumekit.errors import ConfigurationError
+from resumekit.storage.io import Entry, FileSystem, Free, LocalFileSystem, ReadHandle
+
+VARIABLE = "RESUMEKIT_FAILPOINTS"
+
+WRITE_CALLS = ("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir")
+_OTHER_CALLS = ("writeback", "close", "list", "open", "read_into", "advise_sequential", "free")
+
+
+@dataclass(frozen=True)
+class Failpoint:
+    """What happens at one call.
+
+    Args:
+        number: which call, from 1.
+        action: ``kill``, ``torn``, or the name of an errno.
+        call: the name of the calls that are counted; None counts all of the write side.
+        sticky: whether later calls fail too.
+    """
+
+    number: int
+    action: str
+    call: str | None = None
+    sticky: bool = False
+
+    def hits(self, number: int) -> bool:
+        """Whether the call of this number is meant."""
+        return number == self.number or (self.sticky and number > self.number)
+
+
+_POINT = re.compile(r"(?:([a-z_]+):)?([1-9][0-9]{0,8})(\+?)=(\w+)")
+
+
+def parse_failpoints(text: str) -> tuple[Failpoint, ...]:
+    """The plan that the text describes.
+
+    Raises:
+        ConfigurationError: a point that has no meaning.
+    """
+    return tuple(_parse_point(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _parse_point(text: str) -> Failpoint:
+    match = _POINT.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(VARIABLE, found=repr(text), expected="[call:]number[+]=action")
+    call, number, plus, action = match.groups()
+    if call is not None and call not in WRITE_CALLS + _OTHER_CALLS:
+        raise ConfigurationError(
+            VARIABLE, found=f"call {call!r}", expected=f"one of {', '.join(WRITE_CALLS)}"
+        )
+    if action not in ("kill", "torn") and action not in errno.errorcode.values():
+        raise ConfigurationError(
+            VARIABLE, found=f"action {action!r}", expected="kill, torn, or an errno such as EIO"
+        )
+    return Failpoint(int(number), action, call, bool(plus))
+
+
+class FailpointFileSystem:
+    """Another file system that fails where the plan says so.
+
+    Args:
+        inner: the one that does the work.
+        plan: the points; each counts the calls made through this object.
+    """
+
+    def __init__(self, inner: FileSystem, plan: Sequence[Failpoint] = ()) -> None:
+        self._inner = inner
+        self._plan = tuple(plan)
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def num_write_calls(self) -> int:
+        """Write-side calls made so far, failed ones included."""
+        return sum(self.counts[call] for call in WRITE_CALLS)
+
+    def mkdir(self, path: Path) -> None:
+        self._reach("mkdir", path)
+        self._inner.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        self._reach("create", path)
+        return self._inner.create(path)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        point = self._next_point("write")
+        if point is not None and point.action == "torn":
+            self._inner.write(handle, _first_half(buffers))
+        _act(point)
+        self._inner.write(handle, buffers)
+
+    def writeback(self, handle: int, offset: int, length: int) -> None:
+        self._reach("writeback")
+        self._inner.writeback(handle, offset, length)
+
+    def fsync(self, handle: int) -> None:
+        self._reach("fsync")
+        self._inner.fsync(handle)
+
+    def close(self, handle: int | ReadHandle) -> None:
+        point = self._next_point("close")
+        self._inner.close(handle)  # the real call gives the descriptor back even when it fails
+        _act(point)
+
+    def fsync_dir(self, path: Path) -> None:
+        self._reach("fsync_dir", path)
+        self._inner.fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._reach("rename", source)
+        self._inner.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._reach("unlink", path)
+        self._inner.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self._reach("rmdir", path)
+        self._inner.rmdir(path)
+
+    def list(self, path: Path) -> list[Entry]:
+        self._reach("list", path)
+        return self._inner.list(path)
+
+    def open(self, path: Path) -> ReadHandle:
+        self._reach("open", path)
+        return self._inner.open(path)
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        self._reach("read_into")
+        return self._inner.read_into(handle, offset, buffer)
+
+    def advise_sequential(self, handle: ReadHandle) -> None:
+        self._reach("advise_sequential")
+        self._inner.advise_sequential(handle)
+
+    def free(self, path: Path) -> Free:
+        self._reach("free", path)
+        return self._inner.free(path)
+
+    def _reach(self, call: str, path: Path | None = None) -> None:
+        _act(self._next_point(call), path)
+
+    def _next_point(self, call: str) -> Failpoint | None:
+        self.counts[call] += 1
+        for point in self._plan:
+            if point.call == call and point.hits(self.counts[call]):
+                return point
+            if point.call is None and call in WRITE_CALLS and point.hits(self.num_write_calls):
+                return point
+        return None
+
+
+def local_file_system() -> FileSystem:
+    """The operating system's file system, with the faults that the environment asks for."""
+    text = os.environ.get(VARIABLE)
+    local = LocalFileSystem()
+    return FailpointFileSystem(local, parse_failpoints(text)) if text else local
+
+
+def _act(point: Failpoint | None, path: Path | None = None) -> None:
+    if point is None:
+        return
+    if point.action in ("kill", "torn"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    number = getattr(errno, point.action)
+    raise OSError(number, os.strerror(number), None if path is None else str(path))
+
+
+def _first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
+    left = sum(buffer.nbytes for buffer in buffers) // 2
+    half = []
+    for buffer in buffers:
+        half.append(buffer[:left])
+        left -= min(left, buffer.nbytes)
+    return half

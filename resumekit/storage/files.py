@@ -1,0 +1,371 @@
+"""Files of a checkpoint: digested while they are written, verified while they are read.
+
+A writer makes no copy and never reads back. A reader gives out no byte whose block has not been
+compared with its digest, and reads no byte twice as long as it is used from front to back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from resumekit.errors import CorruptCheckpointError, SaveError
+from resumekit.storage.digest import (
+    BLOCK_BYTES,
+    BlockDigester,
+    combine,
+    digest_bytes,
+    is_digest,
+)
+from resumekit.storage.failures import reading, saving
+from resumekit.storage.io import FileSystem
+
+WRITEBACK_BYTES = 8 << 20
+MAX_READ_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One line of the inventory.
+
+    Args:
+        path: relative to the step directory, parts joined by ``/``.
+        size: in bytes.
+        digest: 32 hexadecimal digits, see ``digest.py``.
+        writer: the rank that wrote it.
+    """
+
+    path: str
+    size: int
+    digest: str
+    writer: int
+
+
+class FileWriter:
+    """A new file of a checkpoint in the making; it is dead after the first error.
+
+    A failed fsync is never tried again: Linux marks the pages clean and the second one would
+    succeed without the data being on disk (Rebello et al., USENIX ATC 2020).
+
+    Args:
+        file_system: the seam.
+        path: where to create it; it must not exist.
+        relative: its path in the step directory.
+        writer: the rank that writes it.
+
+    Raises:
+        SaveError: it could not be created.
+    """
+
+    def __init__(self, file_system: FileSystem, path: Path, *, relative: str, writer: int) -> None:
+        self._file_system = file_system
+        self._path = path
+        self._relative = relative
+        self._writer = writer
+        self._digester = BlockDigester()
+        self._size = 0
+        self._hinted = 0
+        with saving(path):
+            self._handle: int | None = file_system.create(path)
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Appends the bytes of C-contiguous buffers; they are free for reuse once this returns.
+
+        Raises:
+            SaveError: names the file and the cause.
+        """
+        handle = self._alive()
+        try:
+            with saving(self._path):
+                for parts in cut_at_blocks(buffers, self._size):
+                    self._append(handle, parts)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _append(self, handle: int, parts: list[memoryview]) -> None:
+        # One block at a time: its bytes are still in the processor's cache when they are written.
+        for part in parts:
+            self._digester.update(part)
+            self._size += part.nbytes
+        self._file_system.write(handle, parts)
+        if self._size - self._hinted >= WRITEBACK_BYTES:
+            self._file_system.writeback(handle, self._hinted, self._size - self._hinted)
+            self._hinted = self._size
+
+    def finish(self) -> FileEntry:
+        """The file's line in the inventory, once its bytes survive a power cut.
+
+        Raises:
+            SaveError: names the file and the cause.
+        """
+        handle = self._alive()
+        try:
+            with saving(self._path):
+                self._file_system.fsync(handle)
+                self._handle = None
+                self._file_system.close(handle)
+        except BaseException:
+            self.discard()
+            raise
+        return FileEntry(self._relative, self._size, self._digester.hexdigest(), self._writer)
+
+    def discard(self) -> None:
+        """Gives the file up. It stays in staging, where nobody reads it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):  # it is given up for another reason, which is the one to tell
+                self._file_system.close(handle)
+
+    @property
+    def block_digests(self) -> tuple[str, ...]:
+        """The digest of each 4 MiB block so far, as 32 hexadecimal digits."""
+        return tuple(block.hex() for block in self._digester.blocks)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    def _alive(self) -> int:
+        if self._handle is None:
+            raise SaveError(str(self._path), found="is finished or has failed, and takes no more")
+        return self._handle
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+
+class FileReader:
+    """A file of a checkpoint; every byte it gives out has been verified.
+
+    Args:
+        file_system: the seam.
+        path: the file.
+        where: what error messages call it.
+        entry: its line in the manifest.
+
+    Raises:
+        CorruptCheckpointError: it has another size than the manifest says.
+        UnreadableCheckpointError: it could not be opened.
+    """
+
+    def __init__(
+        self, file_system: FileSystem, path: Path, *, where: str, entry: FileEntry
+    ) -> None:
+        self.entry = entry
+        self._file_system = file_system
+        self._where = where
+        self._expected: list[bytes] = []
+        self._checked: Sequence[str] | None = None
+        self._block = bytearray()
+        self._block_index = -1
+        self._closed = False
+        with reading(where):
+            self._handle = file_system.open(path)
+        if self._handle.size != entry.size:
+            self.close()
+            raise CorruptCheckpointError(
+                where,
+                found=f"has {self._handle.size} bytes",
+                expected=f"{entry.size} as the manifest says",
+            )
+
+    def read(self, *, max_bytes: int = MAX_READ_BYTES) -> bytes:
+        """All bytes, verified against the manifest.
+
+        Raises:
+            CorruptCheckpointError: the digest differs, or there are more than ``max_bytes``.
+            UnreadableCheckpointError: they could not be read.
+        """
+        if self.entry.size > max_bytes:
+            raise CorruptCheckpointError(
+                self._where, found=f"has {self.entry.size} bytes", expected=f"at most {max_bytes}"
+            )
+        content = bytearray(self.entry.size)
+        self._fill(memoryview(content), 0)
+        self._compare(digest_bytes(content), self.entry.digest)
+        return bytes(content)
+
+    def read_into(
+        self, buffers: Sequence[memoryview], offset: int, block_digests: Sequence[str]
+    ) -> None:
+        """Fills C-contiguous buffers with consecutive bytes of the file, all verified.
+
+        A whole block goes straight into the buffers; of a block that is wanted in part, the rest is
+        read too, and kept for the call that continues there.
+
+        Args:
+            buffers: writable memory, one after the other in the file.
+            offset: where in the file the first one begins.
+            block_digests: of all blocks of the file; they are verified against the manifest.
+
+        Raises:
+            CorruptCheckpointError: names the file and both digests, or both sizes.
+            UnreadableCheckpointError: the bytes could not be read.
+        """
+        self._check_blocks(block_digests)
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if offset < 0 or end > self.entry.size:
+            raise CorruptCheckpointError(
+                self._where,
+                found=f"bytes {offset} to {end} are wanted",
+                expected=f"a range within its {self.entry.size} bytes",
+            )
+        for parts in cut_at_blocks(buffers, offset):
+            offset += self._read_parts(parts, offset)
+
+    def verify(self) -> None:
+        """Reads every byte and compares the digest.
+
+        Raises:
+            CorruptCheckpointError: names the file and both digests.
+            UnreadableCheckpointError: the bytes could not be read.
+        """
+        digester = BlockDigester()
+        block = memoryview(bytearray(min(BLOCK_BYTES, self.entry.size)))
+        for offset in range(0, self.entry.size, BLOCK_BYTES):
+            part = block[: self.entry.size - offset]
+            self._fill(part, offset)
+            digester.update(part)
+        self._compare(digester.hexdigest(), self.entry.digest)
+
+    def close(self) -> None:
+        """Gives the file back; more than once does nothing."""
+        if not self._closed:
+            self._closed = True
+            with suppress(OSError):  # nothing was written; there is nothing to lose
+                self._file_system.close(self._handle)
+
+    def _check_blocks(self, block_digests: Sequence[str]) -> None:
+        if block_digests is self._checked:
+            return
+        blocks = [_raw_digest(text, self._where) for text in block_digests]
+        num_blocks = -(-self.entry.size // BLOCK_BYTES)
+        if len(blocks) != num_blocks:
+            raise CorruptCheckpointError(
+                self._where,
+                found=f"the index holds {len(blocks)} block digests",
+                expected=str(num_blocks),
+            )
+        self._compare(combine(blocks), self.entry.digest, of="the digest of the index's blocks")
+        self._expected = blocks
+        self._checked = block_digests
+
+    def _read_parts(self, parts: list[memoryview], offset: int) -> int:
+        """Fills parts that lie in one block; gives their bytes."""
+        num_bytes = sum(part.nbytes for part in parts)
+        index, start = divmod(offset, BLOCK_BYTES)
+        if start == 0 and num_bytes == self._block_size(index):
+            self._read_block(parts, index)
+            return num_bytes
+        self._keep_block(index)
+        block = memoryview(self._block)
+        for part in parts:
+            part[:] = block[start : start + part.nbytes]
+            start += part.nbytes
+        return num_bytes
+
+    def _keep_block(self, index: int) -> None:
+        if index == self._block_index:
+            return
+        self._block_index = -1
+        self._block = self._block or bytearray(min(BLOCK_BYTES, self.entry.size))
+        self._read_block([memoryview(self._block)[: self._block_size(index)]], index)
+        self._block_index = index
+
+    def _read_block(self, parts: list[memoryview], index: int) -> None:
+        offset = index * BLOCK_BYTES
+        digester = xxhash.xxh3_128()
+        for part in parts:
+            self._fill(part, offset)
+            digester.update(part)
+            offset += part.nbytes
+        found, expected = digester.digest(), self._expected[index]
+        self._compare(found.hex(), expected.hex(), of=f"the digest of its block {index}")
+
+    def _block_size(self, index: int) -> int:
+        return min(BLOCK_BYTES, self.entry.size - index * BLOCK_BYTES)
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        with reading(self._where):
+            if offset == 0:
+                self._file_system.advise_sequential(self._handle)
+            while buffer.nbytes:
+                num_bytes = self._file_system.read_into(self._handle, offset, buffer)
+                if num_bytes == 0:
+                    raise CorruptCheckpointError(
+                        self._where,
+                        found=f"ends after {offset} bytes",
+                        expected=f"{self.entry.size} as the manifest says",
+                    )
+                buffer = buffer[num_bytes:]
+                offset += num_bytes
+
+    def _compare(self, found: str, expected: str, *, of: str = "its digest") -> None:
+        if found != expected:
+            raise CorruptCheckpointError(
+                self._where, found=f"{of} is {found}", expected=f"{expected} as recorded"
+            )
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def cut_at_blocks(buffers: Sequence[memoryview], offset: int) -> Iterator[list[memoryview]]:
+    """The same bytes as flat pieces, one list for each block of the file that they touch.
+
+    Args:
+        buffers: C-contiguous memory.
+        offset: where in the file the first one begins.
+    """
+    parts: list[memoryview] = []
+    room = BLOCK_BYTES - offset % BLOCK_BYTES
+    for buffer in buffers:
+        rest = _flat(buffer)
+        while rest.nbytes:
+            part, rest = rest[:room], rest[room:]
+            parts.append(part)
+            room -= part.nbytes
+            if room == 0:
+                yield parts
+                parts, room = [], BLOCK_BYTES
+    if parts:
+        yield parts
+
+
+def _flat(buffer: memoryview) -> memoryview:
+    if buffer.nbytes == 0:
+        return memoryview(b"")  # cast refuses shapes with a zero in them
+    if buffer.format == "B" and buffer.ndim == 1:
+        return buffer
+    return buffer.cast("B")
+
+
+def _raw_digest(text: object, where: str) -> bytes:
+    if not (isinstance(text, str) and is_digest(text)):
+        raise CorruptCheckpointError(
+            where, found=f"block digest {str(text)[:40]!r}", expected="32 hexadecimal digits"
+        )
+    return bytes.fromhex(text)

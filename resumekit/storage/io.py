@@ -1,0 +1,242 @@
+"""The one seam: every write-side and read-side call of a checkpoint goes through a ``FileSystem``.
+
+Nothing else in resumekit may touch the files of a run directory. That makes it possible to replay
+every state that a power cut may leave (an in-memory ``FileSystem``), to inject a fault at every
+call (``failpoints.py``) and to hold the list of calls against the system calls really made.
+
+What each call promises in a power cut is no more than POSIX does: data is there after ``fsync`` of
+the file, a name is there (or gone) after ``fsync_dir`` of the directory that holds it, and nothing
+else is in any order.
+"""
+
+# The Protocol documents the methods; pathlib would hide which system call is made.
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+Kind = Literal["file", "directory", "other"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a directory. Links, pipes, devices and sockets are ``other``.
+
+    Args:
+        name: the last part of the path.
+        kind: what the name itself is; links are never followed.
+        size: bytes of a file; 0 for everything else.
+    """
+
+    name: str
+    kind: Kind
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class ReadHandle:
+    """A regular file that is open for reading.
+
+    Args:
+        number: whatever the file system knows it by.
+        size: its bytes when it was opened.
+    """
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """Room left on a file system.
+
+    Args:
+        num_bytes: bytes that this user may still write.
+        num_inodes: files and directories that may still be made; None where there is no such limit.
+    """
+
+    num_bytes: int
+    num_inodes: int | None
+
+
+class FileSystem(Protocol):
+    """The calls that resumekit makes. Each one raises OSError as the system call would."""
+
+    def mkdir(self, path: Path) -> None:
+        """Makes one directory; the parent must exist, the path must not."""
+
+    def create(self, path: Path) -> int:
+        """A handle of a new, empty file; the path must not exist, not even as a dangling link."""
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        """Appends all bytes of all buffers (flat, unsigned bytes)."""
+
+    def writeback(self, handle: int, offset: int, length: int) -> None:
+        """A hint to begin writing these bytes to the device; it promises nothing."""
+
+    def fsync(self, handle: int) -> None:
+        """The file's bytes survive a power cut once this returns."""
+
+    def close(self, handle: int | ReadHandle) -> None:
+        """Gives the handle back, whether or not this raises."""
+
+    def fsync_dir(self, path: Path) -> None:
+        """The names in this directory survive a power cut once this returns."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Moves a name at once. A file replaces a file; a directory needs a free target."""
+
+    def unlink(self, path: Path) -> None:
+        """Removes one name that is not a directory."""
+
+    def rmdir(self, path: Path) -> None:
+        """Removes one empty directory."""
+
+    def list(self, path: Path) -> list[Entry]:
+        """The names in a directory, sorted."""
+
+    def open(self, path: Path) -> ReadHandle:
+        """A handle for reading; the last part of the path must be a regular file, not a link."""
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        """Bytes read into the front of the buffer; 0 only at the end of the file."""
+
+    def advise_sequential(self, handle: ReadHandle) -> None:
+        """A hint that the file will be read from front to back."""
+
+    def free(self, path: Path) -> Free:
+        """The room left on the file system that holds this directory."""
+
+
+class LocalFileSystem:
+    """The operating system's own calls, one for one."""
+
+    def __init__(self) -> None:
+        self._sync_file_range = _find_sync_file_range()
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, 0o666)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        while pending:
+            written = os.writev(handle, pending[:_MAX_BUFFERS])
+            if written == 0:
+                raise OSError(errno.EIO, "write made no progress")
+            pending = _after(pending, written)
+
+    def writeback(self, handle: int, offset: int, length: int) -> None:
+        if self._sync_file_range is not None:
+            # Its result is of no interest: what is not written now is written by fsync.
+            self._sync_file_range(handle, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+    def fsync(self, handle: int) -> None:
+        _fsync(handle)
+
+    def close(self, handle: int | ReadHandle) -> None:
+        os.close(handle.number if isinstance(handle, ReadHandle) else handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _fsync(descriptor)
+        except OSError as error:
+            # Not a failed sync: such a file system (some FUSE ones) has none for directories.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def list(self, path: Path) -> list[Entry]:
+        entries = []
+        with os.scandir(path) as found:
+            for item in found:
+                try:
+                    status = item.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # gone since; another process may be at work here
+                entries.append(_entry(item.name, status))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def open(self, path: Path) -> ReadHandle:
+        # O_NONBLOCK: opening a pipe must fail below, not wait here for somebody to write into it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return ReadHandle(descriptor, status.st_size)
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        return os.preadv(handle.number, [buffer], offset)
+
+    def advise_sequential(self, handle: ReadHandle) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def free(self, path: Path) -> Free:
+        status = os.statvfs(path)
+        # btrfs and others count no inodes: they say that there are none at all.
+        num_inodes = status.f_favail if status.f_files else None
+        return Free(status.f_bavail * status.f_frsize, num_inodes)
+
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux; longer lists are refused by writev
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin write-out of dirty pages, do not wait for it
+
+
+def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
+    """What is left of the buffers once their first ``written`` bytes are gone."""
+    for index, buffer in enumerate(buffers):
+        if written < buffer.nbytes:
+            return [buffer[written:], *buffers[index + 1 :]]
+        written -= buffer.nbytes
+    return []
+
+
+def _fsync(descriptor: int) -> None:
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone leaves the bytes in the drive's cache
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(descriptor)
+
+
+def _entry(name: str, status: os.stat_result) -> Entry:
+    if stat.S_ISREG(status.st_mode):
+        return Entry(name, "file", status.st_size)
+    if stat.S_ISDIR(status.st_mode):
+        return Entry(name, "directory")
+    return Entry(name, "other")
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    # Linux only, and not in Python's os module.
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is None:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = function
+    return found

@@ -1,0 +1,339 @@
+"""The inventory of a step directory: written last, and what it does not list is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from resumekit.contract import Fidelity, SharingPattern
+from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
+from resumekit.storage.digest import ALGORITHM, is_digest
+from resumekit.storage.files import FileEntry
+from resumekit.storage.names import MANIFEST, StepName, path_problem, paths_problem
+from resumekit.storage.sealed import plain, seal, unseal
+
+FORMAT = "resumekit checkpoint"
+FORMAT_VERSION = 1
+
+_MAX_COUNT = 2**63 - 1
+_MAX_RANKS = 1 << 24
+
+
+@dataclass(frozen=True)
+class ComponentRecord:
+    """One component of the run's state, as it was declared when it was saved.
+
+    Args:
+        key: ``slot`` or ``slot/name``.
+        pattern: the value of a ``SharingPattern``.
+        fidelity: the value of a ``Fidelity``.
+        reason: why it is not exact; empty when it is.
+        directory: where its files are, relative to the step directory.
+        writers: the ranks that wrote it, in order.
+    """
+
+    key: str
+    pattern: str
+    fidelity: str
+    reason: str
+    directory: str
+    writers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a step directory says about itself.
+
+    Args:
+        run_id: of the run, kept over all its attempts; 32 hexadecimal digits.
+        attempt: of the process start that wrote it; 32 hexadecimal digits.
+        step: optimizer steps.
+        revision: how often this step had been saved before.
+        created: when, ISO 8601 in UTC; for people, nothing is ordered by it.
+        parent: the step directory that the attempt resumed from or saved before, if any.
+        world_size: how many ranks wrote it.
+        progress: how far the run was, plain values.
+        finished: why the run is done; None when it is not.
+        metric: ``{"name", "mode", "value"}`` with the value as ``float.hex``, if one was reported.
+        components: the inventory of state.
+        files: the inventory of files; the manifest itself is not in it.
+        capture: the capture report, plain values.
+        fingerprint: what shapes the run, plain values.
+        details: anything else, plain values.
+        format_version: of the layout on disk.
+    """
+
+    run_id: str
+    attempt: str
+    step: int
+    created: str
+    world_size: int
+    progress: Mapping[str, Any]
+    components: tuple[ComponentRecord, ...]
+    files: tuple[FileEntry, ...]
+    revision: int = 0
+    parent: str | None = None
+    finished: str | None = None
+    metric: Mapping[str, str] | None = None
+    capture: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def name(self) -> StepName:
+        """The name of the step directory that this manifest belongs to."""
+        return StepName(self.step, self.revision)
+
+    def to_bytes(self) -> bytes:
+        """The manifest file. What could not be read back is refused here.
+
+        Raises:
+            UnsupportedValueError: names the field.
+        """
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        content |= {
+            "components": [_row(item) for item in self.components],
+            "files": [_row(item) for item in self.files],
+        }
+        # What a person looks for comes first, the long lists last.
+        ordered = {"format": FORMAT, "digest_algorithm": ALGORITHM}
+        ordered |= {name: content[name] for name in _ORDER}
+        data = seal(ordered)
+        try:
+            read_back = Manifest.from_bytes(data)
+        except CorruptCheckpointError as error:
+            raise UnsupportedValueError(
+                MANIFEST, found=error.found, expected=error.expected
+            ) from error
+        if read_back != self._plain():
+            raise UnsupportedValueError(MANIFEST, found="a value that JSON would change")
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str = MANIFEST) -> Manifest:
+        """The manifest that a file holds, every byte and every field checked.
+
+        Args:
+            data: the whole file.
+            where: what error messages call it.
+
+        Raises:
+            CorruptCheckpointError: says which field, what was found and what was expected.
+            FormatVersionError: it is whole, and a newer version of resumekit wrote it.
+        """
+        content = unseal(data, where=where)
+        _check_version(content, where)
+        checks = {"format": _is(FORMAT), "digest_algorithm": _is(ALGORITHM), **_CHECKS}
+        _check_fields(content, checks, where=where)
+        content = {name: content[name] for name in _ORDER}
+        content["components"] = tuple(
+            _record(ComponentRecord, row, _COMPONENT_CHECKS, f"{where}: components[{index}]")
+            for index, row in enumerate(content["components"])
+        )
+        content["files"] = tuple(
+            _record(FileEntry, row, _FILE_CHECKS, f"{where}: files[{index}]")
+            for index, row in enumerate(content["files"])
+        )
+        manifest = cls(**content)
+        _check_whole(manifest, where)
+        return manifest
+
+    def _plain(self) -> Manifest:
+        free = ("progress", "metric", "capture", "fingerprint", "details")
+        return replace(self, **{name: plain(getattr(self, name), where=name) for name in free})
+
+
+_ORDER = (
+    "format_version",
+    "run_id",
+    "attempt",
+    "step",
+    "revision",
+    "created",
+    "parent",
+    "world_size",
+    "progress",
+    "finished",
+    "metric",
+    "capture",
+    "fingerprint",
+    "details",
+    "components",
+    "files",
+)
+
+# A check gives what is expected instead, or None when the value is right.
+Check = Callable[[Any], str | None]
+
+
+def _is(constant: str) -> Check:
+    return lambda value: None if value == constant else repr(constant)
+
+
+def _matches(pattern: str, meaning: str) -> Check:
+    compiled = re.compile(pattern)
+    return lambda value: (
+        None if isinstance(value, str) and compiled.fullmatch(value) is not None else meaning
+    )
+
+
+def _count(maximum: int, minimum: int = 0) -> Check:
+    meaning = f"an integer from {minimum} to {maximum}"
+    # type() and not isinstance: JSON's true is no count.
+    return lambda value: None if type(value) is int and minimum <= value <= maximum else meaning
+
+
+def _text(value: Any) -> str | None:
+    return None if isinstance(value, str) else "a string"
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _mapping(value: Any) -> str | None:
+    return None if isinstance(value, dict) else "an object"
+
+
+def _rows(value: Any) -> str | None:
+    right = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    return None if right else "a list of objects"
+
+
+def _step_name(value: Any) -> str | None:
+    right = isinstance(value, str) and StepName.parse(value) is not None
+    return None if right else "the name of a step directory"
+
+
+def _one_of(words: type[SharingPattern] | type[Fidelity]) -> Check:
+    allowed = [word.value for word in words]
+    return lambda value: None if value in allowed else f"one of {', '.join(allowed)}"
+
+
+def _metric(value: Any) -> str | None:
+    meaning = "name, mode ('min' or 'max') and value (as float.hex)"
+    if not isinstance(value, dict) or set(value) != {"name", "mode", "value"}:
+        return meaning
+    if not all(isinstance(item, str) for item in value.values()):
+        return meaning
+    try:
+        number = float.fromhex(value["value"])
+    except (ValueError, OverflowError):
+        return meaning
+    right = value["mode"] in ("min", "max") and number.hex() == value["value"]
+    return None if right else meaning
+
+
+def _ranks(value: Any) -> str | None:
+    check = _count(_MAX_RANKS - 1)
+    if not isinstance(value, list) or any(check(item) for item in value):
+        return "a list of ranks"
+    return None if value == sorted(set(value)) else "ranks in order, each once"
+
+
+def _component_key(value: Any) -> str | None:
+    right = isinstance(value, str) and value != "" and all(value.split("/"))
+    return None if right else "'slot' or 'slot/name'"
+
+
+def _path(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return "a path"
+    return "a path in the step directory" if path_problem(value) else None
+
+
+_HEX = _matches("[0-9a-f]{32}", "32 hexadecimal digits")
+_CHECKS: Mapping[str, Check] = {
+    "format_version": _count(FORMAT_VERSION, 1),
+    "run_id": _HEX,
+    "attempt": _HEX,
+    "step": _count(_MAX_COUNT),
+    "revision": _count(999_999),
+    "created": _matches(
+        r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)",
+        "a time in UTC such as 2026-01-31T12:00:00+00:00",
+    ),
+    "parent": _optional(_step_name),
+    "world_size": _count(_MAX_RANKS, 1),
+    "progress": _mapping,
+    "finished": _optional(_text),
+    "metric": _optional(_metric),
+    "capture": _mapping,
+    "fingerprint": _mapping,
+    "details": _mapping,
+    "components": _rows,
+    "files": _rows,
+}
+_COMPONENT_CHECKS: Mapping[str, Check] = {
+    "key": _component_key,
+    "pattern": _one_of(SharingPattern),
+    "fidelity": _one_of(Fidelity),
+    "reason": _text,
+    "directory": _path,
+    "writers": _ranks,
+}
+_FILE_CHECKS: Mapping[str, Check] = {
+    "path": _path,
+    "size": _count(_MAX_COUNT),
+    "digest": lambda value: (
+        None if isinstance(value, str) and is_digest(value) else "32 hexadecimal digits"
+    ),
+    "writer": _count(_MAX_RANKS - 1),
+}
+
+
+def _check_version(content: Mapping[str, Any], where: str) -> None:
+    version = content.get("format_version")
+    if content.get("format") == FORMAT and type(version) is int and version > FORMAT_VERSION:
+        raise FormatVersionError(
+            where,
+            found=f"format version {version}",
+            expected=f"at most {FORMAT_VERSION}",
+            remedy="Install a newer resumekit: pip install --upgrade resumekit",
+        )
+
+
+def _check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, where: str) -> None:
+    if set(content) != set(checks):
+        missing, unknown = sorted(set(checks) - set(content)), sorted(set(content) - set(checks))
+        raise CorruptCheckpointError(
+            where, found=f"fields missing: {missing}, unknown: {unknown[:8]!r:.200}"
+        )
+    for name, check in checks.items():
+        expected = check(content[name])
+        if expected is not None:
+            raise CorruptCheckpointError(
+                f"{where}: {name}", found=f"{content[name]!r:.80}", expected=expected
+            )
+
+
+def _record(kind: Callable[..., Any], row: Any, checks: Mapping[str, Check], where: str) -> Any:
+    _check_fields(row, checks, where=where)
+    return kind(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    )
+
+
+def _row(record: ComponentRecord | FileEntry) -> dict[str, Any]:
+    return {item.name: getattr(record, item.name) for item in fields(record)}
+
+
+def _check_whole(manifest: Manifest, where: str) -> None:
+    """What no field shows alone."""
+    problem = paths_problem(entry.path for entry in manifest.files)
+    if problem is not None:
+        raise CorruptCheckpointError(f"{where}: files", found=problem)
+    keys = [component.key for component in manifest.components]
+    if len(set(keys)) != len(keys):
+        raise CorruptCheckpointError(f"{where}: components", found="one key is there twice")
+    writers = [entry.writer for entry in manifest.files]
+    writers += [rank for component in manifest.components for rank in component.writers]
+    if max(writers, default=0) >= manifest.world_size:
+        raise CorruptCheckpointError(
+            where,
+            found=f"rank {max(writers)} wrote",
+            expected=f"ranks below the world size {manifest.world_size}",
+        )

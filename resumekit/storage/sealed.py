@@ -1,0 +1,189 @@
+"""Small JSON files that prove by themselves that they are whole: the manifest, the owner record.
+
+The last line holds the digest of every byte before it, and its own spelling is fixed, so a change
+of any byte of the file is found::
+
+    {
+      "format": "resumekit checkpoint",
+      "files": [
+        {"path": "state/rank-00000.json", "size": 512, "digest": "…", "writer": 0}
+      ],
+      "digest": "xxh3-128:0123456789abcdef0123456789abcdef"
+    }
+
+A digest proves that a file is undamaged, not that it is well-meant; so the parser is strict too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import xxhash
+
+from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
+from resumekit.storage.digest import is_digest
+
+MAX_JSON_BYTES = 64 << 20
+MAX_DEPTH = 64
+_MAX_VALUES = 4_000_000
+_MAX_DIGITS = 1000
+
+_LAST_LINE = b'  "digest": "xxh3-128:%s"\n}\n'
+_LAST_LINE_BYTES = len(_LAST_LINE) - 2 + 32
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """These fields as sealed, human-readable JSON.
+
+    Raises:
+        UnsupportedValueError: a value that JSON cannot give back as it is; names the path to it.
+    """
+    lines = [f"  {json.dumps(key)}: {_text(key, value)},\n" for key, value in fields.items()]
+    body = ("{\n" + "".join(lines)).encode("ascii")
+    return body + _LAST_LINE % xxhash.xxh3_128_hexdigest(body).encode("ascii")
+
+
+def unseal(data: bytes, *, where: str) -> dict[str, Any]:
+    """The fields of a sealed file, without the digest.
+
+    Args:
+        data: the whole file.
+        where: what error messages call it.
+
+    Raises:
+        CorruptCheckpointError: the digest differs, or the content is not strict JSON.
+    """
+    body, last_line = data[:-_LAST_LINE_BYTES], data[-_LAST_LINE_BYTES:]
+    digest = last_line[-36:-4].decode("ascii", "replace")
+    if not is_digest(digest) or last_line != _LAST_LINE % digest.encode("ascii"):
+        raise CorruptCheckpointError(
+            where, found=f"{len(data)} bytes without the line that seals them"
+        )
+    found = xxhash.xxh3_128_hexdigest(body)
+    if found != digest:
+        raise CorruptCheckpointError(
+            where, found=f"its digest is {found}", expected=f"{digest} as its last line says"
+        )
+    fields = parse_json(data, where=where)
+    if not isinstance(fields, dict) or fields.pop("digest", None) is None:
+        raise CorruptCheckpointError(where, found="not a sealed JSON object")
+    return fields
+
+
+def parse_json(data: bytes, *, where: str) -> Any:
+    """The value of strict JSON: UTF-8, no duplicate keys, no NaN, nothing of absurd size.
+
+    Args:
+        data: the whole text.
+        where: what error messages call it.
+
+    Raises:
+        CorruptCheckpointError: says what is wrong with it.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise CorruptCheckpointError(
+            where, found=f"{len(data)} bytes of JSON", expected=f"at most {MAX_JSON_BYTES}"
+        )
+    _check_structure(data, where)
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
+    except ValueError as error:  # also what json and the UTF-8 decoder raise
+        raise CorruptCheckpointError(where, found=f"not strict JSON: {error}") from error
+
+
+_STRING = re.compile(rb'"[^"]*"?')
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
+_DEPTH_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord(","): 0}
+
+
+def _check_structure(data: bytes, where: str) -> None:
+    # Before json sees it: deep nesting ends in a RecursionError or, with a raised recursion limit,
+    # in a crash of the process, and a flood of tiny values takes many times the memory of its text.
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_strings = unescaped.count(b'"') // 2
+    structure = _STRING.sub(b"", unescaped).translate(None, _NOT_STRUCTURE)
+    if max(num_strings, len(structure)) > _MAX_VALUES:
+        raise CorruptCheckpointError(
+            where, found="too many values", expected=f"at most {_MAX_VALUES}"
+        )
+    if max(accumulate(map(_DEPTH_CHANGE.__getitem__, structure)), default=0) > MAX_DEPTH:
+        raise CorruptCheckpointError(
+            where, found="nested too deeply", expected=f"at most {MAX_DEPTH} levels"
+        )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key[:80]!r} is there twice")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+def _text(key: str, value: Any) -> str:
+    """JSON of one top-level field; a list of objects gets one line for each object."""
+    value = plain(value, where=key)
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        lines = ",\n".join("    " + json.dumps(item) for item in value)
+        return f"[\n{lines}\n  ]"
+    return json.dumps(value, indent=2).replace("\n", "\n  ")
+
+
+def plain(value: Any, *, where: str, depth: int = 0) -> Any:
+    """The value as JSON would give it back; tuples become lists.
+
+    Raises:
+        UnsupportedValueError: JSON would give back something else, or nothing.
+    """
+    if depth > MAX_DEPTH - 2:
+        raise UnsupportedValueError(where, found="nested too deeply")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and abs(value) < 10 ** (_MAX_DIGITS - 1):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [
+            plain(item, where=f"{where}[{index}]", depth=depth + 1)
+            for index, item in enumerate(value)
+        ]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {
+            str(key): plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
+            for key, item in value.items()
+        }
+    raise UnsupportedValueError(
+        where,
+        found=f"{value!r:.80} of type {type(value).__name__}",
+        expected="None, bool, int, finite float, str, or lists and dicts with string keys of these",
+    )

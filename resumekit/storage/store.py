@@ -1,0 +1,356 @@
+"""The run directory as one thing: who owns it, what is in it, and how a checkpoint gets there.
+
+::
+
+    runs/a/
+      step-00000500/    committed: it is there whole, or it is not there
+      latest            advisory, for people
+      quarantine/       what failed verification, with the reason beside it
+      owner.json        the run's id and its present attempt
+      .lock             held by the live owner
+      .staging/         in flight; never read; swept by the owner
+
+Rank 0 alone acquires, stages, commits, retains and quarantines. Every rank may read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from resumekit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    DirectoryInUseError,
+    SharedDirectoryError,
+)
+from resumekit.storage.commit import commit
+from resumekit.storage.failpoints import local_file_system
+from resumekit.storage.failures import saving, using
+from resumekit.storage.io import FileSystem
+from resumekit.storage.lock import POLL_SECONDS, DirectoryLock, PosixLock
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.names import LOCK, STAGING, StepName
+from resumekit.storage.owner import Owner, check_owner, find_run_id, read_owner, write_owner
+from resumekit.storage.quarantine import list_quarantine, put_aside
+from resumekit.storage.removal import remove_steps
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
+from resumekit.storage.staging import (
+    Staging,
+    attach_staging,
+    check_space,
+    make_directories,
+    new_staging,
+)
+from resumekit.storage.step import StepReader, list_steps
+from resumekit.storage.tree import has_directory, make_durably, remove_children, remove_tree
+
+
+class Store:
+    """The checkpoints of one run.
+
+    Args:
+        directory: the run directory; it need not exist before ``acquire``.
+        file_system: the seam; by default the local one, with the faults the environment asks for.
+        lock: what excludes other jobs; by default a POSIX record lock.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        file_system: FileSystem | None = None,
+        lock: DirectoryLock | None = None,
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self._file_system = local_file_system() if file_system is None else file_system
+        self._lock = PosixLock() if lock is None else lock
+        self._run_id: str | None = None
+        self._attempt: str | None = None
+        self._owner: Owner | None = None
+        self._in_flight: set[str] = set()
+        self._own: dict[StepName, Checkpoint] = {}
+        self._committed: StepName | None = None
+
+    # Who owns the directory
+
+    def acquire(self) -> Owner:
+        """The record of this attempt, which owns the directory until ``release``. Rank 0 only.
+
+        Makes the directory where it is missing and removes what earlier attempts left in staging.
+
+        Raises:
+            DirectoryInUseError: another live job owns it; says which.
+            DirectoryError: it is read-only, not a directory, or cannot be locked.
+            CheckpointError: the owner record is damaged, and the checkpoints cannot be asked which
+                run they belong to: they are unreadable just now, or of a newer format.
+        """
+        with using(self.directory, "be created"):
+            make_durably(self._file_system, self.directory)
+        with using(self.directory, "be read"):
+            self._file_system.list(self.directory)
+        with using(self.directory, "be locked"):
+            locked = self._lock.acquire(self.directory / LOCK)
+        if not locked:
+            raise self._in_use()
+        try:
+            with using(self.directory, "be used"):
+                self._take_over()
+        except BaseException:
+            self._lock.release()
+            raise
+        assert self._owner is not None
+        return self._owner
+
+    def _take_over(self) -> None:
+        if not has_directory(self._file_system, self.directory, STAGING):
+            self._file_system.mkdir(self.directory / STAGING)
+        owner = Owner.of_this_process(find_run_id(self._file_system, self.directory))
+        write_owner(self._file_system, self.directory, owner)
+        self._owner, self._run_id, self._attempt = owner, owner.run_id, owner.attempt
+        self._in_flight, self._own, self._committed = set(), {}, None
+        self._sweep()
+
+    def _in_use(self) -> DirectoryInUseError:
+        with suppress(OSError):
+            owner = read_owner(self._file_system, self.directory)
+            if owner is not None:
+                return DirectoryInUseError(
+                    str(self.directory),
+                    found=f"in use by {owner}",
+                    remedy="Wait for it, stop it, or give this job another directory",
+                )
+        return DirectoryInUseError(str(self.directory), found="in use by another job")
+
+    def join(self, run_id: str, attempt: str, *, wait_seconds: float = 5.0) -> None:
+        """Takes part in rank 0's attempt. Every rank but rank 0.
+
+        Args:
+            run_id: what rank 0's ``acquire`` gave.
+            attempt: what rank 0's ``acquire`` gave.
+            wait_seconds: how long a network file system may take to show what rank 0 wrote.
+
+        Raises:
+            SharedDirectoryError: this rank does not see rank 0's directory.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            with using(self.directory, "be read"):
+                owner = read_owner(self._file_system, self.directory)
+            if owner is not None and (owner.run_id, owner.attempt) == (run_id, attempt):
+                self._run_id, self._attempt = run_id, attempt
+                return
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        raise SharedDirectoryError(
+            str(self.directory),
+            found="no owner record" if owner is None else f"the owner record of {owner}",
+            expected=f"that of attempt {attempt}, which rank 0 wrote",
+            remedy="Put the run directory where all ranks see it",
+        )
+
+    def release(self) -> None:
+        """Lets other jobs in. Without effect where nothing was acquired."""
+        self._owner = None
+        self._lock.release()
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, once ``acquire`` or ``join`` has returned."""
+        return _known(self._run_id, self.directory)
+
+    @property
+    def attempt(self) -> str:
+        """The attempt's id, once ``acquire`` or ``join`` has returned."""
+        return _known(self._attempt, self.directory)
+
+    def _require_owner(self) -> Owner:
+        if self._owner is None:
+            raise ConfigurationError(
+                str(self.directory), found="not acquired", expected="rank 0, after acquire()"
+            )
+        return self._owner
+
+    # What is in it
+
+    def step_names(self) -> list[StepName]:
+        """The names of all step directories, newest first; they are not looked into.
+
+        Raises:
+            DirectoryError: the run directory cannot be listed.
+        """
+        with using(self.directory, "be read"):
+            return list_steps(self._file_system, self.directory)
+
+    def open_step(self, name: StepName) -> StepReader:
+        """A step directory whose manifest is verified and whose files are those it lists.
+
+        Raises:
+            CheckpointNotFoundError: there is no such directory.
+            CorruptCheckpointError: proven damage, or the checkpoint of another run.
+            FormatVersionError: a newer version of resumekit wrote it.
+            UnreadableCheckpointError: it could not be read.
+        """
+        reader = StepReader(self._file_system, self.directory, name)
+        if self._run_id is not None and reader.manifest.run_id != self._run_id:
+            raise CorruptCheckpointError(
+                str(name),
+                found=f"belongs to the run {reader.manifest.run_id}",
+                expected=f"this directory's run {self._run_id}",
+                remedy="Keep each run in a directory of its own",
+            )
+        return reader
+
+    def quarantine(self, name: StepName, error: CorruptCheckpointError) -> Path:
+        """Where a damaged step directory is now, with the reason beside it. Rank 0 only.
+
+        Args:
+            name: of the step directory.
+            error: the proof of the damage.
+
+        Raises:
+            ConfigurationError: the error proves no damage.
+            OwnershipLostError: another attempt has taken the directory over.
+            DirectoryError: it could not be moved.
+        """
+        owner = self._require_owner()
+        with using(self.directory, f"put {name} into quarantine"):
+            check_owner(self._file_system, self.directory, owner)
+            target = put_aside(self._file_system, self.directory, name, error)
+        self._own.pop(name, None)
+        return target
+
+    def quarantined(self) -> list[str]:
+        """The names of the directories in quarantine, sorted.
+
+        Raises:
+            DirectoryError: the quarantine cannot be listed.
+        """
+        with using(self.directory, "be read"):
+            return list_quarantine(self._file_system, self.directory)
+
+    # How a checkpoint gets there
+
+    def next_name(self, step: int) -> StepName:
+        """The name for the next save of this step; a committed directory is never replaced."""
+        revisions = [name.revision for name in self.step_names() if name.step == step]
+        return StepName(step, max(revisions, default=-1) + 1)
+
+    def stage(
+        self, name: StepName, *, num_bytes: int, num_files: int, directories: Sequence[str]
+    ) -> Staging:
+        """An empty staging directory for a new checkpoint. Rank 0 only.
+
+        Args:
+            name: what it will be called once it is committed.
+            num_bytes: of all ranks' files together.
+            num_files: of all ranks together.
+            directories: relative sub-directories that will be needed.
+
+        Raises:
+            InsufficientSpaceError: there is no room; nothing was written.
+            OwnershipLostError: another attempt has taken the directory over.
+            SaveError: names the path and the cause.
+        """
+        owner = self._require_owner()
+        with saving(self.directory):
+            check_owner(self._file_system, self.directory, owner)
+        self._sweep()
+        num_inodes = num_files + len(directories) + 1
+        check_space(self._file_system, self.directory, num_bytes=num_bytes, num_files=num_inodes)
+        staging = new_staging(
+            self._file_system, self.directory, name, attempt=owner.attempt, directories=directories
+        )
+        self._in_flight.add(staging.name)
+        try:
+            make_directories(self._file_system, staging)
+        except BaseException:
+            self.abandon(staging)
+            raise
+        return staging
+
+    def attach(self, staging_name: str) -> Staging:
+        """The staging directory that rank 0 has made. Every rank but rank 0.
+
+        Raises:
+            SharedDirectoryError: this rank does not see it.
+        """
+        return attach_staging(self._file_system, self.directory, staging_name)
+
+    def commit(self, staging: Staging, manifest: Manifest) -> Path:
+        """The step directory, durable once this returns. Rank 0 only.
+
+        When it fails, the staging directory is removed and earlier checkpoints are untouched.
+
+        Args:
+            staging: every file in it has been finished, by every rank.
+            manifest: lists those files.
+
+        Raises:
+            OwnershipLostError: another attempt has taken the directory over.
+            SaveError: names the path and the cause.
+            UnsupportedValueError: the manifest holds a value that could not be read back.
+        """
+        owner = self._require_owner()
+        try:
+            path = commit(self._file_system, self.directory, staging, manifest, owner)
+        except BaseException:
+            self.abandon(staging)
+            raise
+        self._in_flight.discard(staging.name)
+        self._own[staging.step] = Checkpoint(staging.step, manifest.metric)
+        self._committed = staging.step
+        return path
+
+    def abandon(self, staging: Staging) -> None:
+        """Removes a staging directory as far as it goes; the next save removes the rest. Rank 0."""
+        self._in_flight.discard(staging.name)
+        with suppress(OSError):
+            remove_tree(self._file_system, staging.path)
+
+    def retain(self, policy: RetentionPolicy) -> list[StepName]:
+        """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
+
+        Does nothing before this attempt's first commit: until then nothing proves that the newest
+        checkpoint is durable. Only verified checkpoints of this run are ever deleted.
+
+        Raises:
+            OwnershipLostError: another attempt has taken the directory over.
+            SaveError: something could not be removed; all checkpoints that stay are untouched.
+        """
+        owner = self._require_owner()
+        if self._committed is None:
+            return []
+        deletions = sorted(select_deletions(self._own_checkpoints(), policy) - {self._committed})
+        if not deletions:
+            return []
+        with saving(self.directory):
+            check_owner(self._file_system, self.directory, owner)
+        for name in deletions:
+            self._own.pop(name)
+        remove_steps(self._file_system, self.directory, deletions)
+        return deletions
+
+    def _own_checkpoints(self) -> list[Checkpoint]:
+        """The verified checkpoints of this run; each is looked into once."""
+        names = set(self.step_names())
+        for name in names - set(self._own):
+            with suppress(CheckpointError):
+                self._own[name] = Checkpoint(name, self.open_step(name).manifest.metric)
+        return [checkpoint for name, checkpoint in self._own.items() if name in names]
+
+    def _sweep(self) -> None:
+        """Removes what is not in flight from staging; what cannot be removed now is tried again."""
+        staging = self.directory / STAGING
+        with suppress(OSError):
+            remove_children(self._file_system, staging, keep=frozenset(self._in_flight))
+
+
+def _known(value: str | None, directory: Path) -> str:
+    if value is None:
+        raise ConfigurationError(str(directory), found="neither acquired nor joined")
+    return value

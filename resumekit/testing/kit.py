@@ -1,0 +1,283 @@
+"""The conformance kit: runs a training function uninterrupted and killed, and compares."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from resumekit.errors import CommandFailedError, CommandTimeoutError
+from resumekit.prove.compare import compare
+from resumekit.prove.processes import kill_processes, tail_of
+from resumekit.prove.records import launch_directory
+from resumekit.prove.variables import (
+    INJECT_VARIABLE,
+    KILL_VARIABLE,
+    RUN_ROOT_VARIABLE,
+    TRACE_VARIABLE,
+)
+from resumekit.prove.verdict import Verdict
+from resumekit.testing.cells import Cell, KillPoint
+from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
+from resumekit.testing.task import Task
+
+_KILLED = -9
+
+# torch 2.13 _compile.py imports torch._dynamo at an optimizer's first step: a second per launch.
+DEFAULT_PRELOAD = ("torch", "torch._dynamo", "numpy")
+
+# One thread per process: several ranks and jobs share few cores, and the sums stay in one order.
+DEFAULT_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """One launch of a cell's function on all its ranks.
+
+    Args:
+        kill: where it was to be killed; None for the last launch.
+        was_killed: whether it died there.
+        failure: the last lines of the rank that failed; empty when none did.
+        seconds: its wall-clock time.
+    """
+
+    kill: KillPoint | None
+    was_killed: bool
+    failure: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """All launches of one cell.
+
+    Args:
+        directory: holds the training's own directory, the trace and the logs.
+        trace: the trace of all launches.
+        launches: in the order in which they were made.
+    """
+
+    directory: Path
+    trace: Path
+    launches: tuple[LaunchResult, ...]
+
+    @property
+    def failure(self) -> str:
+        """What the first failing launch wrote last; empty when none failed."""
+        return next((launch.failure for launch in self.launches if launch.failure), "")
+
+    @property
+    def missed_kills(self) -> tuple[KillPoint, ...]:
+        """Kill points that the run never came to."""
+        return tuple(one.kill for one in self.launches if one.kill and not one.was_killed)
+
+    @property
+    def seconds(self) -> float:
+        """The wall-clock time of all launches together."""
+        return sum(launch.seconds for launch in self.launches)
+
+
+class Kit:
+    """Runs cells. Use it as a context manager, one for many cells: it keeps a warm fork server.
+
+    A forked process differs from a cold one in what Python fixes at its start (the seed of string
+    hashes) and in modules that are imported already. Run one cell per adapter with ``cold=True``.
+
+    Args:
+        directory: an empty directory for everything that the runs write.
+        preload: modules that the server imports before it forks; add the frameworks here.
+        environment: variables set for every process, beside the inherited ones.
+        cold: start every process as a fresh interpreter instead.
+        timeout_seconds: the longest that one launch may take.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        preload: Sequence[str] = DEFAULT_PRELOAD,
+        environment: Mapping[str, str] = DEFAULT_ENVIRONMENT,
+        cold: bool = False,
+        timeout_seconds: float = 120.0,
+    ) -> None:
+        self._directory = directory
+        self._timeout_seconds = timeout_seconds
+        self._uninterrupted: dict[str, Run] = {}
+        self._num_runs = 0
+        whole = {**os.environ, **environment}
+        self._launcher: Launcher = ColdStart(whole) if cold else ForkServer(preload, whole)
+
+    def __enter__(self) -> Kit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the fork server."""
+        self._launcher.close()
+
+    def run_uninterrupted(self, cell: Cell) -> Run:
+        """One launch that nobody kills; made once for all cells that differ in their kills alone.
+
+        Raises:
+            CommandFailedError: the function failed.
+            CommandTimeoutError: it did not end in time.
+        """
+        known = self._uninterrupted.get(cell.run_key)
+        if known is None:
+            known = self._run(cell, kills=(), inject=None)
+            if known.failure:
+                raise CommandFailedError(str(cell), found=f"failed uninterrupted: {known.failure}")
+            self._uninterrupted[cell.run_key] = known
+        return known
+
+    def run_killed(self, cell: Cell, *, inject: str | None = None) -> Run:
+        """One launch for each kill point, and one that runs to its end.
+
+        Args:
+            cell: what to run.
+            inject: component keys or slots that are not to be restored, separated by commas.
+
+        Raises:
+            CommandTimeoutError: a launch did not end in time.
+        """
+        return self._run(cell, kills=cell.kills, inject=inject)
+
+    def judge(self, cell: Cell, *, inject: str | None = None) -> tuple[Verdict, Run]:
+        """The verdict on the killed run against the uninterrupted one, and the killed run."""
+        reference = self.run_uninterrupted(cell)
+        run = self.run_killed(cell, inject=inject)
+        return compare(reference.trace, run.trace, expect_resume=bool(cell.kills)), run
+
+    def assert_exact(self, cell: Cell) -> Verdict:
+        """Fails unless the killed run is the uninterrupted one, bit for bit.
+
+        Raises:
+            AssertionError: they differ, a launch failed, or a kill point was never reached.
+        """
+        verdict, run = self.judge(cell)
+        if run.failure:
+            raise AssertionError(f"{cell}: a launch failed:\n{run.failure}")
+        if run.missed_kills:
+            missed = ", ".join(map(str, run.missed_kills))
+            raise AssertionError(f"{cell}: the run never came to the kill point {missed}")
+        if not verdict.exact:
+            raise AssertionError(f"{cell}: {verdict}")
+        return verdict
+
+    def assert_caught(self, cell: Cell, component: str, *, inject: bool = True) -> Verdict:
+        """Fails unless a defect in one component is found and that component is named.
+
+        Args:
+            cell: what to run.
+            component: the component key or slot (or the field of the step record).
+            inject: whether the Checkpointer is told not to restore it; False for a function that
+                is wrong by itself.
+
+        Raises:
+            AssertionError: the run was exact, or something else was named.
+        """
+        verdict, run = self.judge(cell, inject=component if inject else None)
+        if verdict.divergence is None:
+            raise AssertionError(f"{cell}: exact without {component}. {run.failure}".rstrip())
+        named = verdict.divergence
+        if component not in (named.component, named.slot) or not verdict.is_reproducible:
+            raise AssertionError(f"{cell}: {component} was left out, and the verdict is {verdict}")
+        return verdict
+
+    def _run(self, cell: Cell, *, kills: tuple[KillPoint, ...], inject: str | None) -> Run:
+        self._num_runs += 1
+        directory = self._directory / f"run-{self._num_runs:04d}"
+        (directory / "training").mkdir(parents=True)
+        launches: list[LaunchResult] = []
+        for kill in (*kills, None):
+            result = self._launch(cell, directory, len(launches), kill, inject)
+            launches.append(result)
+            if result.failure:
+                break
+        return Run(directory, directory / "trace", tuple(launches))
+
+    def _launch(
+        self, cell: Cell, directory: Path, number: int, kill: KillPoint | None, inject: str | None
+    ) -> LaunchResult:
+        began = time.monotonic()
+        trace = launch_directory(directory / "trace", number)
+        port = _free_port()
+        logs: dict[int, Path] = {}
+        for rank in range(cell.world_size):
+            log = directory / f"launch-{number:05d}-rank-{rank:05d}.log"
+            environment = {
+                **_distributed_environment(rank, cell.world_size, port),
+                TRACE_VARIABLE: str(trace),
+                KILL_VARIABLE: str(kill) if kill and kill.rank in (None, rank) else None,
+                INJECT_VARIABLE: inject,
+                RUN_ROOT_VARIABLE: None,
+            }
+            where = str(directory / "training")
+            task = Task(cell.target, where, cell.options, environment, str(log))
+            logs[self._launcher.start(task)] = log
+        statuses = self._wait(cell, logs)
+        failed = [pid for pid, status in statuses if status not in (0, _KILLED)]
+        was_killed = bool(statuses) and statuses[0][1] == _KILLED
+        failure = "" if was_killed or not failed else tail_of(logs[failed[0]]) or "no output"
+        if was_killed and kill is None:
+            failure = "killed by SIGKILL, by nobody here (out of memory?)"
+        return LaunchResult(
+            kill, was_killed and kill is not None, failure, time.monotonic() - began
+        )
+
+    def _wait(self, cell: Cell, logs: Mapping[int, Path]) -> list[tuple[int, int]]:
+        """The exit statuses in the order of the ends. One that fails or dies takes all with it."""
+        running = list(logs)
+        statuses: list[tuple[int, int]] = []
+        deadline = time.monotonic() + self._timeout_seconds
+        timed_out = False
+        while running:
+            ended = self._launcher.wait_any(running, max(deadline - time.monotonic(), 0.01))
+            timed_out = timed_out or ended is None
+            if ended is not None:
+                running.remove(ended[0])
+                statuses.append(ended)
+                kill_processes(ended[0])  # loader workers and the like that outlived it
+            if ended is None or ended[1] != 0:
+                for pid in running:
+                    kill_processes(pid)
+                deadline = time.monotonic() + self._timeout_seconds
+        if timed_out:
+            tails = "\n".join(tail_of(log) for log in logs.values())
+            raise CommandTimeoutError(
+                str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"
+            )
+        return statuses
+
+
+def _distributed_environment(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    """What torchrun would set; nothing for a single process."""
+    if world_size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,110 @@
+"""The fork server: imports the frameworks once and forks a process for each task.
+
+It speaks JSON lines: a task on stdin gives ``{"pid": ...}``, and the end of a process gives
+``{"pid": ..., "status": ...}``. When stdin closes it kills what it has started and leaves.
+
+It must stay free of threads, so it imports and never computes: a forked child inherits locks, but
+not the threads that would release them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+from collections.abc import Sequence
+
+from resumekit.testing.task import Task
+
+
+def main(preload: Sequence[str]) -> None:
+    """Serves until stdin closes; in a forked child, runs the task and returns.
+
+    The child comes back here, at the bottom of the stack, so that it ends like any other
+    interpreter: exit handlers run, and an uncaught exception prints its traceback.
+    """
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what an import prints must not be taken for a reply
+    for name in preload:
+        importlib.import_module(name)
+    # A child that ends collects garbage; without this it would walk, and so copy, every page of the
+    # imported modules: about a second per child with torch alone.
+    gc.freeze()
+    _reply(replies, ready=True)
+    task = _serve(replies)
+    if task is not None:
+        _reseed()
+        task.run()
+
+
+def _serve(replies: int) -> Task | None:
+    """Forks until stdin closes. Gives the task in the child that is to run it."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    children: set[int] = set()
+    pending = b""
+    while True:
+        readable, _, _ = select.select([0, wake_read], [], [])
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+            _reap(children, replies)
+        if 0 not in readable:
+            continue
+        received = os.read(0, 1 << 16)
+        if not received:
+            _kill(children)
+            return None
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            child = os.fork()
+            if child == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (wake_read, wake_write, replies):
+                    os.close(descriptor)
+                task = Task.from_json(line)
+                task.enter()
+                return task
+            children.add(child)
+            _reply(replies, pid=child)
+
+
+def _reap(children: set[int], replies: int) -> None:
+    for pid in sorted(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            children.discard(pid)
+            _reply(replies, pid=pid, status=os.waitstatus_to_exitcode(status))
+
+
+def _kill(children: set[int]) -> None:
+    for pid in children:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)  # it has not made its own session yet
+
+
+def _reply(descriptor: int, **fields: int | bool) -> None:
+    os.write(descriptor, json.dumps(fields).encode() + b"\n")
+
+
+def _reseed() -> None:
+    """Gives the child the random state of a fresh process, or scripts without a seed would agree.
+
+    torch needs nothing: its generators start from a fixed default and the server never draws.
+    """
+    random.seed()
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy").random.seed()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""One launch of a training function, in a process that is made for it and ends with it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from resumekit.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process of a launch is to run; it travels as JSON.
+
+    Args:
+        target: ``module:function`` or ``path/to/file.py:function``.
+        directory: the run's directory, the function's first argument.
+        options: keyword arguments for the function.
+        environment: variables to set; None removes one.
+        log: the file for stdout and stderr.
+    """
+
+    target: str
+    directory: str
+    options: Mapping[str, Any]
+    environment: Mapping[str, str | None]
+    log: str
+
+    def to_json(self) -> str:
+        """One line that ``from_json`` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Task:
+        """The inverse of ``to_json``."""
+        return cls(**json.loads(line))
+
+    def enter(self) -> None:
+        """Makes this process the task's own: its session, its output, its environment."""
+        os.setsid()
+        with open(os.devnull) as nothing, open(self.log, "ab") as log:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def run(self) -> None:
+        """Calls the function; whatever it raises goes on."""
+        sys.argv = [self.target]
+        load_function(self.target)(self.directory, **self.options)
+
+
+def target_of(function: str | Callable[..., Any]) -> str:
+    """The text by which another process finds a function.
+
+    Raises:
+        ConfigurationError: the function is not at the top level of a file.
+    """
+    if isinstance(function, str):
+        return function
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", "")
+    if code is None or not name.isidentifier():
+        raise ConfigurationError(
+            repr(function),
+            found="cannot be found by name from another process",
+            expected="a function at the top level of a file",
+        )
+    return f"{code.co_filename}:{name}"
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that a target names.
+
+    Raises:
+        ConfigurationError: there is no such module, file or function.
+    """
+    place, _, name = target.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(target, found=f"no function {name!r}", expected="module:function")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _load_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigurationError(str(path), found="not a Python file", expected="a file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where dataclasses and worker processes look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """A cold start: one task, read from the command line, in a fresh interpreter."""
+    task = Task.from_json(sys.argv[1])
+    task.enter()
+    task.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""An interrupted loop over a stock loader goes on with the same samples and random numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from resumekit.capture import RngState
+from resumekit.data import DataPosition, open_source
+from resumekit.errors import ConfigurationError, DataPositionError
+
+EPOCHS = 3
+BATCH_SIZE = 4
+NUM_SAMPLES = 22  # the last batch of an epoch is a partial one
+
+
+class Noisy(Dataset[Any]):
+    """Counts what is read of it, and draws from all three global generators."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_reads += 1
+        return index, random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+class Halves(Sampler[int]):
+    """A user's sampler with a private generator, written as a generator function."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(5)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(NUM_SAMPLES))
+        self.rng.shuffle(order)
+        yield from order
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class EagerBatches:
+    """A user's batch sampler whose ``__iter__`` draws at once, from the global generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        return iter([order[i : i + BATCH_SIZE] for i in range(0, NUM_SAMPLES, BATCH_SIZE)])
+
+    def __len__(self) -> int:
+        return -(-NUM_SAMPLES // BATCH_SIZE)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(9)
+
+
+def distributed(data: Any) -> DistributedSampler[Any]:
+    return DistributedSampler(data, num_replicas=2, rank=1, shuffle=True, seed=2)
+
+
+LOADERS: dict[str, Callable[[Any, Any], DataLoader[Any]]] = {
+    "shuffle": lambda d, kw: DataLoader(d, BATCH_SIZE, shuffle=True, **kw),
+    "drop_last": lambda d, kw: DataLoader(d, BATCH_SIZE, shuffle=True, drop_last=True, **kw),
+    "generator": lambda d, kw: DataLoader(d, BATCH_SIZE, shuffle=True, generator=generator(), **kw),
+    "in_order": lambda d, kw: DataLoader(d, BATCH_SIZE, **kw),
+    "replacement": lambda d, kw: DataLoader(
+        d,
+        BATCH_SIZE,
+        sampler=RandomSampler(d, replacement=True, num_samples=70, generator=generator()),
+        **kw,
+    ),
+    "weighted": lambda d, kw: DataLoader(
+        d, BATCH_SIZE, sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, 18), **kw
+    ),
+    "distributed": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=distributed(d), **kw),
+    "own sampler": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=Halves(), **kw),
+    "batch sampler": lambda d, kw: DataLoader(
+        d, batch_sampler=BatchSampler(RandomSampler(d), BATCH_SIZE, drop_last=False), **kw
+    ),
+    "eager batch sampler": lambda d, kw: DataLoader(d, batch_sampler=EagerBatches(), **kw),
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "fresh workers": {"num_workers": 2},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+    "three persistent workers": {
+        "num_workers": 3,
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+    },
+}
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def train_on(batch: Any) -> tuple[Any, ...]:
+    """What a training step does to the random state, and what it saw."""
+    seen = tuple(torch.as_tensor(part).tolist() for part in batch)
+    return (*seen, random.random(), float(np.random.rand()), torch.rand(()).item())
+
+
+class Loop:
+    """A loop over one loader that can be left at any settled point and taken up by another."""
+
+    def __init__(self, loader: DataLoader[Any], saved: dict[str, Any] | None = None) -> None:
+        self.position = DataPosition()
+        self.rng = RngState()
+        self.saved = saved
+        if saved is not None:
+            self.position.load_state_dict(saved["data"])
+        self.source = self.position.open(loader, "train")
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy({"data": self.position.state_dict(), "rng": self.rng.state_dict()})
+
+    def run(self, stops: list[dict[str, Any]] | None = None) -> list[Any]:
+        seen = []
+        while self.source.place()[0] < EPOCHS:
+            if stops is not None:
+                stops.append(self.state())
+            if not self.source.begun:
+                self.begin()
+            try:
+                batch = self.source.next_batch()
+            except StopIteration:
+                self.source.end_epoch()
+                continue
+            seen.append(train_on(batch))
+        return seen
+
+    def begin(self) -> None:
+        epoch, batch = self.source.place()
+        saved, self.saved = self.saved, None
+        if saved is not None and batch == 0:
+            self.rng.load_state_dict(saved["rng"])
+            self.source.restore_generators()
+        self.source.begin(epoch)
+        if saved is not None and batch > 0:
+            self.source.restore_generators()
+            self.rng.load_state_dict(saved["rng"])
+
+
+def uninterrupted(kind: str, workers: str) -> tuple[list[Any], list[dict[str, Any]]]:
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    return Loop(LOADERS[kind](Noisy(), WORKERS[workers])).run(stops), stops
+
+
+def continued(kind: str, workers: str, saved: dict[str, Any]) -> list[Any]:
+    seed_everything(1234)
+    return Loop(LOADERS[kind](Noisy(), WORKERS[workers]), saved).run()
+
+
+def places(stops: list[dict[str, Any]]) -> list[int]:
+    """Some settled points: the first, a boundary and its neighbours, and some inside epochs."""
+    length = len(stops) // EPOCHS
+    return sorted({0, 1, 3, length - 1, length, length + 1, 2 * length - 2, len(stops) - 2})
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_without_workers_every_settled_point_continues_bit_for_bit(kind: str) -> None:
+    expected, stops = uninterrupted(kind, "no workers")
+    used = 0
+    for saved in stops:
+        place = saved["data"]["train"]
+        rest = continued(kind, "no workers", saved)
+        assert rest == expected[len(expected) - len(rest) :]
+        assert len(rest) == len(expected) - used or place["batch"] == 0
+        used = len(expected) - len(rest) + 1
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "replacement", "eager batch sampler"])
+def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str) -> None:
+    expected, stops = uninterrupted(kind, workers)
+    for stop in places(stops):
+        rest = continued(kind, workers, stops[stop])
+        assert rest, stop
+        assert rest == expected[len(expected) - len(rest) :], stop
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine may have two cores
+def test_three_persistent_workers_keep_their_turns_into_the_next_epoch() -> None:
+    expected, stops = uninterrupted("shuffle", "three persistent workers")
+    for stop in (2, 4, 8, 10):
+        rest = continued("shuffle", "three persistent workers", stops[stop])
+        assert rest == expected[len(expected) - len(rest) :], stop
+
+
+def test_the_loop_draws_what_a_stock_loop_draws() -> None:
+    for kind in LOADERS:
+        for workers in ("no workers", "fresh workers"):
+            watched, _ = uninterrupted(kind, workers)
+            seed_everything(1)
+            loader = LOADERS[kind](Noisy(), WORKERS[workers])
+            stock = []
+            for epoch in range(EPOCHS):
+                if kind == "distributed":
+                    loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                stock.extend(train_on(batch) for batch in loader)
+            assert watched == stock, (kind, workers)
+
+
+@pytest.mark.parametrize("left_out", ["start", "rng", "place"])
+def test_a_state_with_one_part_left_out_does_not_continue(left_out: str) -> None:
+    expected, stops = uninterrupted("shuffle", "no workers")
+    saved = stops[8]
+    if left_out == "start":
+        saved["data"]["train"]["start"] = stops[0]["data"]["train"]["start"] or {
+            "at_iter": RngState().state_dict(),
+            "at_first": RngState().state_dict(),
+        }
+        with pytest.raises(DataPositionError, match="another order"):
+            continued("shuffle", "no workers", saved)
+        return
+    if left_out == "rng":
+        saved["rng"] = stops[0]["rng"]
+    else:
+        saved["data"]["train"].update(batch=0)
+    rest = continued("shuffle", "no workers", saved)
+    assert rest != expected[len(expected) - len(rest) :]
+
+
+def test_without_the_workers_states_their_random_numbers_do_not_continue() -> None:
+    expected, stops = uninterrupted("shuffle", "fresh workers")
+    saved = stops[8]
+    saved["data"]["train"]["workers"] = {}
+    rest = continued("shuffle", "fresh workers", saved)
+    assert rest != expected[len(expected) - len(rest) :]
+
+
+def test_used_samples_are_passed_over_without_reading_them() -> None:
+    _, stops = uninterrupted("shuffle", "no workers")
+    data = Noisy()
+    loop = Loop(DataLoader(data, BATCH_SIZE, shuffle=True), stops[4])
+    loop.begin()
+    assert data.num_reads == 0
+
+
+def test_a_changed_batch_size_is_refused_with_both_values() -> None:
+    _, stops = uninterrupted("shuffle", "no workers")
+    with pytest.raises(DataPositionError, match=r"batch_size 8.*expected.*batch_size 4"):
+        Loop(DataLoader(Noisy(), 8, shuffle=True), stops[4])
+
+
+def test_a_sampler_that_draws_as_it_goes_is_caught_and_not_silently_reshuffled() -> None:
+    class DrawsAsItGoes(Sampler[int]):
+        def __init__(self, source: Any) -> None: ...
+
+        def __iter__(self) -> Iterator[int]:
+            return (random.randrange(NUM_SAMPLES) for _ in range(NUM_SAMPLES))
+
+        def __len__(self) -> int:
+            return NUM_SAMPLES
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Noisy(), BATCH_SIZE, sampler=DrawsAsItGoes(None))
+
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    Loop(loader()).run(stops)
+    seed_everything(2)
+    with pytest.raises(DataPositionError, match="another order"):
+        Loop(loader(), stops[10]).begin()
+
+
+def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_an_epoch() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Told(Noisy):
+        def set_epoch(self, epoch: int) -> None:
+            calls.append(("dataset", epoch))
+
+    class ToldSampler(Halves):
+        def set_epoch(self, epoch: int) -> None:
+            calls.append(("sampler", epoch))
+
+    Loop(DataLoader(Told(), BATCH_SIZE, sampler=ToldSampler())).run()
+    assert calls == [(who, epoch) for epoch in range(EPOCHS) for who in ("sampler", "dataset")]
+
+
+def test_any_other_iterable_is_drawn_through_again_and_says_so() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            for index in range(6):
+                yield (torch.tensor([index, random.randrange(100)]),)
+
+    seed_everything(1)
+    source = open_source(Stream(), "train")
+    source.begin(0)
+    first = [source.next_batch() for _ in range(3)]
+    state = copy.deepcopy(source.state_dict())
+    again = open_source(Stream(), "train")
+    again.load_state_dict(state)
+    again.begin(0)
+    again.restore_generators()
+    assert again.place() == (0, 3)
+    assert "drawn through again" in again.fidelity[1]
+    assert torch.equal(again.next_batch()[0][:1], torch.tensor([3]))
+    assert len(first) == 3
+
+
+def test_a_second_loader_under_one_name_is_refused() -> None:
+    position = DataPosition()
+    position.open(DataLoader(Noisy()), "train")
+    with pytest.raises(ConfigurationError, match="second loader"):
+        position.open(DataLoader(Noisy()), "train")

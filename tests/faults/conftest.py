@@ -1,0 +1,23 @@
+"""Makes ``crashlab`` importable for the tests of this folder, and prints what they counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counted = [
+        f"{name}: {value}"
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if Path(__file__).parent.name in report.nodeid
+    ]
+    if counted:
+        terminalreporter.section("fault injection counts")
+        for line in counted:
+            terminalreporter.write_line(line)

@@ -1,0 +1,325 @@
+"""Every disk that a power cut may leave behind.
+
+The model is stricter than any file system in use, and is what POSIX promises:
+
+* data that was not fsynced may be there, be torn, or be zeros of the full length;
+* a name that was made, moved or removed counts only once its directory was fsynced afterwards
+  (for a move: the directory it went to), and until then may be there or not, in any order;
+* one rename is atomic: both names change, or neither;
+* what another rank does between the same two barriers is not ordered before an fsync.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crashlab.disk import ROOT, DirectoryNode, Disk, FileNode
+from crashlab.operations import (
+    Append,
+    Link,
+    Move,
+    NameChange,
+    Operation,
+    Sync,
+    SyncDirectory,
+    Unlink,
+    settled,
+)
+from crashlab.recording import Recording
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class CrashState:
+    """One disk that may be found after a crash.
+
+    Args:
+        disk: what is on it.
+        key: the same for two states that differ in nonces and times only.
+        done: the indices of the operations that had been called.
+        lost: what of them is not on the disk, for people.
+    """
+
+    disk: Disk
+    key: str
+    done: frozenset[int]
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Bytes, and the same number of bytes without nonces and times."""
+
+    data: bytes
+    settled: bytes
+
+    def __getitem__(self, part: slice) -> _Bytes:
+        return _Bytes(self.data[part], self.settled[part])
+
+    def __add__(self, other: _Bytes) -> _Bytes:
+        return _Bytes(self.data + other.data, self.settled + other.settled)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """One thing that a file may hold after a crash."""
+
+    label: str
+    data: bytes
+    settled: bytes
+
+
+def cuts(operations: Sequence[Operation]) -> Iterator[frozenset[int]]:
+    """The sets of operations that may have been called when the machine stops.
+
+    Each rank has done a prefix of its own; nobody is past a barrier that another has not reached.
+    """
+    yield frozenset()
+    before: list[int] = []
+    indexed = list(enumerate(operations))
+    for _, group in itertools.groupby(indexed, key=lambda item: item[1].phase):
+        by_rank: dict[int, list[int]] = {}
+        for index, operation in group:
+            by_rank.setdefault(operation.rank, []).append(index)
+        lengths = [range(len(indices) + 1) for indices in by_rank.values()]
+        for prefix in itertools.product(*lengths):
+            if any(prefix):
+                parts = zip(prefix, by_rank.values(), strict=True)
+                now = [index for length, indices in parts for index in indices[:length]]
+                yield frozenset(before + now)
+        before += [index for indices in by_rank.values() for index in indices]
+
+
+class CrashModel:
+    """The crash states of one recording.
+
+    Args:
+        recording: what was done.
+        limit: at most this many states of one cut; beyond it, all single and double deviations
+            from "everything lost" and "everything kept" and a fixed random sample of the rest.
+    """
+
+    def __init__(self, recording: Recording, *, limit: int = 128) -> None:
+        self._before = recording.before
+        self._operations = recording.operations
+        self._limit = limit
+        self._settled_names: dict[str, str] = {}
+        self._settled_data = {
+            index: settled(operation.data)
+            for index, operation in enumerate(self._operations)
+            if isinstance(operation, Append)
+        }
+        self._made_durable_by = [
+            [j for j in range(len(self._operations)) if self._makes_durable(j, i)]
+            for i in range(len(self._operations))
+        ]
+        self._base_directories = {
+            number: node.entries
+            for number, node in self._before.nodes.items()
+            if isinstance(node, DirectoryNode)
+        }
+        self._base_contents = {
+            number: _content("whole", bytes(node.data), settled(bytes(node.data)))
+            for number, node in self._before.nodes.items()
+            if isinstance(node, FileNode)
+        }
+
+    def states(self) -> Iterator[CrashState]:
+        """Every state, a disk that was seen already left out."""
+        seen: set[str] = set()
+        for done in cuts(self._operations):
+            for state in self._states_of(done):
+                if state.key not in seen:
+                    seen.add(state.key)
+                    yield state
+
+    def _states_of(self, done: frozenset[int]) -> Iterator[CrashState]:
+        order = sorted(done)
+        pending = [i for i in order if self._is_name_change(i) and not self._is_durable(i, done)]
+        contents = self._contents(order, done)
+        open_files = [number for number, choices in contents.items() if len(choices) > 1]
+        sizes = [2] * len(pending) + [len(contents[number]) for number in open_files]
+        for choice in choices_of(sizes, limit=self._limit):
+            kept = {i for i, keep in zip(pending, choice, strict=False) if keep}
+            chosen = {number: options[-1] for number, options in contents.items()}
+            for number, option in zip(open_files, choice[len(pending) :], strict=True):
+                chosen[number] = contents[number][option]
+            directories = self._directories(order, set(pending) - kept)
+            lost = [self._operations[i].call for i in pending if i not in kept]
+            lost += [f"inode {n}: {chosen[n].label}" for n in open_files]
+            yield CrashState(
+                disk=_disk(directories, chosen),
+                key=self._key(directories, chosen),
+                done=done,
+                lost=tuple(lost),
+            )
+
+    def _is_name_change(self, index: int) -> bool:
+        return isinstance(self._operations[index], NameChange)
+
+    def _is_durable(self, index: int, done: frozenset[int]) -> bool:
+        return any(sync in done for sync in self._made_durable_by[index])
+
+    def _makes_durable(self, later: int, index: int) -> bool:
+        sync, operation = self._operations[later], self._operations[index]
+        if not _covers(sync, operation):
+            return False
+        return index < later if sync.rank == operation.rank else operation.phase < sync.phase
+
+    def _contents(self, order: Sequence[int], done: frozenset[int]) -> dict[int, list[_Content]]:
+        contents = {number: [content] for number, content in self._base_contents.items()}
+        appends: dict[int, list[int]] = {}
+        for index in order:
+            operation = self._operations[index]
+            if isinstance(operation, Append):
+                appends.setdefault(operation.file, []).append(index)
+            elif isinstance(operation, Link) and not operation.is_directory:
+                contents[operation.child] = [_content("empty", b"", b"")]
+        for number, indices in appends.items():
+            durable = [index for index in indices if self._is_durable(index, done)]
+            pending = indices[len(durable) :]
+            contents[number] = _variants(self._joined(durable), self._joined(pending))
+        return contents
+
+    def _joined(self, appends: Sequence[int]) -> _Bytes:
+        data = b"".join(_data(self._operations[index]) for index in appends)
+        return _Bytes(data, b"".join(self._settled_data[index] for index in appends))
+
+    def _directories(self, order: Sequence[int], lost: set[int]) -> dict[int, dict[str, int]]:
+        directories = {number: dict(names) for number, names in self._base_directories.items()}
+        for index in order:
+            operation = self._operations[index]
+            if isinstance(operation, Link) and operation.is_directory:
+                directories[operation.child] = {}
+            if index not in lost and isinstance(operation, NameChange):
+                _apply(operation, directories)
+        return directories
+
+    def _key(self, directories: dict[int, dict[str, int]], contents: dict[int, _Content]) -> str:
+        def described(number: int) -> object:
+            if number in contents:
+                return contents[number].settled
+            names = directories[number].items()
+            return sorted(
+                ((self._settled(name), described(child)) for name, child in names), key=repr
+            )
+
+        return hashlib.blake2b(repr(described(ROOT)).encode(), digest_size=16).hexdigest()
+
+    def _settled(self, name: str) -> str:
+        if name not in self._settled_names:
+            self._settled_names[name] = settled(name.encode()).decode()
+        return self._settled_names[name]
+
+
+def choices_of(sizes: Sequence[int], *, limit: int) -> Iterator[tuple[int, ...]]:
+    """Picks one option per position: all of them, or within the limit the most telling.
+
+    Option 0 is "lost", the last option is "kept".
+    """
+    if math.prod(sizes) <= limit:
+        yield from itertools.product(*(range(size) for size in sizes))
+        return
+    seen: set[tuple[int, ...]] = set()
+    for choice in _telling_choices(sizes):
+        if choice not in seen:
+            seen.add(choice)
+            yield choice
+            if len(seen) >= limit:
+                return
+
+
+def _telling_choices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    lost = tuple(0 for _ in sizes)
+    kept = tuple(size - 1 for size in sizes)
+    yield lost
+    yield kept
+    for start in (kept, lost):
+        for position, size in enumerate(sizes):
+            for option in range(size):
+                yield (*start[:position], option, *start[position + 1 :])
+    for length in range(len(sizes)):
+        yield kept[:length] + lost[length:]
+        yield lost[:length] + kept[length:]
+    chance = random.Random(len(sizes))
+    while True:
+        yield tuple(chance.randrange(size) for size in sizes)
+
+
+def _covers(sync: Operation, operation: Operation) -> bool:
+    if isinstance(sync, Sync):
+        return isinstance(operation, Append) and operation.file == sync.file
+    if isinstance(sync, SyncDirectory):
+        if isinstance(operation, Move):
+            return operation.target == sync.directory
+        return isinstance(operation, Link | Unlink) and operation.parent == sync.directory
+    return False
+
+
+def _apply(operation: NameChange, directories: dict[int, dict[str, int]]) -> None:
+    if isinstance(operation, Link):
+        directories[operation.parent][operation.name] = operation.child
+    elif isinstance(operation, Unlink):
+        _forget(directories[operation.parent], operation.name, operation.child)
+    else:
+        _forget(directories[operation.source], operation.source_name, operation.child)
+        directories[operation.target][operation.target_name] = operation.child
+
+
+def _forget(names: dict[str, int], name: str, child: int) -> None:
+    # The name may stand for another inode by now, when an earlier change was lost.
+    if names.get(name) == child:
+        del names[name]
+
+
+def _variants(durable: _Bytes, pending: _Bytes) -> list[_Content]:
+    """What a file may hold whose last bytes were not fsynced: none of them first, all last."""
+    size = len(pending.data)
+    half = size // 2
+    parts = {
+        "lost": pending[:0],
+        "torn at 1 byte": pending[:1],
+        "torn at half": pending[:half],
+        "torn at 4 KiB": pending[:PAGE_BYTES],
+        "zeros": pending[:0] + _zeros(size),
+        "half, then zeros": pending[:half] + _zeros(size - half),
+        "zeros, then half": _zeros(half) + pending[half:],
+        "whole": pending,
+    }
+    contents: dict[bytes, _Content] = {}
+    for label, part in parts.items():
+        whole = durable + part
+        content = _content(label, whole.data, whole.settled)
+        contents.pop(content.settled, None)  # of two equals, the later one
+        contents[content.settled] = content
+    return list(contents.values())
+
+
+def _zeros(size: int) -> _Bytes:
+    return _Bytes(bytes(size), bytes(size))
+
+
+def _data(operation: Operation) -> bytes:
+    assert isinstance(operation, Append)
+    return operation.data
+
+
+def _content(label: str, data: bytes, settled_data: bytes) -> _Content:
+    # Only equality of the settled bytes matters; a digest keeps the keys short.
+    return _Content(label, data, hashlib.blake2b(settled_data, digest_size=12).digest())
+
+
+def _disk(directories: dict[int, dict[str, int]], contents: dict[int, _Content]) -> Disk:
+    disk = Disk({})
+    for number in sorted({*directories, *contents}):
+        if number in contents:
+            disk.nodes[number] = FileNode(bytearray(contents[number].data))
+        else:
+            disk.nodes[number] = DirectoryNode(directories[number])
+    return disk

@@ -1,0 +1,326 @@
+"""The protocol with one thing wrong. Product code stays as it is: a mutant stands between the
+store and the disk, or is a store with one method replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from crashlab.jobs import RUN, Wrap
+from resumekit.storage import (
+    Checkpoint,
+    Entry,
+    FileEntry,
+    FileSystem,
+    Free,
+    Manifest,
+    ReadHandle,
+    RetentionPolicy,
+    Staging,
+    StepName,
+    StepReader,
+    Store,
+    select_deletions,
+)
+
+_STAGED = re.compile(r"step-\d+(-r\d+)?-[0-9a-f]{32}-[0-9a-f]{12}")
+_NONCE = re.compile(r"-?[0-9a-f]{12,}")
+_STEP = re.compile(r"step-\d+(-r\d+)?")
+_RANK = re.compile(r"rank-\d+")
+
+
+class Passing:
+    """A file system that hands every call on; mutants change one of them."""
+
+    def __init__(self, inner: FileSystem) -> None:
+        self._inner = inner
+
+    def mkdir(self, path: Path) -> None:
+        self._inner.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        return self._inner.create(path)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        self._inner.write(handle, buffers)
+
+    def writeback(self, handle: int, offset: int, length: int) -> None:
+        self._inner.writeback(handle, offset, length)
+
+    def fsync(self, handle: int) -> None:
+        self._inner.fsync(handle)
+
+    def close(self, handle: int | ReadHandle) -> None:
+        self._inner.close(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        self._inner.fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._inner.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._inner.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self._inner.rmdir(path)
+
+    def list(self, path: Path) -> list[Entry]:
+        return self._inner.list(path)
+
+    def open(self, path: Path) -> ReadHandle:
+        return self._inner.open(path)
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        return self._inner.read_into(handle, offset, buffer)
+
+    def advise_sequential(self, handle: ReadHandle) -> None:
+        self._inner.advise_sequential(handle)
+
+    def free(self, path: Path) -> Free:
+        return self._inner.free(path)
+
+
+class SyncLabels(Passing):
+    """Gives every fsync a name that says what it is for; remembers the names, drops one of them.
+
+    Args:
+        inner: the file system below.
+        labels: collects the names.
+        dropped: the sync that is left out.
+    """
+
+    def __init__(self, inner: FileSystem, labels: set[str], dropped: str | None = None) -> None:
+        super().__init__(inner)
+        self._labels = labels
+        self._dropped = dropped
+        self._paths: dict[int, Path] = {}
+        self._latest = "start"
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(path)
+        self._latest = f"mkdir {described(path)}"
+
+    def create(self, path: Path) -> int:
+        handle = super().create(path)
+        self._paths[handle] = path
+        return handle
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self._latest = f"rename to {described(target)}"
+
+    def fsync(self, handle: int) -> None:
+        if self._is_made(f"fsync {described(self._paths[handle])}"):
+            super().fsync(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        after = f" after {self._latest}" if path == RUN else ""
+        if self._is_made(f"fsync_dir {described(path)}{after}"):
+            super().fsync_dir(path)
+
+    def _is_made(self, label: str) -> bool:
+        self._labels.add(label)
+        return label != self._dropped
+
+
+def described(path: Path) -> str:
+    """A path without nonces and numbers, relative to the run directory."""
+    if path in RUN.parents:
+        return "a parent of the run directory"
+    if path == RUN:
+        return "the run directory"
+    text = _NONCE.sub("", str(path.relative_to(RUN)))
+    return _RANK.sub("rank-N", _STEP.sub("step-N", text))
+
+
+class RenamesBeforeFsync(Passing):
+    """Commits first and syncs the files, the manifest and the directories afterwards."""
+
+    def __init__(self, inner: FileSystem) -> None:
+        super().__init__(inner)
+        self._paths: dict[int, Path] = {}
+        self._later: list[Callable[[], None]] = []
+
+    def create(self, path: Path) -> int:
+        handle = super().create(path)
+        self._paths[handle] = path
+        return handle
+
+    def fsync(self, handle: int) -> None:
+        if _is_staged(self._paths[handle]):
+            self._later.append(lambda: self._inner.fsync(handle))
+        else:
+            super().fsync(handle)
+
+    def close(self, handle: int | ReadHandle) -> None:
+        if isinstance(handle, int) and _is_staged(self._paths[handle]):
+            self._later.append(lambda: self._inner.close(handle))
+        else:
+            super().close(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        if not _is_staged(path):
+            super().fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if _is_staged(source) and target.parent == RUN:
+            later, self._later = self._later, []
+            for call in later:
+                call()
+            for entry in self._inner.list(target):
+                if entry.kind == "directory":
+                    self._inner.fsync_dir(target / entry.name)
+            self._inner.fsync_dir(target)
+
+
+def _is_staged(path: Path) -> bool:
+    return any(_STAGED.fullmatch(part) for part in path.parts)
+
+
+class FixedTemporaryName(Passing):
+    """Stages every checkpoint under one name, ``.staging/step``, instead of a unique one."""
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(self._fixed(path))
+
+    def create(self, path: Path) -> int:
+        return super().create(self._fixed(path))
+
+    def fsync_dir(self, path: Path) -> None:
+        super().fsync_dir(self._fixed(path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(self._fixed(source), target)
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(self._fixed(path))
+
+    def rmdir(self, path: Path) -> None:
+        super().rmdir(self._fixed(path))
+
+    def list(self, path: Path) -> list[Entry]:
+        return super().list(self._fixed(path))
+
+    def _fixed(self, path: Path) -> Path:
+        parts = ["step" if _STAGED.fullmatch(part) else part for part in path.parts]
+        return Path(*parts)
+
+
+class WritesInPlace(Passing):
+    """Has no staging: a checkpoint is written where it will be read."""
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(self._final(path))
+
+    def create(self, path: Path) -> int:
+        return super().create(self._final(path))
+
+    def fsync_dir(self, path: Path) -> None:
+        super().fsync_dir(self._final(path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self._final(source) != target:
+            super().rename(self._final(source), target)
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(self._final(path))
+
+    def rmdir(self, path: Path) -> None:
+        super().rmdir(self._final(path))
+
+    def list(self, path: Path) -> list[Entry]:
+        entries = super().list(self._final(path))
+        # The directory in the making is not seen as "there already" by the commit.
+        return [entry for entry in entries if path != RUN or not self._in_making(entry.name)]
+
+    def _in_making(self, name: str) -> bool:
+        if StepName.parse(name) is None:
+            return False
+        return not any(entry.name == "manifest.json" for entry in self._inner.list(RUN / name))
+
+    def _final(self, path: Path) -> Path:
+        for depth, part in enumerate(path.parts):
+            if _STAGED.fullmatch(part):
+                step = part[: -len("-") * 2 - 32 - 12]
+                return RUN.joinpath(step, *path.parts[depth + 1 :])
+        return path
+
+
+class OverwritesTheStep(Store):
+    """Saves a step again by deleting the old directory first."""
+
+    def next_name(self, step: int) -> StepName:
+        name = StepName(step)
+        if name in self.step_names():
+            _delete(self, name)
+        return name
+
+
+class RetainsBeforeCommit(Store):
+    """Makes room for a checkpoint before it is there."""
+
+    policy = RetentionPolicy(keep_latest=1)
+
+    def commit(self, staging: Staging, manifest: Manifest) -> Path:
+        names = [Checkpoint(name) for name in self.step_names()]
+        for name in select_deletions([*names, Checkpoint(staging.step)], self.policy):
+            _delete(self, name)
+        return super().commit(staging, manifest)
+
+
+def _delete(store: Store, name: StepName) -> None:
+    file_system = store._file_system
+    for path in _files_first(file_system, store.directory / str(name)):
+        with suppress(IsADirectoryError):
+            file_system.unlink(path)
+            continue
+        file_system.rmdir(path)
+    file_system.fsync_dir(store.directory)
+
+
+def _files_first(file_system: FileSystem, root: Path) -> list[Path]:
+    paths = []
+    for entry in file_system.list(root):
+        path = root / entry.name
+        paths += _files_first(file_system, path) if entry.kind == "directory" else [path]
+    return [*paths, root]
+
+
+class ReadsUnchecked(Store):
+    """Believes the bytes of a file whatever the manifest says about them."""
+
+    def open_step(self, name: StepName) -> StepReader:
+        return _UncheckedStep(self._file_system, self.directory, name)
+
+
+class _UncheckedStep(StepReader):
+    def file(self, path: str) -> _UncheckedReader:  # type: ignore[override]
+        return _UncheckedReader(self._file_system, self.path / path, self._entries[path])
+
+
+class _UncheckedReader:
+    def __init__(self, file_system: FileSystem, path: Path, entry: FileEntry) -> None:
+        self._file_system = file_system
+        self._handle = file_system.open(path)
+        self.entry = entry
+
+    def read(self) -> bytes:
+        content = bytearray(self._handle.size)
+        self._file_system.read_into(self._handle, 0, memoryview(content))
+        return bytes(content)
+
+    def __enter__(self) -> _UncheckedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file_system.close(self._handle)
+
+
+def dropping(label: str) -> Wrap:
+    """A wrap that leaves this one sync out."""
+    return lambda inner: SyncLabels(inner, set(), dropped=label)

@@ -1,0 +1,183 @@
+"""What jobs do in the life of a run directory; each scenario is recorded and then crashed.
+
+The disk that a scenario begins with is durable and was made by the real store; only what the
+scenario itself does is explored. A ``Lab`` says how the job is built, so that a mutant of the
+protocol goes through the same scenarios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from crashlab.disk import Disk
+from crashlab.jobs import RUN, Job, Wrap, read_all
+from crashlab.recording import Recording
+from resumekit.errors import CorruptCheckpointError
+from resumekit.storage import RetentionPolicy, StepName, Store
+
+
+@dataclass(frozen=True)
+class Lab:
+    """How jobs are built; see ``Job``."""
+
+    world_size: int = 1
+    wrap: Wrap = lambda inner: inner
+    store_class: type[Store] = Store
+    barriers: bool = True
+
+    def job(
+        self, disk: Disk, policy: RetentionPolicy | None = None, *, after: Job | None = None
+    ) -> Job:
+        """A launch on this disk, which ``after`` has left behind."""
+        job = Job(
+            Recording.on(disk),
+            self.world_size,
+            policy or RetentionPolicy(keep_latest=None),
+            wrap=self.wrap,
+            store_class=self.store_class,
+            barriers=self.barriers,
+        )
+        if after is not None:
+            job.continues(after)
+        return job
+
+
+Scenario = Callable[[Lab], Job]
+
+
+def empty_disk() -> Disk:
+    """A machine on which nothing of the run directory exists, not even its parent."""
+    disk = Disk()
+    disk.make_directories(RUN.parent.parent)
+    return disk
+
+
+def _earlier(lab: Lab, *steps: int, metrics: dict[int, float] | None = None) -> Job:
+    """A launch of the unchanged protocol that saved these steps and ended."""
+    job = replace(Lab(), world_size=lab.world_size).job(empty_disk())
+    job.start()
+    for step in steps:
+        job.save(step, metric=(metrics or {}).get(step))
+    return job
+
+
+def first_save(lab: Lab) -> Job:
+    job = lab.job(empty_disk())
+    job.start()
+    job.save(1)
+    return job
+
+
+def next_save(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, after=earlier)
+    job.start()
+    job.save(2)
+    return job
+
+
+def keep_only_the_latest(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    job.save(2)
+    job.save(3)
+    return job
+
+
+def keep_two_and_every_fourth(lab: Lab) -> Job:
+    earlier = _earlier(lab, 3, 4)
+    policy = RetentionPolicy(keep_latest=2, keep_every=4)
+    job = lab.job(earlier.recording.disk, policy, after=earlier)
+    job.start()
+    job.save(5)
+    job.save(6)
+    return job
+
+
+def keep_the_best(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1, 2, metrics={1: 0.25, 2: 0.75})
+    policy = RetentionPolicy(keep_latest=1, keep_best=1)
+    job = lab.job(earlier.recording.disk, policy, after=earlier)
+    job.start()
+    job.save(3, metric=0.5)
+    job.save(4, metric=0.125)
+    return job
+
+
+def same_step_twice(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1, 2)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=2), after=earlier)
+    job.start()
+    job.save(2)
+    job.save(2)
+    return job
+
+
+def abandoned_save(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    name, stagings = job.stage(2)
+    job.write(name, stagings)
+    job.stores[0].abandon(stagings[0])
+    job.recording.barrier()
+    job.save(3)
+    return job
+
+
+def relaunch_over_stale_staging(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    name, stagings = earlier.stage(2)
+    earlier.write(name, stagings)  # and then it is killed
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    job.save(2)
+    return job
+
+
+def two_launches(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, after=earlier)
+    job.start()
+    job.save(2)
+    job.stores[0].release()
+    again = lab.job(job.recording.disk, after=job)
+    again.start()
+    again.save(3)
+    return again
+
+
+def damage_in_quarantine(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1, 2)
+    disk = earlier.recording.disk.copy()
+    damaged = disk.find(RUN / "step-00000002/model/rank-00000.safetensors")
+    disk.file(damaged).data[4321] ^= 1
+    del earlier.promises[-1].kept[StepName(2)]
+    earlier.promises[-1].newest = StepName(1)
+    job = lab.job(disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    try:
+        read_all(job.stores[0], StepName(2))
+    except CorruptCheckpointError as error:
+        job.stores[0].quarantine(StepName(2), error)
+    job.save(2)
+    return job
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        first_save,
+        next_save,
+        keep_only_the_latest,
+        keep_two_and_every_fourth,
+        keep_the_best,
+        same_step_twice,
+        abandoned_save,
+        relaunch_over_stale_staging,
+        two_launches,
+        damage_in_quarantine,
+    )
+}

@@ -1,0 +1,170 @@
+"""The conformance kit, on a training function that resumes rightly, or wrongly in a known way."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+
+TRAIN = f"{Path(__file__).parent / 'scripts' / 'plain_training.py'}:train"
+MID_RUN = (KillPoint.step(7), KillPoint.step(13))
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    preload = (*DEFAULT_PRELOAD, "resumekit")
+    with Kit(tmp_path_factory.mktemp("kit"), preload=preload, timeout_seconds=30) as kit:
+        yield kit
+
+
+def test_a_right_resume_is_exact_over_several_kills(kit: Kit) -> None:
+    verdict = kit.assert_exact(Cell(TRAIN, kills=MID_RUN))
+    assert [(one.step, one.num_repeated_steps) for one in verdict.resumes] == [(4, 3), (12, 1)]
+
+
+def test_two_ranks_are_started_killed_and_compared(kit: Kit) -> None:
+    cell = Cell(TRAIN, world_size=2, kills=(KillPoint.step(6, rank=1),))
+    verdict = kit.assert_exact(cell)
+    assert (verdict.num_ranks, verdict.num_resumes) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "component", "leaf"),
+    [
+        ("optimizer", "optimizer", "state[0].momentum_buffer"),
+        ("model", "model", "0.weight"),
+        ("lr", "lr", "group0"),
+        ("rng", "rng", "torch"),
+        ("order", "data", "samples"),
+        ("step", "lr", "group0"),
+        ("everything", "run", ""),
+    ],
+)
+def test_a_wrong_resume_is_caught_and_what_it_forgot_is_named(
+    kit: Kit, wrong: str, component: str, leaf: str
+) -> None:
+    cell = Cell(TRAIN, {"wrong": wrong}, kills=MID_RUN)
+    verdict = kit.assert_caught(cell, component, inject=False)
+    assert verdict.divergence is not None
+    assert verdict.divergence.leaf == leaf
+    with pytest.raises(AssertionError, match="DIVERGED"):
+        kit.assert_exact(cell)
+
+
+def test_an_exact_run_is_not_taken_for_a_caught_one(kit: Kit) -> None:
+    with pytest.raises(AssertionError, match="exact without optimizer"):
+        kit.assert_caught(Cell(TRAIN, kills=MID_RUN), "optimizer", inject=False)
+
+
+def test_the_wrong_name_is_not_taken_for_a_caught_defect(kit: Kit) -> None:
+    with pytest.raises(AssertionError, match="model was left out, and the verdict is"):
+        kit.assert_caught(Cell(TRAIN, {"wrong": "lr"}, kills=MID_RUN), "model", inject=False)
+
+
+def test_a_kill_point_that_is_never_reached_is_a_failure(kit: Kit) -> None:
+    with pytest.raises(AssertionError, match="never came to the kill point step:99"):
+        kit.assert_exact(Cell(TRAIN, kills=(KillPoint.step(7), KillPoint.step(99))))
+
+
+def test_the_uninterrupted_run_is_made_once(kit: Kit) -> None:
+    cell = Cell(TRAIN, {"num_epochs": 2}, kills=(KillPoint.step(5),))
+    reference = kit.run_uninterrupted(cell)
+    kit.assert_exact(cell)
+    assert kit.run_uninterrupted(Cell(TRAIN, {"num_epochs": 2})) is reference
+
+
+def test_a_cold_start_gives_the_same_verdicts(tmp_path: Path) -> None:
+    with Kit(tmp_path, cold=True, timeout_seconds=60) as cold:
+        cold.assert_exact(Cell(TRAIN, {"num_epochs": 2}, kills=(KillPoint.step(7),)))
+
+
+def fail(directory: str) -> None:
+    raise RuntimeError(f"there is no {Path(directory).name} today")
+
+
+def sleep(directory: str) -> None:
+    time.sleep(60)
+
+
+def fork_and_die(directory: str) -> None:
+    """Leaves two children behind, one of them in a session of its own."""
+    for own_session in (True, False):
+        pid = os.fork()
+        if pid == 0:
+            if own_session:
+                os.setsid()
+            time.sleep(60)
+            os._exit(0)
+        with (Path(directory) / "ids").open("a") as file:
+            file.write(f"{pid}\n")
+    time.sleep(60)
+
+
+def draw(directory: str) -> None:
+    """Traces random numbers that nobody has seeded."""
+    import random
+
+    import resumekit
+
+    for step in (1, 2):
+        resumekit.trace(step, loss=random.random())
+
+
+def test_a_function_that_fails_is_a_typed_error_with_its_traceback(kit: Kit) -> None:
+    with pytest.raises(CommandFailedError, match="RuntimeError: there is no training today"):
+        kit.run_uninterrupted(Cell(fail))
+
+
+def test_a_function_that_hangs_is_killed_and_told(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with (
+        Kit(tmp_path, preload=(), timeout_seconds=0.5) as impatient,
+        pytest.raises(CommandTimeoutError, match="took over"),
+    ):
+        impatient.run_uninterrupted(Cell(sleep))
+    assert time.monotonic() - began < 20
+
+
+def test_forked_runs_do_not_share_the_random_state_of_the_server(kit: Kit) -> None:
+    verdict, _ = kit.judge(Cell(draw))
+    assert not verdict.exact
+    assert not verdict.is_reproducible
+
+
+def test_a_kill_takes_the_children_in_other_sessions_with_it(tmp_path: Path) -> None:
+    with Kit(tmp_path, preload=(), timeout_seconds=1) as impatient:
+        with pytest.raises(CommandTimeoutError):
+            impatient.run_uninterrupted(Cell(fork_and_die))
+        (ids,) = tmp_path.glob("run-*/training/ids")
+        children = [int(line) for line in ids.read_text().split()]
+        assert len(children) == 2
+        assert not any(is_running(pid) for pid in children)
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_nested_function_is_refused(kit: Kit) -> None:
+    def inner(directory: str) -> None:
+        raise AssertionError(directory)
+
+    with pytest.raises(ConfigurationError, match="top level"):
+        kit.run_uninterrupted(Cell(inner))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_closing_the_kit_leaves_no_process(tmp_path: Path) -> None:
+    kit = Kit(tmp_path, preload=())
+    pid = kit._launcher._process.pid  # type: ignore[attr-defined]  # the fork server's own
+    assert is_running(pid)
+    kit.close()
+    assert not is_running(pid)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resumekit.errors import CorruptCheckpointError, SaveError, UnreadableCheckpointError
+from resumekit.storage import (
+    BLOCK_BYTES,
+    BlockDigester,
+    FailpointFileSystem,
+    FileEntry,
+    FileReader,
+    FileSystem,
+    FileWriter,
+    LocalFileSystem,
+    digest_bytes,
+    parse_failpoints,
+)
+
+SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]
+LOCAL = LocalFileSystem()
+
+
+def _content(size: int) -> bytes:
+    return (b"0123456789abcdefg" * (size // 17 + 1))[:size]
+
+
+def _expected_digest(content: bytes) -> str:
+    blocks = range(0, len(content), BLOCK_BYTES)
+    raw = b"".join(xxhash.xxh3_128_digest(content[at : at + BLOCK_BYTES]) for at in blocks)
+    return xxhash.xxh3_128_hexdigest(raw)
+
+
+def _write(path: Path, *parts: bytes) -> tuple[FileEntry, tuple[str, ...]]:
+    writer = FileWriter(LOCAL, path, relative=path.name, writer=3)
+    for part in parts:
+        writer.write([memoryview(part)])
+    return writer.finish(), writer.block_digests
+
+
+def _open(path: Path, entry: FileEntry, file_system: FileSystem = LOCAL) -> FileReader:
+    return FileReader(file_system, path, where="step-00000001/x", entry=entry)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_digest_is_the_digest_of_its_block_digests(size: int) -> None:
+    assert digest_bytes(_content(size)) == _expected_digest(_content(size))
+
+
+@given(cuts=st.lists(st.integers(0, 2 * BLOCK_BYTES + 99), max_size=6))
+def test_a_digest_does_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
+    content = _content(2 * BLOCK_BYTES + 99)
+    digester = BlockDigester()
+    places = [0, *sorted(cuts), len(content)]
+    for start, stop in zip(places, places[1:], strict=False):
+        digester.update(memoryview(content)[start:stop])
+    assert digester.hexdigest() == _expected_digest(content)
+    assert len(digester.blocks) == 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_written_is_what_the_entry_says(tmp_path: Path, size: int) -> None:
+    content = _content(size)
+    entry, blocks = _write(tmp_path / "x", content[:1000], content[1000:])
+    assert (tmp_path / "x").read_bytes() == content
+    assert entry == FileEntry("x", size, _expected_digest(content), 3)
+    assert len(blocks) == -(-size // BLOCK_BYTES)
+
+
+def test_buffers_of_any_type_and_shape_are_written_as_their_bytes(tmp_path: Path) -> None:
+    matrix = memoryview(bytes(range(24))).cast("B", shape=[2, 3, 4])
+    numbers = memoryview(bytes(range(16))).cast("d")
+    empty = memoryview((ctypes.c_double * 0)())
+    writer = FileWriter(LOCAL, tmp_path / "x", relative="x", writer=0)
+    writer.write([matrix, empty, numbers])
+    writer.finish()
+    assert (tmp_path / "x").read_bytes() == bytes(range(24)) + bytes(range(16))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_bytes_come_back(tmp_path: Path, size: int) -> None:
+    entry, blocks = _write(tmp_path / "x", _content(size))
+    buffer = bytearray(size)
+    with _open(tmp_path / "x", entry) as reader:
+        assert reader.read() == _content(size)
+        reader.verify()
+        reader.read_into([memoryview(buffer)], 0, blocks)
+    assert bytes(buffer) == _content(size)
+
+
+_SIZE = 2 * BLOCK_BYTES + 999
+
+
+@pytest.fixture(scope="module")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FileEntry, Sequence[str]]:
+    path = tmp_path_factory.mktemp("files") / "x"
+    return path, *_write(path, _content(_SIZE))
+
+
+@given(cuts=st.lists(st.integers(0, _SIZE), min_size=1, max_size=6), one_call=st.booleans())
+def test_any_ranges_come_back_in_one_call_or_many(
+    three_blocks: tuple[Path, FileEntry, Sequence[str]], cuts: list[int], one_call: bool
+) -> None:
+    path, entry, blocks = three_blocks
+    content = _content(_SIZE)
+    places = sorted(cuts)
+    buffers = [bytearray(stop - start) for start, stop in zip(places, places[1:], strict=False)]
+    views = [memoryview(buffer) for buffer in buffers]
+    with _open(path, entry) as reader:
+        if one_call:
+            reader.read_into(views, places[0], blocks)
+        else:
+            for view, start in zip(views, places, strict=False):
+                reader.read_into([view], start, blocks)
+    assert b"".join(buffers) == content[places[0] : places[-1]]
+
+
+class _CountingReads(LocalFileSystem):
+    num_bytes = 0
+
+    def read_into(self, handle, offset, buffer):  # type: ignore[no-untyped-def]
+        num_bytes = super().read_into(handle, offset, buffer)
+        self.num_bytes += num_bytes
+        return num_bytes
+
+
+def test_a_file_read_from_front_to_back_in_small_pieces_is_read_once(
+    three_blocks: tuple[Path, FileEntry, Sequence[str]],
+) -> None:
+    path, entry, blocks = three_blocks
+    counting = _CountingReads()
+    buffer = bytearray(100_000)
+    with _open(path, entry, counting) as reader:
+        for offset in range(0, _SIZE - len(buffer), len(buffer)):
+            reader.read_into([memoryview(buffer)], offset, blocks)
+    assert counting.num_bytes <= _SIZE
+
+
+@pytest.mark.parametrize("where", [0, 1234, BLOCK_BYTES, 2 * BLOCK_BYTES + 997])
+def test_a_flipped_byte_is_found_before_any_byte_is_believed(tmp_path: Path, where: int) -> None:
+    content = bytearray(_content(_SIZE))
+    entry, blocks = _write(tmp_path / "x", bytes(content))
+    content[where] ^= 1
+    (tmp_path / "x").write_bytes(content)
+    with _open(tmp_path / "x", entry) as reader:
+        for attempt in (
+            reader.read,
+            reader.verify,
+            lambda: reader.read_into([memoryview(bytearray(_SIZE))], 0, blocks),
+            # Another byte of the same block.
+            lambda: reader.read_into([memoryview(bytearray(1))], where ^ 1, blocks),
+        ):
+            with pytest.raises(CorruptCheckpointError, match="step-00000001/x: .*digest.* is "):
+                attempt()
+
+
+def test_block_digests_that_do_not_belong_to_the_file_are_refused(tmp_path: Path) -> None:
+    entry, blocks = _write(tmp_path / "x", _content(_SIZE))
+    for wrong in (
+        blocks[:-1],
+        (*blocks, blocks[0]),
+        (blocks[1], blocks[0], blocks[2]),
+        ("zz" * 16, *blocks[1:]),
+        (blocks[0].upper(), *blocks[1:]),
+        (None, *blocks[1:]),
+    ):
+        with (
+            _open(tmp_path / "x", entry) as reader,
+            pytest.raises(CorruptCheckpointError, match="block"),
+        ):
+            reader.read_into([memoryview(bytearray(1))], 0, wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    entry, _ = _write(tmp_path / "x", b"12345")
+    with pytest.raises(CorruptCheckpointError, match="has 5 bytes, expected 6"):
+        _open(tmp_path / "x", replace(entry, size=6))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None:
+    entry, _ = _write(tmp_path / "x", b"12345")
+    with _open(tmp_path / "x", entry) as reader:
+        os.truncate(tmp_path / "x", 2)
+        with pytest.raises(CorruptCheckpointError, match="ends after 2 bytes"):
+            reader.read()
+
+
+def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
+    entry, blocks = _write(tmp_path / "x", b"12345")
+    with _open(tmp_path / "x", entry) as reader:
+        for offset, size in ((3, 3), (-1, 2), (6, 0)):
+            with pytest.raises(CorruptCheckpointError, match="within its 5 bytes"):
+                reader.read_into([memoryview(bytearray(size))], offset, blocks)
+
+
+def test_a_file_that_is_too_large_to_hold_is_not_read(tmp_path: Path) -> None:
+    entry, _ = _write(tmp_path / "x", b"12345")
+    with (
+        _open(tmp_path / "x", entry) as reader,
+        pytest.raises(CorruptCheckpointError, match="at most 4"),
+    ):
+        reader.read(max_bytes=4)
+
+
+@pytest.mark.parametrize("call", ["open", "read_into", "advise_sequential"])
+def test_an_error_while_reading_proves_no_damage(tmp_path: Path, call: str) -> None:
+    entry, _ = _write(tmp_path / "x", b"12345")
+    failing = FailpointFileSystem(LOCAL, parse_failpoints(f"{call}:1=EIO"))
+    with pytest.raises(UnreadableCheckpointError, match="step-00000001/x: .*EIO") as caught:
+        _open(tmp_path / "x", entry, failing).read()
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("call", ["create", "write", "fsync", "close"])
+def test_a_writer_is_dead_after_its_first_error(tmp_path: Path, call: str) -> None:
+    failing = FailpointFileSystem(LOCAL, parse_failpoints(f"{call}:1=ENOSPC"))
+    with pytest.raises(SaveError, match=r"x: could not be written: ENOSPC.*Free space") as caught:
+        writer = FileWriter(failing, tmp_path / "x", relative="x", writer=0)
+        writer.write([memoryview(b"12345")])
+        writer.finish()
+    assert caught.value.errno == errno.ENOSPC
+    if call == "create":
+        return
+    for again in (writer.finish, lambda: writer.write([memoryview(b"6")])):
+        with pytest.raises(SaveError, match="is finished or has failed"):
+            again()
+    writer.discard()
+    assert failing.counts["fsync"] == (1 if call in ("fsync", "close") else 0)
+    assert failing.counts["close"] == 1
+
+
+def test_a_writer_left_by_an_exception_gives_its_file_back(tmp_path: Path) -> None:
+    counting = FailpointFileSystem(LOCAL)
+    with (
+        pytest.raises(KeyError),
+        FileWriter(counting, tmp_path / "x", relative="x", writer=0) as writer,
+    ):
+        writer.write([memoryview(b"1")])
+        raise KeyError
+    assert (counting.counts["close"], counting.counts["fsync"]) == (1, 0)
+
+
+def test_pages_are_sent_to_the_device_while_the_file_is_written(tmp_path: Path) -> None:
+    counting = FailpointFileSystem(LOCAL)
+    with FileWriter(counting, tmp_path / "x", relative="x", writer=0) as writer:
+        writer.write([memoryview(bytes(5 * BLOCK_BYTES))])
+    assert counting.counts["writeback"] == 2
+    assert counting.counts["write"] == 5

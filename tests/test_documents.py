@@ -1,0 +1,70 @@
+"""The documents hold: examples run as printed, and links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def _blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def _run_script(script: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_readme_shows_its_example_by_line_thirty() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "```python" in lines[:30]
+    assert any("ckpt.step(loss=loss)" in line for line in lines[:31])
+
+
+def test_the_example_of_the_readme_runs_and_a_second_start_finds_it_finished(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
+    assert "starting fresh" in _run_script(script)
+    steps = sorted(path.name for path in (tmp_path / "runs" / "a").glob("step-*"))
+    assert steps[-1] == "step-00000096"
+    assert "nothing to do" in _run_script(script)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_in_the_documents_is_python(document: Path) -> None:
+    for block in _blocks(document, "python"):
+        compile(block, str(document), "exec")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
+        assert "://" in target or (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_command_that_installs_a_checkout_names_the_constraints(document: Path) -> None:
+    for block in _blocks(document, "bash"):
+        for line in block.splitlines():
+            if "pip install" in line and " -e " in line:
+                assert "-c constraints.txt" in line, line
