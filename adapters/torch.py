@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import state_components
+from resumekit.capture import rank_buffer_components, state_components
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Unpack
 
     from resumekit.options import OptionKeywords
@@ -62,6 +63,15 @@ class Checkpointer(_Checkpointer):
             grad_scaler=grad_scaler,
             ema=ema,
         )
+        if _num_ranks() > 1:
+            components += rank_buffer_components(model=model, ema=ema)
         super().__init__(
             directory, components=components, extras=extras, generators=generators, **options
         )
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(distributed.get_world_size())

@@ -1,4 +1,4 @@
-"""What every integration test here starts from, and the choice between a sample and everything."""
+"""What every test here starts from, and the choice between a sample and the whole matrix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every cell of the conformance matrix instead of a pairwise sample",
     )
-
-
-@pytest.fixture(scope="session")
-def full_matrix(request: pytest.FixtureRequest) -> bool:
-    """Whether every cell was asked for."""
-    return bool(request.config.getoption("--full-matrix"))
 
 
 @pytest.fixture(autouse=True)

@@ -163,6 +163,7 @@ def train(
     )
     average = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
 
+    extras = {"images_seen": 0}
     checkpointer = Checkpointer(
         directory,
         model=model,
@@ -170,7 +171,7 @@ def train(
         lr_scheduler=schedule,
         grad_scaler=scaler if amp == "fp16" else None,
         ema=average,
-        extras={"phase": "only"},
+        extras=extras,
         save_every=save_every,
         best_metric="loss" if report else None,
     )
@@ -179,6 +180,7 @@ def train(
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:
         nonlocal micro
+        extras["images_seen"] += len(images)
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
             loss = nn.functional.cross_entropy(model(images).float(), labels) / accumulate
         scaler.scale(loss).backward()

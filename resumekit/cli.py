@@ -83,12 +83,63 @@ def demo(
         int, typer.Option(help="Seeds the training and the instants of the kills.")
     ] = 0,
     kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Train a fifth as long.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Train a quarter as long.")] = False,
 ) -> None:
     """Train, kill at random instants, resume, and compare with the run that was never killed."""
     from resumekit.demo import run_demo
 
     if not run_demo(seed=seed, num_kills=kills, quick=quick):
+        raise typer.Exit(EXIT_NO)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] --",
+)
+def prove(
+    command: Annotated[
+        list[str], typer.Argument(help="What starts the training, e.g. python train.py.")
+    ],
+    kills: Annotated[int, typer.Option(min=0, help="How often the second run is killed.")] = 5,
+    seed: Annotated[int, typer.Option(help="Draws the instants of the kills.")] = 0,
+    world: Annotated[
+        int, typer.Option(min=1, help="Ranks, started through torch.distributed.run.")
+    ] = 1,
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMPONENT",
+            help="A negative control: do not restore this one, or each in turn with 'all'.",
+        ),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the whole answer as JSON.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep files, logs and traces of every run here."),
+    ] = None,
+    timeout_seconds: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="The longest launch.")
+    ] = 3600.0,
+) -> None:
+    """Run a command uninterrupted and killed, and say whether the two are one, bit for bit."""
+    from resumekit.prove import prove as run_proof
+    from resumekit.prove.report import print_result
+
+    result = run_proof(
+        command,
+        kills=kills,
+        seed=seed,
+        world=world,
+        inject=inject,
+        json_path=json_path,
+        keep=keep,
+        timeout_seconds=timeout_seconds,
+        on_event=lambda line: typer.echo(line, err=True),
+    )
+    print_result(result)
+    if not result.ok:
         raise typer.Exit(EXIT_NO)
 
 

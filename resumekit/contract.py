@@ -155,7 +155,7 @@ def check_components(components: Iterable[StateComponent]) -> tuple[StateCompone
     """The components with their patterns resolved.
 
     Raises:
-        DeclarationError: two components share one key, or one key is a folder of the other.
+        DeclarationError: two components share one key.
     """
     resolved = tuple(component.resolved() for component in components)
     seen: set[str] = set()
@@ -165,12 +165,6 @@ def check_components(components: Iterable[StateComponent]) -> tuple[StateCompone
                 component.key, found="declared twice", remedy="Give each component its own key"
             )
         seen.add(component.key)
-    for key in seen:
-        parent = key.rpartition("/")[0]
-        if parent in seen:
-            raise DeclarationError(
-                key, found=f"declared beside {parent!r}", expected="either one object or named ones"
-            )
     return resolved
 
 

@@ -13,6 +13,7 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -90,11 +91,13 @@ def main() -> None:
     args = parser.parse_args()
 
     random.seed(args.seed)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    dataset = PythonSources(16 * args.steps_per_epoch, length=128, hidden=0.1)
+    torch.set_num_threads(1)  # enough for small matrices, also where cores are shared
+    dataset = PythonSources(16 * args.steps_per_epoch, length=96, hidden=0.1)
     loader = DataLoader(dataset, batch_size=16, shuffle=True)
 
-    model = Transformer(width=128, num_layers=2, length=128, dropout=0.1)
+    model = Transformer(width=96, num_layers=2, length=96, dropout=0.1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from resumekit.data import Source
+from resumekit.errors import DataPositionError
 
 if TYPE_CHECKING:
     from resumekit.checkpointer import Checkpointer
@@ -49,7 +50,9 @@ class Batches:
         return per_epoch * (self._epochs if self._epochs is not None else 1)
 
     def __next__(self) -> Any:
-        if not (self._inside_epochs and self._epoch_used_up()):
+        if self._source.used_up:
+            self._exhaust()
+        if not self._inside_epochs or self._source.begun:
             self._run._settle(self._horizon())
         if self._run.finished is not None:
             self._source.close()
@@ -60,6 +63,7 @@ class Batches:
                 batch = self._source.next_batch()
             except StopIteration:
                 self._epoch_ended()
+                self._settle_late()
                 continue
             self._run._fetched(self._source)
             return batch
@@ -74,13 +78,29 @@ class Batches:
             epoch = self._epoch
         self._run._begin(self._source, epoch)
 
+    def _exhaust(self) -> None:
+        """Lets the loader see its own end, where some samplers draw, as a stock loop does."""
+        try:
+            self._source.next_batch()
+        except StopIteration:
+            self._epoch_ended()
+            return
+        raise DataPositionError(
+            self._source.name,
+            found=f"more than {self._source.num_batches} batches in an epoch",
+            expected="as many as its len() says",
+        )
+
     def _epoch_ended(self) -> None:
         self._source.end_epoch()
         self._run._epoch_ended(self._source)
         if self._inside_epochs:
             raise StopIteration
+
+    def _settle_late(self) -> None:
+        """The loader could not tell before that this was its last batch."""
         horizon = self._horizon()
-        if horizon is not None:  # the loader could not tell before that this was its last batch
+        if horizon is not None:
             self._run._settle(horizon, at_end=True)
             raise StopIteration
 
@@ -91,9 +111,6 @@ class Batches:
         if self._epochs is not None and self._source.place()[0] >= self._epochs:
             return f"epochs={self._epochs}"
         return None
-
-    def _epoch_used_up(self) -> bool:
-        return self._source.place()[0] > self._epoch
 
     def _used(self) -> int:
         per_epoch = self._source.num_batches or 0

@@ -13,8 +13,9 @@ from typing import Any
 
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
 from resumekit.distributed import World
-from resumekit.errors import ResumekitError
+from resumekit.errors import ResumekitError, SaveError
 from resumekit.payload import Payload
+from resumekit.report import tell
 from resumekit.storage import (
     ComponentRecord,
     FileEntry,
@@ -44,7 +45,8 @@ class Description:
 
 def directory_of(component: StateComponent) -> str:
     """The folder inside a step directory that holds this component."""
-    return component.key if component.slot in _OWN_DIRECTORY else "state"
+    is_per_rank = component.sharing_pattern is SharingPattern.PER_RANK
+    return component.key if component.slot in _OWN_DIRECTORY and not is_per_rank else "state"
 
 
 class Saver:
@@ -167,4 +169,8 @@ class Saver:
         )
 
     def _retain(self) -> None:
-        self._store.retain(self._retention)
+        # The new checkpoint is committed: an old one that cannot be removed does not undo that.
+        try:
+            self._store.retain(self._retention)
+        except SaveError as error:
+            tell(f"old checkpoints could not be removed: {error}")

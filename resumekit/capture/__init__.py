@@ -9,7 +9,7 @@ back exactly, in words; it is empty when all did. Some have two more:
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case.
 """
 
-from resumekit.capture.components import state_components
+from resumekit.capture.components import rank_buffer_components, state_components
 from resumekit.capture.ema import EmaState
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
@@ -41,6 +41,7 @@ __all__ = [
     "horizon",
     "named_states",
     "parameter_names",
+    "rank_buffer_components",
     "set_generator_state",
     "state_components",
     "unwrapped",

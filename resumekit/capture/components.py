@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from resumekit.capture.buffers import RankBuffers
 from resumekit.capture.ema import EmaState
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_key, named_states
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.contract import Slot, StateComponent
+from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import DeclarationError
 
 
@@ -52,6 +53,26 @@ def state_components(
         **named_states(Slot.EMA, ema, lambda given, key: EmaState(given, key=key)),
     }
     return tuple(StateComponent(key, stateful) for key, stateful in states.items())
+
+
+def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateComponent, ...]:
+    """Each rank's own buffers of the replicated modules, for runs of several ranks.
+
+    Args:
+        model: modules, as given to ``state_components``.
+        ema: averaged models; what is not a module has no buffers to add.
+    """
+    given = {**by_key(Slot.MODEL, model), **by_key(Slot.EMA, ema)}
+    own = {
+        f"{key}/rank_buffers": RankBuffers(value, key=f"{key}/rank_buffers")
+        for key, value in given.items()
+        if isinstance(value, nn.Module)
+    }
+    return tuple(
+        StateComponent(key, stateful, SharingPattern.PER_RANK)
+        for key, stateful in own.items()
+        if stateful.state_dict()
+    )
 
 
 def _modules(model: Any) -> Mapping[str, nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.capture.inplace import Restorer, fits
+from resumekit.capture.inplace import Restorer
 from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
 from resumekit.contract import Stateful
 
@@ -83,7 +83,7 @@ class Extras:
 def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
     """The saved value: in the live container if it is of the same kind, else by itself."""
     if isinstance(saved, Tensor):
-        return restore(live if fits(live, saved) else None, saved)
+        return restore(live if isinstance(live, Tensor) else None, saved)
     value = restore(None, saved)
     if type(live) is not type(saved):
         return value

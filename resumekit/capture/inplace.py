@@ -95,10 +95,11 @@ class Restorer:
         return make(values)
 
 
-def fits(live: Any, saved: Tensor) -> bool:
-    """Whether a live value is a tensor that can hold exactly what the saved one holds."""
+def fits(live: Any, saved: Any) -> bool:
+    """Whether both are tensors, and the live one can hold exactly what the saved one holds."""
     return (
         isinstance(live, Tensor)
+        and isinstance(saved, Tensor)
         and live.dtype == saved.dtype
         and live.shape == saved.shape
         and live.layout == saved.layout

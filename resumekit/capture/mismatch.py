@@ -13,6 +13,8 @@ from resumekit.errors import StateMismatchError
 
 # Renamed layers keep most of their name; below this share of common characters it is another one.
 _LIKELY_RENAME = 0.5
+# Names are compared for this many; with a whole model renamed, every pair would take minutes.
+_MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type,
     """Raises StateMismatchError unless the state is a dict with these fields of these types."""
     if not isinstance(state, dict):
         raise StateMismatchError(
-            key, found=f"a {type(state).__name__} in the checkpoint", expected="a dict"
+            key, found=f"{describe(state)} in the checkpoint", expected="a dict"
         )
     for name, kind in fields.items():
         if not isinstance(state.get(name), kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
             raise StateMismatchError(
                 f"{key}: {name}",
-                found=f"a {type(state[name]).__name__}" if name in state else "missing",
+                found=describe(state[name]) if name in state else "missing",
                 expected=" or ".join(each.__name__ for each in kinds),
                 remedy="The checkpoint was not written by this kind of component",
             )
@@ -94,7 +96,8 @@ def describe(value: Any) -> str:
     """A few words for a value in an error: a tensor's dtype and shape, or a type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
 def name_mismatches(
@@ -110,8 +113,11 @@ def name_mismatches(
     missing = [name for name in live if name not in saved]
     unexpected = [name for name in saved if name not in live]
     found: list[Mismatch] = []
-    for name in missing:
-        twin = _likely_twin(name, [n for n in unexpected if saved[n] == live[name]])
+    for index, name in enumerate(missing):
+        twin = None
+        if index < _MOST_SEARCHED:
+            alike = [other for other in unexpected if saved[other] == live[name]]
+            twin = _likely_twin(name, alike[:_MOST_CANDIDATES])
         if twin is None:
             found.append(
                 Mismatch(name, f"this {noun} is not in the checkpoint", f"{live[name]}, as here")

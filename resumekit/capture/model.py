@@ -53,7 +53,7 @@ class ModelState:
         """
         if not isinstance(state, Mapping):
             raise StateMismatchError(
-                self.key, found=f"a {type(state).__name__} in the checkpoint", expected="a dict"
+                self.key, found=f"{describe(state)} in the checkpoint", expected="a dict"
             )
         live = self.state_dict()
         problems = name_mismatches(_described(state, live), _described(live, live))

@@ -36,8 +36,8 @@ class OptimizerState:
         modules: the modules whose parameters it updates, by name. A parameter outside all of them
             is named by its position, ``group0.param3``.
         key: the component's key, for errors.
-        adopt: take the tensors of a loaded state over instead of copying them, where they are on the
-            right device. Only for a state that nobody else uses afterwards.
+        adopt: take the tensors of a loaded state over instead of copying them, where they are on
+            the right device. Only for a state that nobody else uses afterwards.
     """
 
     def __init__(

@@ -77,5 +77,5 @@ def _is_host_step(name: str, group: Mapping[str, Any]) -> bool:
 
 def _moment(parameter: Tensor, saved: Tensor, *, adopt: bool, on_host: bool) -> Tensor:
     """A tensor for the optimizer to keep, where its parameter is."""
-    # The memory layout stays the saved one: reductions (Adafactor, Muon) give other bits in another.
+    # It keeps the saved layout in memory: reductions (Adafactor's, Muon's) depend on it.
     return saved.detach().to(saved.device if on_host else parameter.device, copy=not adopt)

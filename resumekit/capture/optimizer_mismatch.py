@@ -54,7 +54,7 @@ def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Itera
 def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
     """Tensors on one side only or of another kind: the live one could not hold the other value."""
     if isinstance(then, Tensor) or isinstance(now, Tensor):
-        if not (isinstance(then, Tensor) and fits(now, then)):
+        if not fits(now, then):
             yield Mismatch(
                 where, f"{describe(then)} in the checkpoint", f"{describe(now)}, as here"
             )

@@ -109,7 +109,7 @@ def _classes(scheduler: Any, where: str = "") -> dict[str, str]:
 
 def _class_mismatches(then: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[Mismatch]:
     for where in [*now, *(where for where in then if where not in now)]:
-        saved, live = str(then.get(where)), str(now.get(where))
+        saved, live = str(then.get(where, "nothing")), now.get(where, "nothing")
         if not is_same_class(saved, live):
             yield Mismatch(where, f"{saved} in the checkpoint", f"{live}, as here")
 

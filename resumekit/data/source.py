@@ -37,6 +37,12 @@ class Source(Protocol):
     @property
     def begun(self) -> bool: ...
 
+    @property
+    def used_up(self) -> bool: ...
+
+    @property
+    def name(self) -> str: ...
+
     def begin(self, epoch: int) -> None: ...
 
     def next_batch(self) -> Any: ...
@@ -105,6 +111,11 @@ class _Position:
     def begun(self) -> bool:
         """Whether an epoch is under way in this process."""
         return self._iterator is not None
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the epoch under way is known to have no more batches."""
+        return self.begun and self.num_batches is not None and self.batch >= self.num_batches
 
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
@@ -240,7 +251,16 @@ class MapSource(_Position):
         if self._before is not None:
             self._rng.load_state_dict(self._before)
         self._iterator = iter(self._copy)
+        self._drop_padding(num_padding)
         self._attach_tape({}, num_padding=0)
+
+    def _drop_padding(self, num_padding: int) -> None:
+        # Each padding that is taken out lets the loader ask the sampler for one more batch: after
+        # the last one it is as far ahead as it was in the interrupted run.
+        assert self._iterator is not None
+        for _ in range(num_padding):
+            padding, indices = next(self._iterator), self._sampler.drawn.popleft()
+            assert isinstance(padding, Padding) and isinstance(indices, PaddingIndices)
 
     def _num_padding(self) -> int:
         workers = self.loader.num_workers
@@ -260,10 +280,6 @@ class MapSource(_Position):
         """
         assert self._iterator is not None
         batch = next(self._iterator)
-        while isinstance(self._sampler.drawn[0], PaddingIndices):
-            assert isinstance(batch, Padding)
-            self._sampler.drawn.popleft()
-            batch = next(self._iterator)
         self.indices = self._sampler.drawn.popleft()
         self._sampler.order.add(self.indices)
         self.num_samples = len(self.indices) if self._collates else 1

@@ -10,6 +10,7 @@ with ``$``:
 ``$complex``      its real and imaginary part
 ``$str``          a string that holds surrogates, hexadecimal UTF-8
 ``$bytes``        bytes, hexadecimal; long ones are in the data file: ``$blob``, by name
+``$numbers``      a long list of nothing but 64-bit ints or of floats: dtype, the name of its bytes
 ``$tuple``        the elements; ``$set`` likewise, in a fixed order
 ``$dict``         keys and values by turns; ``$ordered_dict`` and ``$counter`` likewise
 ``$default_dict`` the name of the builtin factory or null, then keys and values

@@ -62,6 +62,7 @@ class Decoder:
             "$str": _str,
             "$bytes": _bytes,
             "$blob": self._blob,
+            "$numbers": self._numbers,
             "$tuple": lambda body, depth: tuple(self._items(body, depth)),
             "$set": self._set,
             "$dict": lambda body, depth: dict(self._pairs(body, depth)),
@@ -160,6 +161,13 @@ class Decoder:
             self._blobs[name] = bytes(self._bytes_of(name))
         return self._blobs[name]
 
+    def _numbers(self, body: Any, _: int) -> list[Any]:
+        described, name = _as(list, body)
+        if described not in ("<i8", "<f8"):
+            raise ValueError(f"numbers of the dtype {str(described)[:80]!r}")
+        numbers: list[Any] = np.frombuffer(self._bytes_of(name), described).tolist()
+        return numbers
+
     def _bytes_of(self, name: Any) -> memoryview:
         tensor = self._named(name)
         if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
@@ -214,7 +222,7 @@ def names_in(tree: Any) -> Iterator[str]:
                 yield str(item.get("of"))
             elif key in ("$tensor", "$blob"):
                 yield str(item)
-            elif key == "$array" and isinstance(item, list):
+            elif key in ("$array", "$numbers") and isinstance(item, list):
                 yield str(item[-1:] and item[-1])
             else:
                 yield from names_in(item)

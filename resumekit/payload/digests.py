@@ -13,9 +13,9 @@ import torch
 import xxhash
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.payload.aliases import check_tensor
 from resumekit.payload.codec import encode
 from resumekit.payload.encode import described_dtype
+from resumekit.payload.found import check_tensor
 from resumekit.payload.leaves import buffers_of
 from resumekit.payload.limits import MAX_DEPTH
 from resumekit.payload.places import Place, UniqueNames

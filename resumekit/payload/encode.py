@@ -15,18 +15,21 @@ import numpy.typing as npt
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.payload.aliases import FoundTensor, StoredTensors, check_tensor, store
+from resumekit.payload.aliases import StoredTensors, store
 from resumekit.payload.arrays import dtype_to_json
+from resumekit.payload.found import FoundTensor
 from resumekit.payload.leaves import Leaf, bytes_leaf
 from resumekit.payload.limits import (
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
+    MAX_VALUES,
     hash_flood,
     namedtuple_type,
 )
 from resumekit.payload.places import Place, UniqueNames
 
 _MAX_INLINE_BYTES = 1024
+_MAX_INLINE_NUMBERS = 1024
 
 _FACTORIES: dict[Any, str | None] = {
     None: None,
@@ -56,6 +59,7 @@ class Encoder:
         self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
         self._namedtuples: dict[tuple[str, ...], bool] = {}
         self._num_enums = 0
+        self._num_values = 0
         self._by_type: dict[type, Callable[[Any, Place, int], Any]] = {
             type(None): _as_it_is,
             bool: _as_it_is,
@@ -96,6 +100,13 @@ class Encoder:
             raise UnsupportedValueError(
                 str(place), found="nested too deeply, or part of itself", remedy="Flatten it"
             )
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise UnsupportedValueError(
+                str(place),
+                found=f"more than {MAX_VALUES:,} values that are not in arrays or tensors",
+                remedy="Store them as arrays",
+            )
         known = self._by_type.get(type(value))
         if known is not None:
             return known(value, place, depth)
@@ -135,16 +146,22 @@ class Encoder:
 
     # Containers. Their own tag costs a level of JSON, so their elements are two levels down.
 
-    def _list(self, value: Iterable[Any], place: Place, depth: int) -> list[Any]:
+    def _list(self, value: list[Any], place: Place, depth: int) -> Any:
+        numbers = _as_array(value) if len(value) > _MAX_INLINE_NUMBERS else None
+        if numbers is not None:  # the order of a sampler: a million ints
+            return {"$numbers": [numbers.dtype.str, self._leaf(bytes_leaf(numbers), place)]}
+        return self._items(value, place, depth)
+
+    def _items(self, value: Iterable[Any], place: Place, depth: int) -> list[Any]:
         return [
             self._encode(item, place.index(index), depth + 1) for index, item in enumerate(value)
         ]
 
     def _tuple(self, value: tuple[Any, ...], place: Place, depth: int) -> Any:
-        return {"$tuple": self._list(value, place, depth + 1)}
+        return {"$tuple": self._items(value, place, depth + 1)}
 
     def _deque(self, value: deque[Any], place: Place, depth: int) -> Any:
-        return {"$deque": [value.maxlen, *self._list(value, place, depth + 1)]}
+        return {"$deque": [value.maxlen, *self._items(value, place, depth + 1)]}
 
     def _set(self, value: set[Any], place: Place, depth: int) -> Any:
         # Sorted: the order in memory is another one in the next process.
@@ -228,7 +245,6 @@ class Encoder:
         return self._arrays[id(value)][1]
 
     def _tensor(self, value: torch.Tensor, place: Place) -> Any:
-        check_tensor(value, place)
         self._found.append(FoundTensor(value, place, self._name(place)))
         self._nodes.append({"$tensor": None})
         return self._nodes[-1]
@@ -236,6 +252,16 @@ class Encoder:
 
 def _as_it_is(value: Any, _: Place, __: int) -> Any:
     return value
+
+
+def _as_array(value: list[Any]) -> npt.NDArray[Any] | None:
+    """The list as an array, if it holds nothing but 64-bit ints or nothing but floats."""
+    kinds = set(map(type, value))
+    if kinds == {float}:
+        return np.array(value, "<f8")
+    if kinds == {int} and -(2**63) <= min(value) and max(value) < 2**63:
+        return np.array(value, "<i8")
+    return None
 
 
 def _int(value: int, _: Place, __: int) -> Any:

@@ -44,7 +44,7 @@ class Payload:
         self._records = arrange(stored.leaves)
         self._header = header(self._records, self._ties) if self._records else b""
         self._data_bytes = len(self._header) + (self._records[-1].end if self._records else 0)
-        self._index_bytes = self._check_index()
+        self._index_bytes = self._size_of_index()
 
     @property
     def num_bytes(self) -> int:
@@ -82,19 +82,17 @@ class Payload:
     def _index(self, block_digests: tuple[str, ...]) -> Index:
         return Index(self._states, self._records, self._ties, block_digests)
 
-    def _check_index(self) -> int:
-        """The index's size, once it is known that it can be read again."""
+    def _size_of_index(self) -> int:
         num_blocks = -(-self._data_bytes // BLOCK_BYTES)
-        data = self._index((_NO_DIGEST,) * num_blocks).to_bytes()
-        try:
-            Index.from_bytes(data, where=f"{self._stem}.json")
-        except CorruptCheckpointError as error:
+        size = len(self._index((_NO_DIGEST,) * num_blocks).to_bytes())
+        if size > MAX_JSON_BYTES:
             raise UnsupportedValueError(
                 ", ".join(self._states),
-                found=f"too much state that is not in tensors: {error.found}",
-                remedy="Turn long lists of numbers into arrays",
-            ) from error
-        return len(data)
+                found=f"{size:,} bytes of values that are not in arrays or tensors",
+                expected=f"at most {MAX_JSON_BYTES:,}",
+                remedy="Store them as arrays",
+            )
+        return size
 
 
 def read_payload(

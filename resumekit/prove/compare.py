@@ -43,8 +43,10 @@ def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> 
     expected = read_trace(reference)
     found = read_trace(candidate)
     divergences: list[Divergence] = []
+    own_values: dict[str, None] = {}
     for rank, attempts in expected.items():
         truth = _Truth(attempts, found.get(rank, ()))
+        own_values.update(dict.fromkeys(truth.own_values()))
         divergences += _execution_divergences(truth, rank, found.get(rank, ()))
         divergences += _missing_parts(truth.run, rank, found.get(rank, ()))
     divergences += [_extra_rank(rank) for rank in found if rank not in expected]
@@ -59,6 +61,7 @@ def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> 
         num_steps=len({step for step, _ in _logical_run(expected[first_rank]).steps}),
         num_ranks=len(expected),
         resumes=resumes,
+        own_values=tuple(own_values),
     )
 
 
@@ -144,6 +147,16 @@ class _Truth:
         own = self._own_checkpoints.get(record.step)
         return [] if own is None or record.kind == CHECKPOINT else state_differences(record, own)
 
+    def own_values(self) -> list[str]:
+        """The names of what the judged run is held against itself for."""
+        first = next(iter(self.run.checkpoints.values()), None)
+        leaves = {} if first is None else first.components
+        return [
+            f"{key}: {leaf}"
+            for (key, leaf), value in self._own.items()
+            if (key, leaf) in self._constant and leaves.get(key, {}).get(leaf) != value
+        ]
+
     def learn(self, attempt: Attempt) -> None:
         """Remembers what a launch saved, for those that follow it."""
         self._own_checkpoints.update(
@@ -157,14 +170,17 @@ class _Truth:
 def _execution_divergences(
     truth: _Truth, rank: int, attempts: Iterable[Attempt]
 ) -> Iterator[Divergence]:
-    """The first divergence of every launch: what follows it is only its consequence."""
+    """The first divergence of every launch, in the order in which its records were written.
+
+    What follows it is only its consequence, even where that carries a smaller step: a run that
+    lost its progress counts from the start again.
+    """
     for attempt in attempts:
-        divergences = [
-            _divergence(record, rank, attempt.launch, differences)
-            for record, ordinal in _with_ordinals(attempt)
-            if (differences := truth.differences(record, ordinal))
-        ]
-        yield from sorted(divergences, key=_precedence)[:1]
+        for record, ordinal in _with_ordinals(attempt):
+            differences = truth.differences(record, ordinal)
+            if differences:
+                yield _divergence(record, rank, attempt.launch, differences)
+                break
         truth.learn(attempt)
 
 

@@ -8,8 +8,11 @@ itself: what it had before the first kill must be there after every resume.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+
+import xxhash
 
 from resumekit.prove.records import CHECKPOINT, RESUMED, STATE_KINDS, STEP, Attempt, Record
 
@@ -62,6 +65,24 @@ def with_own_values(expected: Record, constant: frozenset[Leaf], own: Mapping[Le
         for key, leaves in expected.components.items()
     }
     return replace(expected, fields={**expected.fields, "components": components})
+
+
+def last_digests(attempts: Iterable[Attempt], *, besides: frozenset[Leaf]) -> dict[str, str]:
+    """One digest per component of the newest state that a run traced.
+
+    Args:
+        attempts: what one rank wrote.
+        besides: leaves that are left out, the constant ones: they may be the run's own.
+    """
+    records = [record for attempt in attempts for record in attempt.records if record.components]
+    if not records:
+        return {}
+    digests: dict[str, str] = {}
+    for key, leaves in records[-1].components.items():
+        kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in besides}
+        text = json.dumps(kept, sort_keys=True)
+        digests[key] = xxhash.xxh3_64_hexdigest(text.encode())
+    return digests
 
 
 def _own_leaves(record: Record) -> Iterable[tuple[Leaf, str]]:

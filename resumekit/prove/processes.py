@@ -19,6 +19,9 @@ _PROC = Path("/proc")
 _POLL_SECONDS = 0.002
 _GONE_TIMEOUT_SECONDS = 30.0
 
+# Helpers of multiprocessing end a moment after the process that they serve.
+_OUTLIVE_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Marker:
@@ -60,6 +63,19 @@ class Launch:
     def poll(self) -> int | None:
         """The exit status of the command (negative: killed by that signal); None while it runs."""
         return self._process.poll()
+
+    def clean_up(self) -> int:
+        """Kills what outlives the command by more than a moment.
+
+        Returns:
+            How many processes that were.
+        """
+        deadline = time.monotonic() + _OUTLIVE_SECONDS
+        while time.monotonic() < deadline:
+            if not processes_of(self._process.pid, self._marker):
+                return 0
+            time.sleep(_POLL_SECONDS)
+        return self.kill()
 
     def kill(self) -> int:
         """SIGKILLs every process of the launch and waits until all are gone.

@@ -63,16 +63,17 @@ class Trace:
             rank: the rank of this process; without it torch.distributed or ``RANK`` tells.
         """
         named = os.environ.get(TRACE_VARIABLE)
-        if not named:
-            return None
-        directory = Path(named)
-        rank = _current_rank() if rank is None else rank
         current = _process.trace
-        if current is not None and current._is_for(directory, rank):
-            return current
+        if named:
+            directory = Path(named)
+            rank = _current_rank() if rank is None else rank
+            if current is not None and current._is_for(directory, rank):
+                return current
+            _process.trace = cls(directory, rank=rank, kill=os.environ.get(KILL_VARIABLE))
+        else:
+            _process.trace = None
         if current is not None:
             current.close()
-        _process.trace = cls(directory, rank=rank, kill=os.environ.get(KILL_VARIABLE))
         return _process.trace
 
     def step(

@@ -46,7 +46,7 @@ class Divergence:
         name = f"{self.component}: {self.leaf}" if self.leaf else self.component
         return (
             f"step {self.step}, rank {self.rank}: {name} differs "
-            f"(found {self.found}, expected {self.expected})"
+            f"(found {_short(self.found)}, expected {_short(self.expected)})"
         )
 
 
@@ -75,6 +75,9 @@ class Verdict:
         num_steps: steps of the reference run.
         num_ranks: ranks of the reference run.
         resumes: the launches that resumed.
+        own_values: values that differ from the reference from the start, never change, and came
+            back after every kill, such as the state of a generator that is neither seeded nor
+            drawn from.
     """
 
     exact: bool
@@ -82,6 +85,7 @@ class Verdict:
     num_steps: int
     num_ranks: int
     resumes: tuple[Resume, ...]
+    own_values: tuple[str, ...] = ()
 
     @property
     def num_resumes(self) -> int:
@@ -99,7 +103,9 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.divergence is None:
-            return f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
+            equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
+            own = ", ".join(self.own_values)
+            return f"{equal} (each run has its own constant {own})" if own else equal
         if not self.is_reproducible:
             return (
                 f"NOT REPRODUCIBLE: {self.divergence}. The two runs differ before the first kill; "
@@ -114,6 +120,12 @@ def describe(value: Any) -> str:
         return f"{float.fromhex(value):.9g} = {value}"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _short(text: str) -> str:
+    """A digest cut to what a reader compares; everything else as it is."""
+    is_digest = len(text) >= 24 and all(letter in "0123456789abcdef" for letter in text)
+    return f"{text[:12]}…" if is_digest else text
 
 
 def missing(values: Mapping[str, Any], name: str) -> str:

@@ -64,7 +64,12 @@ def using(directory: Path, doing: str) -> Iterator[None]:
     except ResumekitError:
         raise
     except OSError as error:
-        failure = DirectoryError(str(directory), found=f"could not {doing}: {cause(error)}")
+        forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        failure = DirectoryError(
+            str(directory),
+            found=f"could not {doing}: {cause(error)}",
+            remedy="Choose a directory that this job may write to" if forbidden else None,
+        )
         failure.errno = error.errno
         raise failure from error
 

@@ -72,48 +72,63 @@ class FileSystem(Protocol):
 
     def mkdir(self, path: Path) -> None:
         """Makes one directory; the parent must exist, the path must not."""
+        ...
 
     def create(self, path: Path) -> int:
         """A handle of a new, empty file; the path must not exist, not even as a dangling link."""
+        ...
 
     def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
         """Appends all bytes of all buffers (flat, unsigned bytes)."""
+        ...
 
     def writeback(self, handle: int, offset: int, length: int) -> None:
         """A hint to begin writing these bytes to the device; it promises nothing."""
+        ...
 
     def fsync(self, handle: int) -> None:
         """The file's bytes survive a power cut once this returns."""
+        ...
 
     def close(self, handle: int | ReadHandle) -> None:
         """Gives the handle back, whether or not this raises."""
+        ...
 
     def fsync_dir(self, path: Path) -> None:
         """The names in this directory survive a power cut once this returns."""
+        ...
 
     def rename(self, source: Path, target: Path) -> None:
         """Moves a name at once. A file replaces a file; a directory needs a free target."""
+        ...
 
     def unlink(self, path: Path) -> None:
         """Removes one name that is not a directory."""
+        ...
 
     def rmdir(self, path: Path) -> None:
         """Removes one empty directory."""
+        ...
 
     def list(self, path: Path) -> list[Entry]:
         """The names in a directory, sorted."""
+        ...
 
     def open(self, path: Path) -> ReadHandle:
         """A handle for reading; the last part of the path must be a regular file, not a link."""
+        ...
 
     def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
         """Bytes read into the front of the buffer; 0 only at the end of the file."""
+        ...
 
     def advise_sequential(self, handle: ReadHandle) -> None:
         """A hint that the file will be read from front to back."""
+        ...
 
     def free(self, path: Path) -> Free:
         """The room left on the file system that holds this directory."""
+        ...
 
 
 class LocalFileSystem:
@@ -217,10 +232,11 @@ def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _fsync(descriptor: int) -> None:
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone leaves the bytes in the drive's cache
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is None:
         os.fsync(descriptor)
+    else:  # macOS: fsync alone leaves the bytes in the drive's cache
+        fcntl.fcntl(descriptor, full_sync)
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:

@@ -5,7 +5,9 @@ open file that forked children share: data loader workers that outlive a killed 
 it. Two properties of record locks need care:
 
 - the process that holds one is never refused it again, so this process's own are kept in a table;
-- closing *any* descriptor of the file drops the lock, so it is never opened a second time.
+- closing *any* descriptor of the file drops the lock, so it is never opened a second time. Where
+  that happens all the same (a job that copies its own run directory), the owner record still keeps
+  the elder of two jobs from committing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import fcntl
 import os
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -26,13 +29,15 @@ class DirectoryLock(Protocol):
 
     def acquire(self, path: Path) -> bool:
         """Whether the lock file at this path, in an existing directory, is now ours."""
+        ...
 
     def release(self) -> None:
         """Lets others in; without effect when nothing is held."""
+        ...
 
 
 class NoLock:
-    """Excludes nobody: for readers' tests and file systems that live in memory."""
+    """Excludes nobody: for file systems that live in memory."""
 
     def acquire(self, path: Path) -> bool:
         """Always true."""
@@ -58,7 +63,7 @@ class PosixLock:
 
     def __init__(self, *, wait_seconds: float = 5.0) -> None:
         self._wait_seconds = wait_seconds
-        self._give_back: weakref.finalize[[int, tuple[int, int, int]], PosixLock] | None = None
+        self._give_back: Callable[[], object] | None = None
 
     def acquire(self, path: Path) -> bool:
         """Whether the lock is now held; waits for a holder that is about to end.

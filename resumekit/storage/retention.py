@@ -16,7 +16,7 @@ class RetentionPolicy:
 
     Args:
         keep_latest: how many of the newest steps; None keeps everything.
-        keep_best: how many of the steps with the best metric; 0 only where the best may go.
+        keep_best: how many of the steps with the best metric; 0 lets the best one go, too.
         keep_every: steps that are a multiple of it are kept for ever; None for none.
 
     Raises:
@@ -57,9 +57,9 @@ def select_deletions(
 ) -> frozenset[StepName]:
     """The checkpoints that the policy lets go.
 
-    Only the last revision of a step counts; the ones before it are superseded and go. The best are
-    chosen among the checkpoints that report the newest one's metric, in its mode; of equal ones the
-    earlier is the better, and a NaN is never among them.
+    Only the last revision of a step counts; the ones before it are superseded and go. Where a run
+    has changed its metric or its mode, the best of each one stay. Of equal values the earlier is
+    the better, and a NaN is never among the best.
 
     Args:
         checkpoints: of this run, verified, in any order.
@@ -70,7 +70,8 @@ def select_deletions(
     last_revisions = {item.name.step: item for item in sorted(checkpoints, key=_name)}
     current = sorted(last_revisions.values(), key=_name)
     kept = {item.name for item in current[-policy.keep_latest :]}
-    kept |= {item.name for item in _from_best(current)[: policy.keep_best]}
+    for ranked in _rankings(current):
+        kept |= set(ranked[: policy.keep_best])
     if policy.keep_every is not None:
         kept |= {item.name for item in current if item.name.step % policy.keep_every == 0}
     return frozenset(item.name for item in checkpoints) - kept
@@ -80,21 +81,15 @@ def _name(checkpoint: Checkpoint) -> StepName:
     return checkpoint.name
 
 
-def _from_best(current: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those with a comparable metric, the best one first."""
-    kinds = [_kind(item) for item in current if item.metric is not None]
-    if not kinds:
-        return []
-    sign = -1.0 if kinds[-1] is not None and kinds[-1][1] == "max" else 1.0
-    ranked = [
-        (sign * value, item.name, item)
-        for item in current
-        if item.metric is not None and _kind(item) == kinds[-1]
-        if not math.isnan(value := float.fromhex(item.metric["value"]))
-    ]
-    return [item for _, _, item in sorted(ranked, key=lambda row: row[:2])]
-
-
-def _kind(checkpoint: Checkpoint) -> tuple[str, str] | None:
-    metric = checkpoint.metric
-    return None if metric is None else (metric["name"], metric["mode"])
+def _rankings(current: Sequence[Checkpoint]) -> list[list[StepName]]:
+    """For each metric and mode the names of the checkpoints that report it, the best one first."""
+    values: dict[tuple[str, str], list[tuple[float, StepName]]] = {}
+    for item in current:
+        if item.metric is None:
+            continue
+        value = float.fromhex(item.metric["value"])
+        if not math.isnan(value):
+            mode = item.metric["mode"]
+            cost = value if mode == "min" else -value
+            values.setdefault((item.metric["name"], mode), []).append((cost, item.name))
+    return [[name for _, name in sorted(rows)] for rows in values.values()]

@@ -28,6 +28,9 @@ from resumekit.testing.task import Task
 
 _KILLED = -9
 
+# How long the other ranks of a job go on after one of them died.
+_PEERS_SECONDS = 0.1
+
 # torch 2.13 _compile.py imports torch._dynamo at an optimizer's first step: a second per launch.
 DEFAULT_PRELOAD = ("torch", "torch._dynamo", "numpy")
 
@@ -228,8 +231,8 @@ class Kit:
             task = Task(cell.target, where, cell.options, environment, str(log))
             logs[self._launcher.start(task)] = log
         statuses = self._wait(cell, logs)
-        failed = [pid for pid, status in statuses if status not in (0, _KILLED)]
-        was_killed = bool(statuses) and statuses[0][1] == _KILLED
+        failed = [pid for pid, status in statuses.items() if status not in (0, _KILLED)]
+        was_killed = _KILLED in statuses.values()
         failure = "" if was_killed or not failed else tail_of(logs[failed[0]]) or "no output"
         if was_killed and kill is None:
             failure = "killed by SIGKILL, by nobody here (out of memory?)"
@@ -237,24 +240,29 @@ class Kit:
             kill, was_killed and kill is not None, failure, time.monotonic() - began
         )
 
-    def _wait(self, cell: Cell, logs: Mapping[int, Path]) -> list[tuple[int, int]]:
-        """The exit statuses in the order of the ends. One that fails or dies takes all with it."""
+    def _wait(self, cell: Cell, logs: Mapping[int, Path]) -> dict[int, int]:
+        """The exit statuses of the processes that ended by themselves or at a kill point.
+
+        One that fails or dies takes all others with it, as a launcher would.
+        """
         running = list(logs)
-        statuses: list[tuple[int, int]] = []
+        statuses: dict[int, int] = {}
         deadline = time.monotonic() + self._timeout_seconds
-        timed_out = False
         while running:
-            ended = self._launcher.wait_any(running, max(deadline - time.monotonic(), 0.01))
-            timed_out = timed_out or ended is None
-            if ended is not None:
-                running.remove(ended[0])
-                statuses.append(ended)
-                kill_processes(ended[0])  # loader workers and the like that outlived it
-            if ended is None or ended[1] != 0:
-                for pid in running:
-                    kill_processes(pid)
-                deadline = time.monotonic() + self._timeout_seconds
-        if timed_out:
+            ended = self._launcher.wait_any(running, max(deadline - time.monotonic(), 0.0))
+            if ended is None:
+                break
+            pid, status = ended
+            running.remove(pid)
+            statuses[pid] = status
+            kill_processes(pid)  # loader workers and the like that outlived it
+            if status != 0:
+                # Its peers may notice and fail before its own death is heard of here.
+                deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
+        for pid in running:
+            kill_processes(pid)
+            self._launcher.wait_any([pid], self._timeout_seconds)
+        if running and not any(statuses.values()):
             tails = "\n".join(tail_of(log) for log in logs.values())
             raise CommandTimeoutError(
                 str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"

@@ -111,8 +111,7 @@ def test_a_parameter_outside_every_module_is_named_by_its_position(
 
 
 def test_two_parameters_with_one_name_are_refused() -> None:
-    inner, outer = TwoLayers(), nn.Module()
-    outer.register_module("first", nn.Linear(2, 3))
+    inner = TwoLayers()
     clash = nn.Module()
     clash.register_module("group0", nn.Module())
     clash.group0.register_parameter("param1", nn.Parameter(torch.ones(1)))
@@ -144,8 +143,7 @@ def test_groups_that_shared_one_lr_tensor_part_where_the_saved_values_differ(sto
     def state_of(model: TwoLayers, *lrs: torch.Tensor) -> OptimizerState:
         layers = (model.first, model.second)
         groups = [
-            {"params": layer.parameters(), "lr": lr}
-            for layer, lr in zip(layers, lrs, strict=True)
+            {"params": layer.parameters(), "lr": lr} for layer, lr in zip(layers, lrs, strict=True)
         ]
         return OptimizerState(Adam(groups, foreach=False), {"model": model})
 

@@ -127,7 +127,9 @@ def _same(found: Any, expected: Any) -> bool:
             and all(map(_same, found, expected))
         )
     if isinstance(expected, set):
-        return len(found) == len(expected) and all(any(_same(f, e) for f in found) for e in expected)
+        return len(found) == len(expected) and all(
+            any(_same(f, e) for f in found) for e in expected
+        )
     return bool(found == expected)
 
 

@@ -26,7 +26,9 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Random bytes seen as this type: NaNs with every payload among them."""
     size = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(size)
-    content = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    content = torch.randint(
+        0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    )
     if dtype is torch.bool:
         content %= 2
     return retyped(content, dtype, 0, shape, dense_strides(shape))

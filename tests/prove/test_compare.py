@@ -164,6 +164,16 @@ def test_the_earliest_step_is_named_and_the_rest_is_listed(reference: Path, tmp_
     assert (found.step, found.component, found.others) == (4, "optimizer", ("rng",))
 
 
+def test_a_run_that_counts_from_the_start_again_lost_its_progress(
+    reference: Path, tmp_path: Path
+) -> None:
+    resumed = state("resumed", 4, progress={"step": "0"})
+    candidate = killed_then(tmp_path, resumed, step(1, epoch=2))
+    found = compare(reference, candidate).divergence
+    assert found is not None
+    assert (found.step, found.event, found.component) == (4, "resumed", "progress")
+
+
 def test_a_step_that_a_later_resume_repeated_is_judged_too(reference: Path, tmp_path: Path) -> None:
     candidate = killed_then(tmp_path, state("resumed", 4), step(5, lr=[(0.5).hex()]))
     write_launch(candidate, 2, good_relaunch())
@@ -263,7 +273,10 @@ def write_idle_runs(tmp_path: Path, *, after_the_kill: str) -> None:
 
 def test_a_generator_that_is_never_drawn_from_may_start_anywhere(tmp_path: Path) -> None:
     write_idle_runs(tmp_path, after_the_kill="another")
-    assert compare(tmp_path / "reference", tmp_path / "candidate").exact
+    verdict = compare(tmp_path / "reference", tmp_path / "candidate")
+    assert verdict.exact, str(verdict)
+    assert verdict.own_values == ("rng: python", "extras: run_id")
+    assert str(verdict).endswith("(each run has its own constant rng: python, extras: run_id)")
 
 
 def test_what_is_the_run_s_own_must_still_come_back(tmp_path: Path) -> None:

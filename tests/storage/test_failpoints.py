@@ -25,7 +25,7 @@ from resumekit.storage import (
         ("17=EIO", (Failpoint(17, "EIO"),)),
         ("17+=ENOSPC", (Failpoint(17, "ENOSPC", sticky=True),)),
         ("write:3=torn", (Failpoint(3, "torn", "write"),)),
-        ("fsync_dir:1+=EIO, 2=kill", (Failpoint(1, "EIO", "fsync_dir", True), Failpoint(2, "kill"))),
+        ("list:1+=EIO, 2=kill", (Failpoint(1, "EIO", "list", True), Failpoint(2, "kill"))),
         ("open:2=EACCES", (Failpoint(2, "EACCES", "open"),)),
         ("", ()),
     ],
@@ -49,7 +49,7 @@ def _failing(text: str) -> FailpointFileSystem:
 def test_the_numbered_call_fails_once_and_is_not_made(tmp_path: Path) -> None:
     failing = _failing("2=EIO")
     failing.mkdir(tmp_path / "a")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="error") as caught:
         failing.mkdir(tmp_path / "b")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "b"))
     failing.mkdir(tmp_path / "c")
@@ -61,7 +61,7 @@ def test_a_sticky_failure_stays(tmp_path: Path) -> None:
     failing = _failing("mkdir:2+=ENOSPC")
     failing.mkdir(tmp_path / "a")
     for _ in range(2):
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="No space left"):
             failing.mkdir(tmp_path / "b")
     failing.rmdir(tmp_path / "a")
 
@@ -71,16 +71,16 @@ def test_read_side_calls_do_not_count_and_fail_only_by_name(tmp_path: Path) -> N
     failing.list(tmp_path)
     with pytest.raises(PermissionError):
         failing.list(tmp_path)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="error"):
         failing.mkdir(tmp_path / "a")
 
 
 def test_a_failed_close_gives_the_descriptor_back(tmp_path: Path) -> None:
     failing = _failing("close:1=EIO")
     handle = failing.create(tmp_path / "a")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="error"):
         failing.close(handle)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
 
 

@@ -85,7 +85,7 @@ def test_a_flip_of_any_byte_is_found(make_manifest: MakeManifest) -> None:
         for mask in (0x01, 0x20, 0xFF):
             damaged = bytearray(data)
             damaged[position] ^= mask
-            with pytest.raises(CorruptCheckpointError, match="digest|line that seals"):
+            with pytest.raises(CorruptCheckpointError, match=r"digest|line that seals"):
                 Manifest.from_bytes(bytes(damaged))
 
 
@@ -115,56 +115,84 @@ def _file(**changes: Any) -> dict[str, Any]:
 
 def _component(**changes: Any) -> dict[str, Any]:
     return {
-        "key": "rng", "pattern": "per_rank", "fidelity": "exact", "reason": "", "directory": "state",
-        "writers": [0],
+        "key": "rng", "pattern": "per_rank", "fidelity": "exact", "reason": "",
+        "directory": "state", "writers": [0],
     } | changes  # fmt: skip
+
+
+WRONG_FIELDS: dict[str, list[Any]] = {
+    "format": ["other", None],
+    "format_version": [0, -1, "1", True, 1.0, None],
+    "digest_algorithm": ["md5"],
+    "run_id": ["A" * 32, "../" * 8, "a" * 33, None],
+    "attempt": [5, ""],
+    "step": [-1, 2**63, 10**900, 1.0, True, "500"],
+    "revision": [-1, 10**6, None],
+    "created": ["yesterday", "2026-01-31T12:00:00+09:00", 0],
+    "parent": ["../step", "", 5],
+    "world_size": [0, 10**9, 1.5],
+    "progress": [[], None],
+    "finished": [False],
+    "metric": [
+        {},
+        {"name": "loss"},
+        {"name": "loss", "mode": "best", "value": "0x1.0000000000000p+0"},
+        {"name": "loss", "mode": "min", "value": "0.5"},
+        {"name": "loss", "mode": "min", "value": 0.5},
+        {"name": "loss", "mode": "min", "value": "0x1p+99999"},
+        {"name": 5, "mode": "min", "value": "inf"},
+    ],
+    "capture": [1],
+    "fingerprint": ["x"],
+    "details": [None],
+    "files": [{}, None, [1], [[]], [{}]],
+    "components": [7, [1], [{}]],
+    "extra": [1],
+}
+WRONG_FILES: dict[str, list[Any]] = {
+    "path": [
+        "/etc/passwd", "../x", "state/../../x", "state//a", "a\\b", "a\0b", "", 5, "manifest.json",
+        "\ud800",
+    ],
+    "size": [-1, 2**63, 1.5, None],
+    "digest": ["0" * 31, "0" * 31 + "G", 0],
+    "writer": [-1, 1, None],
+    "extra": [1],
+}  # fmt: skip
+WRONG_COMPONENTS: dict[str, list[Any]] = {
+    "key": ["", "a//b", 5],
+    "pattern": ["everywhere", []],
+    "fidelity": ["nearly", None],
+    "reason": [None],
+    "directory": ["..", "/tmp", 5],
+    "writers": [[1, 0], [0, 0], [1], [-1], [True], "0"],
+    "extra": [1],
+}
+
+
+def _each(wrong: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [{name: value} for name, values in wrong.items() for value in values]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run_id": "A" * 32}, {"run_id": "../" * 8}, {"run_id": None}, {"run_id": "a" * 33},
-        {"attempt": 5}, {"step": -1}, {"step": 2**63}, {"step": 1.0}, {"step": True},
-        {"step": "500"}, {"step": 10**900}, {"revision": -1}, {"revision": None},
-        {"created": "yesterday"}, {"created": "2026-01-31T12:00:00+09:00"}, {"parent": "../step"},
-        {"parent": ""}, {"world_size": 0}, {"world_size": 10**9}, {"progress": []},
-        {"progress": None}, {"finished": False}, {"metric": {}}, {"metric": {"name": "loss"}},
-        {"metric": {"name": "loss", "mode": "best", "value": "0x1p+0"}},
-        {"metric": {"name": "loss", "mode": "min", "value": "0.5"}},
-        {"metric": {"name": "loss", "mode": "min", "value": 0.5}},
-        {"metric": {"name": "loss", "mode": "min", "value": "0x1p+99999"}},
-        {"capture": 1}, {"fingerprint": "x"}, {"details": None}, {"format": "other"},
-        {"format_version": 0}, {"format_version": -1}, {"format_version": "1"},
-        {"format_version": True}, {"format_version": 1.0}, {"digest_algorithm": "md5"},
-        {"extra": 1}, {"files": {}}, {"files": [1]}, {"files": [[]]}, {"files": None},
-        {"files": [_file(), _file()]}, {"files": [_file(), _file(path="state/A")]},
-        {"files": [_file(), _file(path="state/a/b")]}, {"files": [_file(more=1)]},
-        {"files": [_file(path="/etc/passwd")]}, {"files": [_file(path="../x")]},
-        {"files": [_file(path="state/../../x")]}, {"files": [_file(path="state//a")]},
-        {"files": [_file(path="a\\b")]}, {"files": [_file(path="a\0b")]}, {"files": [_file(path="")]},
-        {"files": [_file(path=5)]}, {"files": [_file(path="manifest.json")]},
-        {"files": [_file(path="\ud800")]}, {"files": [_file(size=-1)]}, {"files": [_file(size=2**63)]},
-        {"files": [_file(size=1.5)]}, {"files": [_file(digest="0" * 31)]},
-        {"files": [_file(digest="0" * 31 + "G")]}, {"files": [_file(digest=0)]},
-        {"files": [_file(writer=-1)]}, {"files": [_file(writer=1)]}, {"files": [_file(writer=None)]},
-        {"components": [_component(), _component()]}, {"components": [_component(key="")]},
-        {"components": [_component(key="a//b")]}, {"components": [_component(pattern="everywhere")]},
-        {"components": [_component(pattern=[])]}, {"components": [_component(fidelity="nearly")]},
-        {"components": [_component(reason=None)]}, {"components": [_component(directory="..")]},
-        {"components": [_component(directory="/tmp")]}, {"components": [_component(writers=[1, 0])]},
-        {"components": [_component(writers=[0, 0])]}, {"components": [_component(writers=[1])]},
-        {"components": [_component(writers="0")]}, {"components": [_component(writers=[-1])]},
-        {"components": [{}]}, {"components": 7},
+        *_each(WRONG_FIELDS),
+        *({"files": [_file(**changes)]} for changes in _each(WRONG_FILES)),
+        *({"components": [_component(**changes)]} for changes in _each(WRONG_COMPONENTS)),
+        {"files": [_file(), _file()]},
+        {"files": [_file(), _file(path="state/A")]},
+        {"files": [_file(), _file(path="state/a/b")]},
+        {"components": [_component(), _component()]},
     ],
-    ids=lambda changes: repr(changes)[:60],
-)  # fmt: skip
+    ids=lambda changes: repr(changes)[:80],
+)
 def test_hostile_fields_under_a_right_digest_are_refused(
     make_manifest: MakeManifest, changes: dict[str, Any]
 ) -> None:
+    data = seal(_fields(make_manifest()) | changes)
     with pytest.raises(CorruptCheckpointError, match=r"step-00000500/manifest\.json"):
-        Manifest.from_bytes(
-            seal(_fields(make_manifest()) | changes), where="step-00000500/manifest.json"
-        )
+        Manifest.from_bytes(data, where="step-00000500/manifest.json")
 
 
 def test_a_missing_field_is_named(make_manifest: MakeManifest) -> None:
@@ -186,13 +214,19 @@ def test_a_newer_format_is_told_apart_from_damage(make_manifest: MakeManifest) -
 @pytest.mark.parametrize(
     "changes",
     [
-        {"details": {1: 2}}, {"details": {"a": float("nan")}}, {"progress": {"a": object()}},
-        {"step": -1}, {"run_id": "short"}, {"world_size": 0}, {"files": (FileEntry("..", 1, "", 0),)},
-        {"metric": {"name": "x", "mode": "min", "value": "0.10"}}, {"created": "now"},
+        {"details": {1: 2}},
+        {"details": {"a": float("nan")}},
+        {"progress": {"a": object()}},
+        {"step": -1},
+        {"run_id": "short"},
+        {"world_size": 0},
+        {"created": "now"},
+        {"files": (FileEntry("..", 1, "0" * 32, 0),)},
+        {"metric": {"name": "x", "mode": "min", "value": "0.10"}},
         {"components": (ComponentRecord("a", "per_rank", "exact", "", "state", (3,)),)},
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_could_not_be_read_back_is_refused_before_it_is_written(
     make_manifest: MakeManifest, changes: dict[str, Any]
 ) -> None:

@@ -25,7 +25,8 @@ def test_step_names_look_as_documented() -> None:
     [
         "step-500", "step-000000500", "step-00000500-r0", "step-00000500-r01", "step-00000500-r",
         "step-00000500 ", "step-00000500\n", "Step-00000500", "step-0000050x", "step--0000050",
-        "step-00000500-r1-r2", "xstep-00000500", "step-٠٠٠٠٠٥٠٠", "step-" + "9" * 40, "latest", "",
+        "step-00000500-r1-r2", "xstep-00000500", "step-\u0660000050\u0660", "step-" + "9" * 40,
+        "latest", "",
     ],
 )  # fmt: skip
 def test_every_other_spelling_is_no_step_name(text: str) -> None:
@@ -36,7 +37,7 @@ def test_every_other_spelling_is_no_step_name(text: str) -> None:
 
 def test_the_newer_one_is_the_greater_one() -> None:
     ordered = [StepName(9), StepName(10), StepName(10, 2), StepName(10, 10), StepName(10**9)]
-    assert sorted(reversed(ordered)) == ordered
+    assert sorted({*ordered}) == ordered
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,9 @@ def test_plain_relative_paths_are_fine(path: str) -> None:
 @pytest.mark.parametrize(
     "paths",
     [
-        ["a", "a"], ["a", "A"], ["state/a", "State/b"], ["a", "a/b"], ["a/b", "a"], ["ä", "a\u0308"],
-        ["straße", "STRASSE"], ["Manifest.json"], ["manifest.json/x"], ["\ufb01", "fi"], ["x", ".."],
+        ["a", "a"], ["a", "A"], ["state/a", "State/b"], ["a", "a/b"], ["a/b", "a"],
+        ["ä", "a\u0308"], ["straße", "STRASSE"], ["Manifest.json"], ["manifest.json/x"],
+        ["\ufb01", "fi"], ["x", ".."],
     ],
 )  # fmt: skip
 def test_paths_that_could_be_one_file_are_refused(paths: list[str]) -> None:

@@ -29,7 +29,7 @@ POLICIES = st.builds(
 
 
 def _with_metric(step: int, value: float, mode: str = "min", revision: int = 0) -> Checkpoint:
-    metric = {"name": "loss", "mode": mode, "value": value.hex()}
+    metric = {"name": "loss", "mode": mode, "value": float(value).hex()}
     return Checkpoint(StepName(step, revision), metric)
 
 
@@ -80,24 +80,23 @@ def test_as_many_as_asked_stay(checkpoints: list[Checkpoint], policy: RetentionP
 
 
 @given(CHECKPOINTS, POLICIES.filter(lambda policy: policy.keep_best > 0))
-def test_the_best_stays(checkpoints: list[Checkpoint], policy: RetentionPolicy) -> None:
+def test_the_best_of_every_metric_stays(
+    checkpoints: list[Checkpoint], policy: RetentionPolicy
+) -> None:
+    gone = select_deletions(checkpoints, policy)
     last = {item.name.step: item for item in sorted(checkpoints, key=lambda item: item.name)}
-    told = [item for _, item in sorted(last.items()) if item.metric is not None]
-    if not told:
-        return
-    newest = told[-1].metric
-    assert newest is not None
-    values = [
-        (float.fromhex(item.metric["value"]), item.name)
-        for item in told
-        if item.metric is not None
-        and (item.metric["name"], item.metric["mode"]) == (newest["name"], newest["mode"])
-    ]
-    values = [(value, name) for value, name in values if not math.isnan(value)]
-    if values:
-        best = (min if newest["mode"] == "min" else max)(value for value, _ in values)
-        earliest = min(name for value, name in values if value == best)
-        assert earliest not in select_deletions(checkpoints, policy)
+    for name, mode in (("loss", "min"), ("loss", "max"), ("accuracy", "min"), ("accuracy", "max")):
+        values = {
+            step: float.fromhex(item.metric["value"])
+            for step, item in sorted(last.items())
+            if item.metric is not None
+            and (item.metric["name"], item.metric["mode"]) == (name, mode)
+        }
+        values = {step: value for step, value in values.items() if not math.isnan(value)}
+        if values:
+            best = (min if mode == "min" else max)(values.values())
+            earliest = next(step for step, value in values.items() if value == best)
+            assert last[earliest].name not in gone
 
 
 @given(CHECKPOINTS, POLICIES)
@@ -121,7 +120,9 @@ def test_a_metric_can_be_better_when_it_is_greater() -> None:
 
 
 def test_a_nan_is_never_the_best_and_of_equal_ones_the_earlier_is() -> None:
-    checkpoints = [_with_metric(s, v) for s, v in ((1, math.nan), (2, 1.0), (3, 1.0), (4, math.inf))]
+    checkpoints = [
+        _with_metric(s, v) for s, v in ((1, math.nan), (2, 1.0), (3, 1.0), (4, math.inf))
+    ]
     assert _kept(checkpoints, RetentionPolicy(keep_latest=1)) == [2, 4]
 
 

@@ -3,10 +3,11 @@
 The model is stricter than any file system in use, and is what POSIX promises:
 
 * data that was not fsynced may be there, be torn, or be zeros of the full length;
-* a name that was made, moved or removed counts only once its directory was fsynced afterwards
-  (for a move: the directory it went to), and until then may be there or not, in any order;
-* one rename is atomic: both names change, or neither;
+* a name that was made, moved or removed counts only once its directory was fsynced afterwards,
+  and until then may be there or not, in any order;
 * what another rank does between the same two barriers is not ordered before an fsync.
+
+A rename changes two names, and file systems differ in what holds them together: see ``Renames``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from crashlab.disk import ROOT, DirectoryNode, Disk, FileNode
 from crashlab.operations import (
@@ -35,6 +37,14 @@ from crashlab.recording import Recording
 PAGE_BYTES = 4096
 
 
+class Renames(Enum):
+    """What a power cut may do to a rename."""
+
+    ATOMIC = "both names change or neither, for good once either directory is fsynced"
+    BY_TARGET = "both names change or neither, for good once the target directory is fsynced"
+    SPLIT = "the new name and the old one are two changes, each with its own directory"
+
+
 @dataclass(frozen=True)
 class CrashState:
     """One disk that may be found after a crash.
@@ -42,7 +52,7 @@ class CrashState:
     Args:
         disk: what is on it.
         key: the same for two states that differ in nonces and times only.
-        done: the indices of the operations that had been called.
+        done: the indices of the recorded calls that had been made.
         lost: what of them is not on the disk, for people.
     """
 
@@ -101,14 +111,24 @@ class CrashModel:
 
     Args:
         recording: what was done.
-        limit: at most this many states of one cut; beyond it, all single and double deviations
-            from "everything lost" and "everything kept" and a fixed random sample of the rest.
+        limit: at most this many states of one cut; beyond it, the deviations by one change from
+            "everything kept" and "everything lost", and a fixed random sample of the rest.
+        renames: what a rename is.
     """
 
-    def __init__(self, recording: Recording, *, limit: int = 128) -> None:
+    def __init__(
+        self, recording: Recording, *, limit: int = 128, renames: Renames = Renames.ATOMIC
+    ) -> None:
         self._before = recording.before
-        self._operations = recording.operations
+        self._calls = recording.operations
+        self._operations: list[Operation] = []
+        self._parts_of: list[range] = []
+        for call in self._calls:
+            parts = _parts(call, renames)
+            self._parts_of.append(range(len(self._operations), len(self._operations) + len(parts)))
+            self._operations += parts
         self._limit = limit
+        self._renames = renames
         self._settled_names: dict[str, str] = {}
         self._settled_data = {
             index: settled(operation.data)
@@ -131,16 +151,13 @@ class CrashModel:
         }
 
     def states(self) -> Iterator[CrashState]:
-        """Every state, a disk that was seen already left out."""
-        seen: set[str] = set()
-        for done in cuts(self._operations):
-            for state in self._states_of(done):
-                if state.key not in seen:
-                    seen.add(state.key)
-                    yield state
+        """Every state; many of them are the same disk."""
+        for done in cuts(self._calls):
+            yield from self._states_of(done)
 
-    def _states_of(self, done: frozenset[int]) -> Iterator[CrashState]:
-        order = sorted(done)
+    def _states_of(self, calls: frozenset[int]) -> Iterator[CrashState]:
+        order = [index for call in sorted(calls) for index in self._parts_of[call]]
+        done = frozenset(order)
         pending = [i for i in order if self._is_name_change(i) and not self._is_durable(i, done)]
         contents = self._contents(order, done)
         open_files = [number for number, choices in contents.items() if len(choices) > 1]
@@ -156,7 +173,7 @@ class CrashModel:
             yield CrashState(
                 disk=_disk(directories, chosen),
                 key=self._key(directories, chosen),
-                done=done,
+                done=calls,
                 lost=tuple(lost),
             )
 
@@ -168,7 +185,7 @@ class CrashModel:
 
     def _makes_durable(self, later: int, index: int) -> bool:
         sync, operation = self._operations[later], self._operations[index]
-        if not _covers(sync, operation):
+        if not _covers(sync, operation, self._renames):
             return False
         return index < later if sync.rank == operation.rank else operation.phase < sync.phase
 
@@ -179,7 +196,7 @@ class CrashModel:
             operation = self._operations[index]
             if isinstance(operation, Append):
                 appends.setdefault(operation.file, []).append(index)
-            elif isinstance(operation, Link) and not operation.is_directory:
+            elif isinstance(operation, Link) and operation.is_new and not operation.is_directory:
                 contents[operation.child] = [_content("empty", b"", b"")]
         for number, indices in appends.items():
             durable = [index for index in indices if self._is_durable(index, done)]
@@ -195,7 +212,7 @@ class CrashModel:
         directories = {number: dict(names) for number, names in self._base_directories.items()}
         for index in order:
             operation = self._operations[index]
-            if isinstance(operation, Link) and operation.is_directory:
+            if isinstance(operation, Link) and operation.is_new and operation.is_directory:
                 directories[operation.child] = {}
             if index not in lost and isinstance(operation, NameChange):
                 _apply(operation, directories)
@@ -252,12 +269,23 @@ def _telling_choices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(chance.randrange(size) for size in sizes)
 
 
-def _covers(sync: Operation, operation: Operation) -> bool:
+def _parts(operation: Operation, renames: Renames) -> list[Operation]:
+    if renames is not Renames.SPLIT or not isinstance(operation, Move):
+        return [operation]
+    by = (operation.rank, operation.phase, operation.call)
+    made = Link(*by, operation.target, operation.target_name, operation.child, is_new=False)
+    return [made, Unlink(*by, operation.source, operation.source_name, operation.child)]
+
+
+def _covers(sync: Operation, operation: Operation, renames: Renames) -> bool:
     if isinstance(sync, Sync):
         return isinstance(operation, Append) and operation.file == sync.file
     if isinstance(sync, SyncDirectory):
         if isinstance(operation, Move):
-            return operation.target == sync.directory
+            directories = {operation.target}
+            if renames is Renames.ATOMIC:
+                directories.add(operation.source)
+            return sync.directory in directories
         return isinstance(operation, Link | Unlink) and operation.parent == sync.directory
     return False
 

@@ -5,116 +5,165 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from crashlab.crashes import CrashModel, CrashState
-from crashlab.jobs import Job, Promise, Recovery, read_all, recover
+from crashlab.crashes import CrashModel, CrashState, Renames
+from crashlab.jobs import Job, Loaded, Promise, read_all
+from crashlab.recording import Recording
 from resumekit.errors import CheckpointError, ResumekitError
 from resumekit.storage import StepName, Store
 
 
 @dataclass
 class Findings:
-    """What one exploration saw.
+    """What explorations saw.
 
     Args:
-        keys: the unique states that were recovered from.
+        cases: the unique disks that were recovered from, each with what had been promised.
         violations: the broken promises; none is the only good number.
     """
 
-    keys: set[str] = field(default_factory=set)
+    cases: set[tuple[str, object]] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
 
-    def add(self, other: Findings) -> None:
-        """Takes in what another exploration saw."""
-        self.keys |= other.keys
-        self.violations += other.violations
+    @property
+    def num_states(self) -> int:
+        """Unique disks."""
+        return len({key for key, _ in self.cases})
 
 
 def explore(
     job: Job,
     *,
-    limit: int = 128,
-    reader: type[Store] = Store,
-    seen: set[str] | None = None,
-    stop_at: int | None = None,
-    states: Callable[[CrashModel], Iterator[CrashState]] = CrashModel.states,
+    limit: int = 32,
+    renames: Renames = Renames.ATOMIC,
+    findings: Findings | None = None,
+    enough: int | None = None,
+    possible: Callable[[frozenset[int]], bool] = lambda done: True,
 ) -> Findings:
     """Crashes a recorded job at every instant in every way, and recovers each time.
 
     Args:
         job: it has done what it does.
         limit: see ``CrashModel``.
-        reader: the store that recovers.
-        seen: states that other explorations recovered from; they are not tried again.
-        stop_at: enough violations.
-        states: how states are drawn from the model.
+        renames: what a power cut may do to a rename.
+        findings: of earlier explorations; their cases are not tried again.
+        enough: stop at this many violations.
+        possible: whether these calls can have been made when the machine stops.
     """
-    findings = Findings()
-    for state in states(CrashModel(job.recording, limit=limit)):
-        if seen is not None and state.key in seen:
+    findings = Findings() if findings is None else findings
+    for promise, state in cases(job, limit=limit, renames=renames, seen=findings.cases):
+        if not possible(state.done):
             continue
-        findings.keys.add(state.key)
-        for violation in violations(job, state, reader):
+        for violation in violations(job, promise, state, renames):
             findings.violations.append(f"{violation}\n  {_story(job, state)}")
-        if stop_at is not None and len(findings.violations) >= stop_at:
+        if enough is not None and len(findings.violations) >= enough:
             break
     return findings
 
 
-def violations(job: Job, state: CrashState, reader: type[Store] = Store) -> Iterator[str]:
-    """The promises that recovery from this state breaks."""
-    promise = promise_at(job, state)
-    try:
-        recovery = recover(state.disk, world_size=job.world_size, store_class=reader)
-    except ResumekitError as error:
-        yield f"the directory cannot be used: {error}"
-        return
-    yield from _about_loaded(job, promise, recovery)
-    yield from _about_kept(job, promise, recovery)
-    yield from _about_next_save(recovery)
+def cases(
+    job: Job, *, limit: int, renames: Renames, seen: set[tuple[str, object]]
+) -> Iterator[tuple[Promise, CrashState]]:
+    """Every disk that a crash may leave, with what had been promised then; each pair once."""
+    for state in CrashModel(job.recording, limit=limit, renames=renames).states():
+        promise = promise_at(job, state)
+        case = (state.key, promise.identity)
+        if case not in seen:
+            seen.add(case)
+            yield promise, state
 
 
 def promise_at(job: Job, state: CrashState) -> Promise:
     """What the job could count on when the machine stopped."""
-    held = Promise(0, None, {})
-    for promise in job.promises:
-        before = job.recording.operations[: promise.num_operations]
-        of_first_rank = {index for index, done in enumerate(before) if done.rank == 0}
-        if of_first_rank <= state.done:
+    held = job.promises[0]
+    for promise in job.promises[1:]:
+        before = job.recording.operations[: promise.num_calls]
+        if all(index in state.done for index, call in enumerate(before) if call.rank == 0):
             held = promise
     return held
 
 
-def _about_loaded(job: Job, promise: Promise, recovery: Recovery) -> Iterator[str]:
-    loaded = recovery.loaded
-    if promise.newest is not None and (loaded is None or loaded < promise.newest):
-        reasons = "; ".join(str(error) for error in recovery.passed_over.values())
-        yield f"{promise.newest} was saved, {loaded} is loaded ({reasons})"
-    if loaded is not None and recovery.content != job.attempted.get(loaded):
-        yield f"{loaded} is loaded with content that was never saved under that name"
+def violations(
+    job: Job, promise: Promise, state: CrashState, renames: Renames = Renames.ATOMIC
+) -> Iterator[str]:
+    """The promises that recovery from this state breaks.
+
+    Args:
+        job: that was crashed.
+        promise: what it could count on.
+        state: what is left of its disk.
+        renames: where they are not atomic, a directory on its way may be lost or come back in part;
+            what had been promised about checkpoints holds all the same.
+    """
+    again = relaunch(job, promise, state)
+    try:
+        again.start()
+        loaded = again.load_newest()
+    except ResumekitError as error:
+        yield f"the directory cannot be used: {error}"
+        return
+    broken = dict(loaded.passed_over)
+    yield from _about_loaded(job, promise, loaded)
+    yield from _about_others(job, promise, loaded, again.stores[0], broken)
+    if renames is Renames.ATOMIC:
+        yield from _about_parts(promise, broken)
+    held = promise.aside if renames is Renames.SPLIT else promise.damaged
+    yield from _about_damaged(held, again.stores[0])
+    if promise.run_id not in (None, again.stores[0].run_id):
+        yield "the run goes on under another id"
+    yield from _about_next_save(again, loaded)
 
 
-def _about_kept(job: Job, promise: Promise, recovery: Recovery) -> Iterator[str]:
-    store = recovery.job.stores[0]
-    for name, expected in promise.kept.items():
-        try:
-            if read_all(store, name) != expected:
-                yield f"{name} holds something else than was saved"
-        except CheckpointError as error:
-            yield f"{name} was kept, and is not usable: {error}"
-    for name in set(store.step_names()) - set(promise.kept):
+def relaunch(job: Job, promise: Promise, state: CrashState) -> Job:
+    """The same command on what the crash has left."""
+    again = Job(Recording.on(state.disk), job.world_size, job.policy)
+    again.continues(job, promise)
+    return again
+
+
+def _about_parts(promise: Promise, broken: dict[StepName, CheckpointError]) -> Iterator[str]:
+    for name, error in broken.items():
+        if name not in promise.damaged:
+            yield f"{name} is there in part: {error}"
+
+
+def _about_damaged(held: frozenset[StepName], store: Store) -> Iterator[str]:
+    there = [str(name) for name in store.step_names()] + store.quarantined()
+    for name in held:
+        if not any(each.startswith(str(name)) for each in there):
+            yield f"{name} was damaged, and has vanished without a trace"
+
+
+def _about_loaded(job: Job, promise: Promise, loaded: Loaded) -> Iterator[str]:
+    name = loaded.name
+    if promise.newest is not None and (name is None or name < promise.newest):
+        reasons = "; ".join(str(error) for error in loaded.passed_over.values())
+        yield f"{promise.newest} was saved, {name} is loaded ({reasons})"
+    if name is not None and loaded.content != job.attempted.get(name):
+        yield f"{name} is loaded with content that was never saved under that name"
+
+
+def _about_others(
+    job: Job,
+    promise: Promise,
+    loaded: Loaded,
+    store: Store,
+    broken: dict[StepName, CheckpointError],
+) -> Iterator[str]:
+    for name in {*store.step_names(), *promise.kept} - {loaded.name}:
         try:
             if read_all(store, name) != job.attempted.get(name):
                 yield f"{name} passes for a checkpoint that was never saved"
-        except CheckpointError:
-            continue
+        except CheckpointError as error:
+            if name in promise.kept:
+                yield f"{name} was kept, and is not usable: {error}"
+            broken[name] = error
 
 
-def _about_next_save(recovery: Recovery) -> Iterator[str]:
+def _about_next_save(again: Job, loaded: Loaded) -> Iterator[str]:
     """Recovery must leave a directory in which training can go on."""
-    job = recovery.job
     try:
-        name = job.save((recovery.loaded or StepName(0)).step + 1)
-        if read_all(job.stores[0], name) != job.attempted[name]:
+        name = again.save((loaded.name or StepName(0)).step + 1)
+        if read_all(again.stores[0], name) != again.attempted[name]:
             yield f"the next save, {name}, is not what it should be"
     except ResumekitError as error:
         yield f"the next save fails: {error}"

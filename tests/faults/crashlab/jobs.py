@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from crashlab.disk import Disk
 from crashlab.recording import Recording, RecordingFileSystem
-from resumekit.errors import CheckpointError, CorruptCheckpointError, ResumekitError
+from resumekit.errors import CheckpointError, CorruptCheckpointError
 from resumekit.storage import (
     FileEntry,
     FileSystem,
@@ -26,9 +26,10 @@ CREATED = "2026-01-31T12:00:00+00:00"
 MODEL_BYTES = 6000  # more than a page, so that it can be torn at one
 
 Wrap = Callable[[FileSystem], FileSystem]
+Content = dict[str, bytes]  # of files, by their path in the step directory
 
 
-def content_of(name: StepName, rank: int) -> dict[str, bytes]:
+def content_of(name: StepName, rank: int) -> Content:
     """What one rank writes into a checkpoint: different for every name, rank and file."""
     sizes = {f"state/rank-{rank:05d}.json": 150, f"state/rank-{rank:05d}.safetensors": 300}
     if rank == 0:
@@ -36,9 +37,9 @@ def content_of(name: StepName, rank: int) -> dict[str, bytes]:
     return {path: _bytes(f"{name} {path}", size) for path, size in sizes.items()}
 
 
-def full_content(name: StepName, world_size: int) -> dict[str, bytes]:
+def full_content(name: StepName, world_size: int) -> Content:
     """What a whole checkpoint holds beside its manifest."""
-    content: dict[str, bytes] = {}
+    content: Content = {}
     for rank in range(world_size):
         content |= content_of(name, rank)
     return content
@@ -48,19 +49,51 @@ def _bytes(seed: str, size: int) -> bytes:
     return hashlib.shake_256(seed.encode()).digest(size)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Promise:
-    """What the job may count on once a number of operations has been recorded.
+    """What the job may count on once it has made a number of calls.
 
     Args:
-        num_operations: the promise holds from here on.
+        num_calls: the promise holds from here on.
+        run_id: the id under which every later launch continues; None before the first one.
         newest: the newest checkpoint whose save has returned.
-        kept: every checkpoint that must still be usable, by name, with its content.
+        kept: the checkpoints that must be usable, with their content.
+        damaged: checkpoints that are not usable, and must not vanish either.
+        aside: those of them that were put into quarantine.
     """
 
-    num_operations: int
-    newest: StepName | None
-    kept: dict[StepName, dict[str, bytes]]
+    num_calls: int = 0
+    run_id: str | None = None
+    newest: StepName | None = None
+    kept: Mapping[StepName, Content] = field(default_factory=dict)
+    damaged: frozenset[StepName] = frozenset()
+    aside: frozenset[StepName] = frozenset()
+
+    @property
+    def identity(self) -> object:
+        """Equal for promises that ask for the same."""
+        return self.run_id is None, self.newest, frozenset(self.kept), self.damaged, self.aside
+
+    def after_damage(self, *names: StepName) -> Promise:
+        """What still holds once something else has damaged these checkpoints."""
+        kept = {name: content for name, content in self.kept.items() if name not in names}
+        damaged = self.damaged | set(names)
+        return replace(self, newest=max(kept, default=None), kept=kept, damaged=damaged)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a launch continues from.
+
+    Args:
+        name: of the checkpoint; None for a fresh start.
+        content: every file of it.
+        passed_over: newer ones, with the reason.
+    """
+
+    name: StepName | None
+    content: Content
+    passed_over: dict[StepName, CheckpointError]
 
 
 @dataclass
@@ -82,8 +115,8 @@ class Job:
     wrap: Wrap = lambda inner: inner
     store_class: type[Store] = Store
     barriers: bool = True
-    promises: list[Promise] = field(default_factory=list)
-    attempted: dict[StepName, dict[str, bytes]] = field(default_factory=dict)
+    promises: list[Promise] = field(default_factory=lambda: [Promise()])
+    attempted: dict[StepName, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stores = [
@@ -102,6 +135,7 @@ class Job:
         self.recording.barrier()
         for store in self.stores[1:]:
             store.join(owner.run_id, owner.attempt, wait_seconds=0.0)
+        self._promise(run_id=owner.run_id)
 
     def save(self, step: int, *, metric: float | None = None) -> StepName:
         """One whole save, as the Checkpointer makes it."""
@@ -144,28 +178,46 @@ class Job:
         first.commit(staging, self._manifest(name, entries, metric))
         if metric is not None:
             self._metrics[name] = metric
-        self._promise(name, {**self._kept(), name: self.attempted[name]})
-        self._promise(name, self._kept_by_policy())
+        self._promise(newest=name, kept={**self.promises[-1].kept, name: self.attempted[name]})
+        self._promise(kept=self._kept_by_policy())
         first.retain(self.policy)
         self.recording.barrier()
         return name
 
-    def continues(self, earlier: Job) -> None:
-        """Takes over what an earlier launch in the same directory was promised."""
+    def load_newest(self) -> Loaded:
+        """Newest first: verifies, puts damage aside, falls back."""
+        passed_over: dict[StepName, CheckpointError] = {}
+        for name in self.stores[0].step_names():
+            try:
+                content = read_all(self.stores[0], name)
+            except CheckpointError as error:
+                passed_over[name] = error
+                if isinstance(error, CorruptCheckpointError):
+                    self.stores[0].quarantine(name, error)
+                    self._promise(aside=self.promises[-1].aside | {name})
+            else:
+                self._promise(newest=name, kept={**self.promises[-1].kept, name: content})
+                return Loaded(name, content, passed_over)
+        return Loaded(None, {}, passed_over)
+
+    def continues(self, earlier: Job, promise: Promise | None = None) -> None:
+        """Takes over what an earlier launch in the same directory was promised.
+
+        Args:
+            earlier: the launch before this one.
+            promise: what holds from the start; by default what holds at the earlier one's end.
+        """
         self.attempted = dict(earlier.attempted)
         self._metrics = dict(earlier._metrics)
-        if earlier.promises:
-            self.promises = [Promise(0, earlier.promises[-1].newest, earlier._kept())]
+        self.promises = [replace(promise or earlier.promises[-1], num_calls=0)]
 
-    def _kept(self) -> dict[StepName, dict[str, bytes]]:
-        return self.promises[-1].kept if self.promises else {}
+    def _promise(self, **changes: Any) -> None:
+        num_calls = len(self.recording.operations)
+        self.promises.append(replace(self.promises[-1], num_calls=num_calls, **changes))
 
-    def _promise(self, newest: StepName, kept: dict[StepName, dict[str, bytes]]) -> None:
-        self.promises.append(Promise(len(self.recording.operations), newest, kept))
-
-    def _kept_by_policy(self) -> dict[StepName, dict[str, bytes]]:
+    def _kept_by_policy(self) -> dict[StepName, Content]:
         """The policy worked out again, from its documentation."""
-        kept = self._kept()
+        kept = self.promises[-1].kept
         latest = {name.step: name for name in sorted(kept)}
         newest_first = [latest[step] for step in sorted(latest, reverse=True)]
         chosen = set(newest_first[: self.policy.keep_latest])
@@ -190,43 +242,7 @@ class Job:
         )
 
 
-@dataclass
-class Recovery:
-    """What the same command finds when it is launched again.
-
-    Args:
-        job: the new launch, in possession of the directory.
-        loaded: the checkpoint it continues from.
-        content: every file of it.
-        passed_over: newer ones, with the reason.
-    """
-
-    job: Job
-    loaded: StepName | None
-    content: dict[str, bytes]
-    passed_over: dict[StepName, CheckpointError]
-
-
-def recover(disk: Disk, *, world_size: int = 1, store_class: type[Store] = Store) -> Recovery:
-    """Launches the job again on a disk: newest first, verify, quarantine damage, fall back.
-
-    Raises:
-        ResumekitError: the directory cannot be used at all.
-    """
-    job = Job(Recording.on(disk), world_size, store_class=store_class)
-    job.start()
-    passed_over: dict[StepName, CheckpointError] = {}
-    for name in job.stores[0].step_names():
-        try:
-            return Recovery(job, name, read_all(job.stores[0], name), passed_over)
-        except CheckpointError as error:
-            passed_over[name] = error
-            if isinstance(error, CorruptCheckpointError):
-                job.stores[0].quarantine(name, error)
-    return Recovery(job, None, {}, passed_over)
-
-
-def read_all(store: Store, name: StepName) -> dict[str, bytes]:
+def read_all(store: Store, name: StepName) -> Content:
     """Every file of a checkpoint, verified as it is read.
 
     Raises:
@@ -238,14 +254,3 @@ def read_all(store: Store, name: StepName) -> dict[str, bytes]:
         with step.file(entry.path) as reader:
             content[entry.path] = reader.read()
     return content
-
-
-def usable(store: Store, names: Mapping[StepName, object]) -> dict[StepName, dict[str, bytes]]:
-    """The content of those checkpoints that can be read whole."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = read_all(store, name)
-        except ResumekitError:
-            continue
-    return found

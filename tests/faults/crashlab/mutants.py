@@ -214,8 +214,15 @@ class FixedTemporaryName(Passing):
 class WritesInPlace(Passing):
     """Has no staging: a checkpoint is written where it will be read."""
 
+    def __init__(self, inner: FileSystem) -> None:
+        super().__init__(inner)
+        self._in_making: set[Path] = set()
+
     def mkdir(self, path: Path) -> None:
-        super().mkdir(self._final(path))
+        final = self._final(path)
+        super().mkdir(final)
+        if final != path:
+            self._in_making.add(final)
 
     def create(self, path: Path) -> int:
         return super().create(self._final(path))
@@ -224,8 +231,10 @@ class WritesInPlace(Passing):
         super().fsync_dir(self._final(path))
 
     def rename(self, source: Path, target: Path) -> None:
-        if self._final(source) != target:
-            super().rename(self._final(source), target)
+        if self._final(source) == target:
+            self._in_making.discard(target)
+        else:
+            super().rename(source, target)
 
     def unlink(self, path: Path) -> None:
         super().unlink(self._final(path))
@@ -235,13 +244,10 @@ class WritesInPlace(Passing):
 
     def list(self, path: Path) -> list[Entry]:
         entries = super().list(self._final(path))
-        # The directory in the making is not seen as "there already" by the commit.
-        return [entry for entry in entries if path != RUN or not self._in_making(entry.name)]
-
-    def _in_making(self, name: str) -> bool:
-        if StepName.parse(name) is None:
-            return False
-        return not any(entry.name == "manifest.json" for entry in self._inner.list(RUN / name))
+        if path != RUN:
+            return entries
+        # The commit asks whether the target is there already.
+        return [entry for entry in entries if path / entry.name not in self._in_making]
 
     def _final(self, path: Path) -> Path:
         for depth, part in enumerate(path.parts):
@@ -319,6 +325,55 @@ class _UncheckedReader:
 
     def __exit__(self, *_: object) -> None:
         self._file_system.close(self._handle)
+
+
+class Killed(BaseException):
+    """The process is gone; no handler of it can do anything any more."""
+
+
+class KilledAt(Passing):
+    """Lets a number of changing calls through, and then nothing."""
+
+    def __init__(self, inner: FileSystem, num_calls: int) -> None:
+        super().__init__(inner)
+        self._left = num_calls
+
+    def mkdir(self, path: Path) -> None:
+        self._live()
+        super().mkdir(path)
+
+    def create(self, path: Path) -> int:
+        self._live()
+        return super().create(path)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        self._live()
+        super().write(handle, buffers)
+
+    def fsync(self, handle: int) -> None:
+        self._live()
+        super().fsync(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        self._live()
+        super().fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._live()
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._live()
+        super().unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self._live()
+        super().rmdir(path)
+
+    def _live(self) -> None:
+        if self._left == 0:
+            raise Killed
+        self._left -= 1
 
 
 def dropping(label: str) -> Wrap:

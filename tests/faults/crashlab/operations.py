@@ -30,7 +30,8 @@ class Link(Operation):
     parent: int
     name: str
     child: int
-    is_directory: bool
+    is_directory: bool = False
+    is_new: bool = True
 
 
 @dataclass(frozen=True)

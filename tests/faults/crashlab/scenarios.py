@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from crashlab.disk import Disk
-from crashlab.jobs import RUN, Job, Wrap, read_all
+from crashlab.jobs import RUN, Job, Wrap
+from crashlab.mutants import Killed, KilledAt
 from crashlab.recording import Recording
-from resumekit.errors import CorruptCheckpointError
 from resumekit.storage import RetentionPolicy, StepName, Store
 
 
@@ -151,19 +151,28 @@ def two_launches(lab: Lab) -> Job:
 
 def damage_in_quarantine(lab: Lab) -> Job:
     earlier = _earlier(lab, 1, 2)
-    disk = earlier.recording.disk.copy()
-    damaged = disk.find(RUN / "step-00000002/model/rank-00000.safetensors")
-    disk.file(damaged).data[4321] ^= 1
-    del earlier.promises[-1].kept[StepName(2)]
-    earlier.promises[-1].newest = StepName(1)
-    job = lab.job(disk, RetentionPolicy(keep_latest=1), after=earlier)
+    _damage(earlier, StepName(2))
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
     job.start()
-    try:
-        read_all(job.stores[0], StepName(2))
-    except CorruptCheckpointError as error:
-        job.stores[0].quarantine(StepName(2), error)
+    job.load_newest()
     job.save(2)
     return job
+
+
+def nothing_but_damage(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1, 2)
+    _damage(earlier, StepName(1))
+    _damage(earlier, StepName(2))
+    job = lab.job(earlier.recording.disk, after=earlier)
+    job.start()
+    job.load_newest()
+    return job
+
+
+def _damage(job: Job, name: StepName) -> None:
+    number = job.recording.disk.find(RUN / str(name) / "model/rank-00000.safetensors")
+    job.recording.disk.file(number).data[4321] ^= 1
+    job.promises[-1] = job.promises[-1].after_damage(name)
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -179,5 +188,33 @@ SCENARIOS: dict[str, Scenario] = {
         relaunch_over_stale_staging,
         two_launches,
         damage_in_quarantine,
+        nothing_but_damage,
     )
 }
+
+
+def killed_and_relaunched(num_calls: int) -> Job | None:
+    """A launch that is killed after a number of calls, and the next one on the same machine.
+
+    Nothing is durable in between but what was synced. None when the job ends before the kill.
+    """
+    earlier = _earlier(Lab(), 1)
+    policy = RetentionPolicy(keep_latest=1)
+    lab = Lab(wrap=lambda inner: KilledAt(inner, num_calls))
+    job = lab.job(earlier.recording.disk, policy, after=earlier)
+    try:
+        job.start()
+        job.save(2)
+        job.save(3)
+    except Killed:
+        pass
+    else:
+        return None
+    job.recording.barrier()
+    again = Job(job.recording, policy=policy)
+    again.continues(job)
+    again.promises = list(job.promises)
+    again.start()
+    loaded = again.load_newest()
+    again.save((loaded.name or StepName(0)).step + 1)
+    return again

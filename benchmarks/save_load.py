@@ -1,0 +1,313 @@
+"""How long does a save and a load of a real training state take, next to torch.save and torch.load?
+
+GPT-2 124M in float32 with AdamW's state, 1.49 GB. Every round measures all contenders one after the
+other on the same disk, so the ratios hold on a machine whose load changes. What is compared:
+
+* save: our whole commit (stage, write, digest, fsync of files and directories, manifest, rename)
+  against ``torch.save`` and one ``fsync``, which is neither atomic nor digested;
+* load: ours with every byte verified against ``torch.load``, both from a cold page cache;
+* memory: the highest resident size of a fresh process, with and without the save.
+
+    python benchmarks/save_load.py [--rounds 7] [--directory DIR] [--record]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from resumekit.payload import Payload, leaf_digests, read_payload
+from resumekit.storage import Manifest, StepName, Store
+
+RESULTS = Path(__file__).parent / "results"
+DIRECTORY = "state"
+
+
+def gpt2_shapes(
+    num_layers: int = 12, width: int = 768, num_tokens: int = 50257, num_positions: int = 1024
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of GPT-2 124M by name; the head is tied to ``wte``."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (num_tokens, width),
+        "transformer.wpe.weight": (num_positions, width),
+    }
+    for layer in range(num_layers):
+        block = {
+            "ln_1.weight": (width,), "ln_1.bias": (width,),
+            "attn.c_attn.weight": (width, 3 * width), "attn.c_attn.bias": (3 * width,),
+            "attn.c_proj.weight": (width, width), "attn.c_proj.bias": (width,),
+            "ln_2.weight": (width,), "ln_2.bias": (width,),
+            "mlp.c_fc.weight": (width, 4 * width), "mlp.c_fc.bias": (4 * width,),
+            "mlp.c_proj.weight": (4 * width, width), "mlp.c_proj.bias": (width,),
+        }  # fmt: skip
+        shapes |= {f"transformer.h.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes | {"transformer.ln_f.weight": (width,), "transformer.ln_f.bias": (width,)}
+
+
+def training_state() -> dict[str, Any]:
+    """Model and AdamW state, filled with random numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape).normal_(generator=generator)
+
+    model = {name: filled(shape) for name, shape in gpt2_shapes().items()}
+    moments = {
+        name: {
+            "step": torch.tensor(100.0),
+            "exp_avg": filled(tuple(weight.shape)),
+            "exp_avg_sq": filled(tuple(weight.shape)),
+        }
+        for name, weight in model.items()
+    }
+    model["lm_head.weight"] = model["transformer.wte.weight"]
+    return {"model": model, "optimizer": {"state": moments, "param_groups": [{"lr": 3e-4}]}}
+
+
+# The contenders
+
+
+def save_resumekit(states: Mapping[str, Any], directory: Path) -> None:
+    """A committed step directory."""
+    store = Store(directory)
+    store.acquire()
+    payload = Payload(DIRECTORY, 0, states)
+    staging = store.stage(
+        StepName(1),
+        num_bytes=payload.num_bytes,
+        num_files=payload.num_files,
+        directories=[DIRECTORY],
+    )
+    manifest = Manifest(
+        run_id=store.run_id,
+        attempt=store.attempt,
+        step=1,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        world_size=1,
+        progress={},
+        components=(),
+        files=tuple(payload.write(staging)),
+    )
+    store.commit(staging, manifest)
+    store.release()
+
+
+def save_torch(states: Mapping[str, Any], directory: Path) -> None:
+    """One durable file."""
+    directory.mkdir()
+    with (directory / "checkpoint.pt").open("wb") as file:
+        torch.save(states, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_resumekit(directory: Path) -> dict[str, Any]:
+    """The states, every byte verified."""
+    return read_payload(Store(directory).open_step(StepName(1)), DIRECTORY, 0)
+
+
+def load_torch(directory: Path) -> dict[str, Any]:
+    """The states, nothing verified."""
+    states: dict[str, Any] = torch.load(directory / "checkpoint.pt", weights_only=True)
+    return states
+
+
+SAVERS: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    "resumekit": save_resumekit,
+    "torch": save_torch,
+}
+LOADERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "resumekit": load_resumekit,
+    "torch": load_torch,
+}
+
+
+# Measuring
+
+
+@dataclass
+class Seconds:
+    """What each contender took, one number for each round."""
+
+    save: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SAVERS})
+    load: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in LOADERS})
+
+    @staticmethod
+    def ratio(times: Mapping[str, list[float]]) -> float:
+        """The median over the rounds of ours divided by torch's in the same round."""
+        pairs = zip(times["resumekit"], times["torch"], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result."""
+    begin = time.perf_counter()
+    result = function()
+    return time.perf_counter() - begin, result
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Makes the next read come from the disk; as root the whole cache goes."""
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        pass
+
+
+def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
+    """All contenders, interleaved; the order changes from round to round."""
+    states = training_state()
+    expected = leaf_digests(states)
+    seconds = Seconds()
+    for number in range(num_rounds + 1):  # the first round warms up and checks what was loaded
+        order = list(SAVERS) if number % 2 else list(reversed(SAVERS))
+        for name in order:
+            os.sync()
+            took, _ = timed(lambda name=name: SAVERS[name](states, directory / name))
+            seconds.save[name] += [took] if number else []
+        for name in order:
+            drop_page_cache(directory / name)
+            took, found = timed(lambda name=name: LOADERS[name](directory / name))
+            seconds.load[name] += [took] if number else []
+            if number == 0 and leaf_digests(found) != expected:
+                raise AssertionError(f"{name} did not give back what was saved")
+            del found
+        for name in order:
+            shutil.rmtree(directory / name)
+        if number:
+            rows = (
+                f"{name} {seconds.save[name][-1]:.2f}/{seconds.load[name][-1]:.2f}"
+                for name in order
+            )
+            console.print(f"round {number}: save/load seconds " + ", ".join(rows), style="dim")
+    return seconds
+
+
+def peak_bytes() -> int:
+    """The highest resident size of this process so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def extra_peak_bytes(directory: Path) -> int:
+    """What a save adds to the highest resident size of a fresh process."""
+    command = [sys.executable, __file__, "--memory-child", "--directory", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout))
+
+
+def memory_child(directory: Path) -> None:
+    """Prints by how many bytes a save raises the peak of this process."""
+    states = training_state()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is the size of now
+    before = peak_bytes()
+    save_resumekit(states, directory / "memory")
+    print(json.dumps(peak_bytes() - before))
+    shutil.rmtree(directory / "memory")
+
+
+# Telling
+
+
+def machine() -> dict[str, str]:
+    """Hardware and versions."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": f"torch {torch.__version__}, numpy {np.__version__}",
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
+    }
+
+
+def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str, str]]:
+    """What was asked, ours, torch's, ratio or size, and the aim."""
+
+    def cell(times: list[float]) -> str:
+        return f"{statistics.median(times):.2f} s (best {min(times):.2f})"
+
+    rows = []
+    for what, times, aim in (
+        ("save, durable and digested", seconds.save, 0.9),
+        ("load, cold and every byte verified", seconds.load, 1.0),
+    ):
+        ratio = f"{Seconds.ratio(times):.2f}x"
+        rows.append((what, cell(times["resumekit"]), cell(times["torch"]), ratio, f"≤ {aim}x"))
+    memory = f"{extra_bytes / 1e6:.1f} MB"
+    return [*rows, ("extra peak memory of a save", memory, "", "", "≤ 64 MB")]
+
+
+HEADINGS = ("", "resumekit", "torch + fsync", "ratio", "aim")
+
+
+def record(rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str]) -> Path:
+    """The dated file with these results."""
+    now = datetime.now(timezone.utc)
+    path = RESULTS / f"{now:%Y-%m-%d}.md"
+    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+    lines = [
+        f"# Save and load, {now:%Y-%m-%d %H:%M} UTC",
+        "",
+        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB; medians.",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+        *("| " + " | ".join(row) + " |" for row in table),
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
+    parser.add_argument("--directory", type=Path, help="where to write (default: here)")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/<date>.md")
+    parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_child:
+        memory_child(arguments.directory)
+        return
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="save-load-", dir=arguments.directory or ".") as name:
+        extra_bytes = extra_peak_bytes(Path(name))
+        seconds = measure(Path(name), arguments.rounds, console)
+    rows, about = rows_of(seconds, extra_bytes), machine()
+    table = Table(*HEADINGS, title=f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    if arguments.record:
+        console.print(f"written to {record(rows, about)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The answer of ``prove`` as text for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial
+
+_STYLES = {
+    Outcome.EXACT: "bold green",
+    Outcome.CAUGHT: "green",
+    Outcome.NO_EFFECT: "yellow",
+}
+
+
+def print_result(result: ProveResult, console: Console | None = None) -> None:
+    """Prints launches, digests and the verdict.
+
+    Args:
+        result: what ``prove`` gave.
+        console: where to print; stdout without it.
+    """
+    console = Console(highlight=False) if console is None else console
+    ranks = "" if result.world == 1 else f" on {result.world} ranks"
+    console.print(Text(f"{' '.join(result.command)}{ranks}", style="bold"))
+    console.print(
+        f"never killed: {result.num_steps} steps in {result.reference_seconds:.1f} s", style="dim"
+    )
+    plain = [trial for trial in result.trials if trial.injected is None]
+    for trial in plain:
+        console.print(_launch_table(trial))
+        if trial.digests:
+            console.print(_digest_table(result, trial))
+        _print_verdict(result, trial, console)
+    injected = [trial for trial in result.trials if trial.injected is not None]
+    if injected:
+        console.print(_injection_table(injected))
+
+
+def _launch_table(trial: Trial) -> Table:
+    table = Table("launch", "went on after step", "steps done again", "ended", "seconds")
+    resumes = {one.launch: one for one in trial.verdict.resumes} if trial.verdict else {}
+    for launch in trial.launches:
+        resume = resumes.get(launch.number)
+        table.add_row(
+            str(launch.number),
+            str(resume.step) if resume else "-",
+            str(resume.num_repeated_steps) if resume else "-",
+            _end_of(launch),
+            f"{launch.seconds:.1f}",
+        )
+    return table
+
+
+def _end_of(launch: LaunchSummary) -> str:
+    if launch.was_killed:
+        return f"SIGKILL after step {launch.killed_after_step}"
+    return "by itself" if launch.exit_status == 0 else f"exit status {launch.exit_status}"
+
+
+def _digest_table(result: ProveResult, trial: Trial) -> Table:
+    """The last state, component by component, of both runs."""
+    table = Table("last state", "never killed", "killed", "")
+    for key in dict.fromkeys([*result.reference_digests, *trial.digests]):
+        then, now = result.reference_digests.get(key, "absent"), trial.digests.get(key, "absent")
+        same = Text("equal", "green") if then == now else Text("differs", "red")
+        table.add_row(key, then, now, same)
+    return table
+
+
+def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
+    if trial.num_kills < result.num_kills_asked:
+        console.print(
+            f"The run was over after {trial.num_kills} of {result.num_kills_asked} kills.",
+            style="yellow",
+        )
+    if trial.num_left_behind:
+        console.print(
+            f"{trial.num_left_behind} processes outlived the command and were killed.",
+            style="yellow",
+        )
+    text = f"{trial.verdict}" if trial.verdict else "FAILED: nothing was traced"
+    if trial.outcome is Outcome.FAILED:
+        text = f"FAILED: a launch after a kill failed, {trial.failure}"
+    console.print(Text(text, style=_STYLES.get(trial.outcome, "bold red")))
+
+
+def _injection_table(trials: list[Trial]) -> Table:
+    table = Table("left out", "outcome", "first difference", "seconds")
+    for trial in trials:
+        outcome = Text(trial.outcome.value, style=_STYLES.get(trial.outcome, "bold red"))
+        divergence = trial.verdict.divergence if trial.verdict else None
+        found = str(divergence) if divergence else (trial.failure or "none")
+        table.add_row(trial.injected, outcome, Text(found), f"{trial.seconds:.1f}")
+    return table

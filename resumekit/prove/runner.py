@@ -1,0 +1,255 @@
+"""``prove``: runs a training command uninterrupted and killed, and says whether they are one."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from resumekit.errors import ConfigurationError, ProveError, TraceError
+from resumekit.prove.compare import compare
+from resumekit.prove.own_values import constant_leaves, last_digests
+from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace
+from resumekit.prove.result import Outcome, ProveResult, Trial
+from resumekit.prove.running import FinishedRun, Plan, execute, execute_uninterrupted
+from resumekit.prove.schedule import kill_instants
+from resumekit.prove.verdict import Verdict
+
+EVERY_COMPONENT = "all"
+
+# Kills of a run in which a component is left out: the first resume shows it.
+_KILLS_WITH_INJECTION = 1
+
+
+def prove(
+    command: Sequence[str],
+    *,
+    kills: int = 5,
+    seed: int = 0,
+    world: int = 1,
+    inject: str | None = None,
+    json_path: Path | None = None,
+    keep: Path | None = None,
+    timeout_seconds: float = 3600.0,
+    on_event: Callable[[str], None] = lambda line: None,
+) -> ProveResult:
+    """Whether a training command resumes exactly, found out by killing it.
+
+    Runs the command once uninterrupted, and once with every process killed by SIGKILL at random
+    instants and launched again with the same words; then compares the two traces. The command's
+    own run directories are not touched: a ``Checkpointer`` is relocated, and a script of its own
+    puts ``{dir}`` where it writes to.
+
+    Args:
+        command: program and arguments, e.g. ``["python", "train.py"]``.
+        kills: how often the second run is killed; 0 compares two uninterrupted runs.
+        seed: what the instants are drawn from.
+        world: ranks; more than one starts ``python x.py`` through ``torch.distributed.run``.
+        inject: a component key or slot that every relaunch is told not to restore (a negative
+            control: it must be found and named), or ``"all"`` for each component in turn. Such a
+            run is killed once, late.
+        json_path: where to write the whole answer as JSON.
+        keep: an absent or empty directory that keeps files, logs and traces of every run; without
+            it they are removed.
+        timeout_seconds: the longest that one launch may take.
+        on_event: called with one line whenever something happened.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the program is not there.
+        CommandFailedError: the command fails with nobody killing it.
+        CommandTimeoutError: a launch did not end in time.
+        ProveError: the command writes no trace, is too short, or ends before a kill can hit.
+    """
+    if kills < 0:
+        raise ConfigurationError("kills", found=str(kills), expected="0 or more")
+    plan = Plan(tuple(command), world, timeout_seconds, 0.0, on_event)
+    with _workplace(keep) as directory:
+        on_event("the run that nobody kills")
+        reference = execute_uninterrupted(plan, directory / "reference")
+        attempts = _first_rank(reference, plan.command)
+        plan = replace(plan, step_seconds=_step_seconds(attempts))
+        num_kills = kills if inject is None else _KILLS_WITH_INJECTION
+        judge = _Judge(plan, directory, reference, attempts, num_kills, seed)
+        components = _injected_components(inject, attempts)
+        trials = tuple(judge.trial(component) for component in components)
+        result = ProveResult(
+            command=plan.command,
+            world=world,
+            seed=seed,
+            num_kills_asked=num_kills,
+            num_steps=len(_steps(attempts)),
+            reference_seconds=sum(launch.seconds for launch in reference.launches),
+            reference_digests=last_digests(attempts, besides=constant_leaves(attempts)),
+            trials=_forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
+        )
+    if json_path is not None:
+        json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+    return result
+
+
+class _Judge:
+    """Runs trials against one uninterrupted run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        reference: FinishedRun,
+        attempts: Sequence[Attempt],
+        num_kills: int,
+        seed: int,
+    ) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._reference = reference
+        self._constant = constant_leaves(attempts)
+        self._instants = kill_instants(
+            _steps(attempts),
+            num_kills,
+            first_saved=_first_saved(attempts),
+            rng=random.Random(seed),
+        )
+
+    def trial(self, component: str | None) -> Trial:
+        """One killed run, with or without a component left out, and its verdict."""
+        what = "killed" if component is None else f"without-{component.replace('/', '-')}"
+        self._plan.on_event(f"the run that is {what.replace('-', ' ')}")
+        run = execute(self._plan, self._directory / what, kills=self._instants, inject=component)
+        num_kills = sum(launch.was_killed for launch in run.launches)
+        verdict = self._verdict(run, expect_resume=num_kills > 0)
+        trial = Trial(
+            injected=component,
+            outcome=_outcome(component, verdict, run.failure),
+            verdict=verdict,
+            failure=run.failure,
+            launches=run.launches,
+            num_left_behind=run.num_left_behind,
+            digests=self._digests(run) if verdict else {},
+        )
+        if self._instants and not num_kills and trial.outcome in (Outcome.EXACT, Outcome.MISSED):
+            raise ProveError(
+                " ".join(self._plan.command),
+                found="ended before the first kill could hit",
+                expected="a run that can be interrupted",
+                remedy="Train longer",
+            )
+        self._plan.on_event(f"{trial.outcome.value}")
+        return trial
+
+    def _digests(self, run: FinishedRun) -> dict[str, str]:
+        return last_digests(read_trace(run.trace).get(0, ()), besides=self._constant)
+
+    def _verdict(self, run: FinishedRun, *, expect_resume: bool) -> Verdict | None:
+        try:
+            return compare(self._reference.trace, run.trace, expect_resume=expect_resume)
+        except TraceError:
+            return None  # every launch failed before it could trace anything
+
+
+def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Outcome:
+    divergence = None if verdict is None else verdict.divergence
+    if verdict is not None and not verdict.is_reproducible:
+        return Outcome.NOT_REPRODUCIBLE
+    if component is not None and divergence is not None:
+        named = component in (divergence.component, divergence.slot)
+        return Outcome.CAUGHT if named else Outcome.MISNAMED
+    if failure or verdict is None:
+        return Outcome.FAILED
+    if component is not None:
+        return Outcome.MISSED
+    return Outcome.EXACT if divergence is None else Outcome.DIVERGED
+
+
+def _forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:
+    """The trials; those not noticed that left out a component which never changes have no effect.
+
+    Leaving out what is still as it was at the start of the run makes no difference to be found.
+    """
+    states: dict[str, set[str]] = {}
+    for attempt in attempts:
+        for record in attempt.records:
+            if record.kind == CHECKPOINT:
+                for key, leaves in record.components.items():
+                    states.setdefault(key, set()).add(json.dumps(dict(leaves), sort_keys=True))
+    return tuple(
+        replace(trial, outcome=Outcome.NO_EFFECT)
+        if trial.outcome is Outcome.MISSED and len(states[trial.injected or ""]) == 1
+        else trial
+        for trial in trials
+    )
+
+
+def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
+    if inject is None:
+        return (None,)
+    present = _checkpointed_components(attempts)
+    if not present:
+        raise ConfigurationError(
+            "inject",
+            found="a run without checkpoints of a Checkpointer",
+            expected="one that can be told what not to restore",
+        )
+    if inject == EVERY_COMPONENT:
+        return tuple(present)
+    if inject not in present and inject not in {key.split("/", 1)[0] for key in present}:
+        raise ConfigurationError(
+            "inject", found=repr(inject), expected=f"one of {', '.join(present)}, or 'all'"
+        )
+    return (inject,)
+
+
+def _first_rank(run: FinishedRun, command: Sequence[str]) -> tuple[Attempt, ...]:
+    """What rank 0 traced in the uninterrupted run."""
+    try:
+        attempts = read_trace(run.trace).get(0, ())
+    except TraceError:
+        attempts = ()
+    if not _steps(attempts):
+        raise ProveError(
+            " ".join(command),
+            found="ended without having traced a step",
+            expected="a trace to compare",
+            remedy="Use a Checkpointer, or call resumekit.trace(step, loss=loss, ...) in each step",
+        )
+    return attempts
+
+
+def _steps(attempts: Sequence[Attempt]) -> list[int]:
+    return sorted({r.step for attempt in attempts for r in attempt.records if r.kind == STEP})
+
+
+def _step_seconds(attempts: Sequence[Attempt]) -> float:
+    times = [r.time_ns for attempt in attempts for r in attempt.records if r.kind == STEP]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return median(gaps) / 1e9 if gaps else 0.0
+
+
+def _first_saved(attempts: Sequence[Attempt]) -> int | None:
+    steps = [r.step for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
+    return min(steps, default=None)
+
+
+def _checkpointed_components(attempts: Sequence[Attempt]) -> list[str]:
+    records = [r for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
+    return list(dict.fromkeys(key for record in records for key in record.components))
+
+
+@contextmanager
+def _workplace(keep: Path | None) -> Iterator[Path]:
+    """A directory for all runs: the caller's, or one that is removed afterwards."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="resumekit-prove-") as name:
+            yield Path(name)
+        return
+    keep.mkdir(parents=True, exist_ok=True)
+    if any(keep.iterdir()):
+        raise ConfigurationError(
+            str(keep), found="not empty", expected="a directory for these runs alone"
+        )
+    yield keep.absolute()

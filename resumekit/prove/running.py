@@ -1,0 +1,164 @@
+"""One run of a command: launched, killed at the given instants, and launched again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
+from resumekit.prove.commands import prepared
+from resumekit.prove.processes import Launch, Marker
+from resumekit.prove.records import TraceTail, launch_directory
+from resumekit.prove.result import LaunchSummary
+from resumekit.prove.schedule import KillInstant
+from resumekit.prove.variables import (
+    INJECT_VARIABLE,
+    KILL_VARIABLE,
+    RUN_ROOT_VARIABLE,
+    TRACE_VARIABLE,
+)
+
+_POLL_SECONDS = 0.001
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every run of one command is launched.
+
+    Args:
+        command: as the user wrote it.
+        world: ranks.
+        timeout_seconds: the longest that one launch may take.
+        step_seconds: the usual time of a step; scales the instants of kills.
+        on_event: told in one line what happens.
+    """
+
+    command: tuple[str, ...]
+    world: int
+    timeout_seconds: float
+    step_seconds: float
+    on_event: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What is left of a run.
+
+    Args:
+        trace: the trace of all launches.
+        launches: every launch, in order.
+        failure: what the failing launch wrote last; empty when none failed.
+        num_left_behind: processes that outlived a launch which ended by itself.
+    """
+
+    trace: Path
+    launches: tuple[LaunchSummary, ...]
+    failure: str
+    num_left_behind: int
+
+
+def execute(
+    plan: Plan, directory: Path, *, kills: Sequence[KillInstant] = (), inject: str | None = None
+) -> FinishedRun:
+    """Launches the command until it ends by itself.
+
+    Args:
+        plan: what to launch.
+        directory: an absent directory for the run's own files, traces and logs.
+        kills: one launch is killed at each of them; a launch that ends before ends the run.
+        inject: component keys or slots that are not to be restored.
+
+    Raises:
+        CommandTimeoutError: a launch did not end in time; it was killed.
+        ConfigurationError: the command cannot be started.
+    """
+    for name in ("files", "runs", "logs"):
+        (directory / name).mkdir(parents=True)
+    launches: list[LaunchSummary] = []
+    for kill in (*kills, None):
+        number = len(launches)
+        trace = launch_directory(directory / "trace", number)
+        began = time.monotonic()
+        launch = _start(plan, directory, number, trace, inject)
+        try:
+            was_killed, newest = _watch(plan, launch, TraceTail(trace), kill)
+        except BaseException:  # also Ctrl-C: nothing that was started here stays
+            launch.kill()
+            raise
+        status = launch.poll() or 0
+        seconds = time.monotonic() - began
+        launches.append(LaunchSummary(number, newest, was_killed, status, seconds))
+        if was_killed:
+            plan.on_event(f"launch {number}: killed after step {newest}, {seconds:.1f} s")
+            continue
+        plan.on_event(f"launch {number}: ended with status {status}, {seconds:.1f} s")
+        failure = "" if status == 0 else f"exit status {status}: {launch.log_tail()}"
+        return FinishedRun(directory / "trace", tuple(launches), failure, launch.clean_up())
+    raise AssertionError("the last launch is never killed")
+
+
+def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
+    """One launch that nobody kills.
+
+    Raises:
+        CommandFailedError: the command failed by itself.
+        CommandTimeoutError: it did not end in time.
+    """
+    run = execute(plan, directory)
+    if run.failure:
+        raise CommandFailedError(
+            " ".join(plan.command), found=f"failed with nobody killing it, {run.failure}"
+        )
+    return run
+
+
+def _start(plan: Plan, directory: Path, number: int, trace: Path, inject: str | None) -> Launch:
+    environment = {
+        **os.environ,
+        TRACE_VARIABLE: str(trace),
+        RUN_ROOT_VARIABLE: str(directory / "runs"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    for name in (KILL_VARIABLE, INJECT_VARIABLE):
+        environment.pop(name, None)
+    if inject is not None:
+        environment[INJECT_VARIABLE] = inject
+    words = prepared(plan.command, world=plan.world, directory=directory / "files")
+    try:
+        return Launch(
+            words,
+            environment=environment,
+            marker=Marker(TRACE_VARIABLE, str(trace)),
+            log=directory / "logs" / f"launch-{number:05d}.txt",
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            words[0], found=f"cannot be started ({error.strerror})", expected="a program"
+        ) from error
+
+
+def _watch(
+    plan: Plan, launch: Launch, tail: TraceTail, kill: KillInstant | None
+) -> tuple[bool, int | None]:
+    """Whether the launch is to die now, and the newest step; otherwise it has ended by itself."""
+    deadline = time.monotonic() + plan.timeout_seconds
+    while launch.poll() is None:
+        if kill is not None:
+            newest = tail.poll()
+            if newest is not None and newest >= kill.step:
+                time.sleep(kill.fraction * plan.step_seconds)
+                if launch.poll() is None:
+                    launch.kill()
+                    return True, tail.poll()
+        if time.monotonic() > deadline:
+            raise CommandTimeoutError(
+                " ".join(plan.command),
+                found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last words: "
+                f"{launch.log_tail()}",
+                remedy="Give it more time (timeout_seconds), or make the training shorter",
+            )
+        time.sleep(_POLL_SECONDS)
+    return False, None

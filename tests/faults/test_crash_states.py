@@ -1,0 +1,85 @@
+"""Every disk that a power cut may leave during a save is recovered from by the real store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from crashlab.crashes import Renames
+from crashlab.explorer import Findings, cases, explore, relaunch
+from crashlab.jobs import Job
+from crashlab.recording import Recording
+from crashlab.scenarios import SCENARIOS, Lab, killed_and_relaunched
+
+MINIMUM_STATES = 5_000
+# Two ranks have many more instants, so fewer states of each are enough.
+LIMITS = {
+    (Renames.ATOMIC, 1): 24,
+    (Renames.ATOMIC, 2): 12,
+    (Renames.BY_TARGET, 1): 8,
+    (Renames.BY_TARGET, 2): 3,
+    (Renames.SPLIT, 1): 8,
+    (Renames.SPLIT, 2): 3,
+}
+RecordProperty = Callable[[str, object], None]
+
+
+def test_no_crash_state_of_any_scenario_breaks_a_promise(record_property: RecordProperty) -> None:
+    findings = Findings()
+    for (renames, world_size), limit in LIMITS.items():
+        for scenario in SCENARIOS.values():
+            job = scenario(Lab(world_size=world_size))
+            explore(job, limit=limit, renames=renames, findings=findings)
+    record_property("unique crash states", findings.num_states)
+    record_property("violations in them", len(findings.violations))
+    assert not findings.violations, "\n".join(findings.violations[:5])
+    assert findings.num_states >= MINIMUM_STATES
+
+
+def test_a_crash_during_the_recovery_from_a_crash_breaks_no_promise(
+    record_property: RecordProperty,
+) -> None:
+    findings = Findings()
+    for scenario in SCENARIOS.values():
+        job = scenario(Lab())
+        first = list(cases(job, limit=3, renames=Renames.ATOMIC, seen=set()))
+        for promise, state in first[:: max(1, len(first) // 6)]:
+            again = relaunch(job, promise, state)
+            again.start()
+            loaded = again.load_newest()
+            again.save(loaded.name.step + 1 if loaded.name else 1)
+            explore(again, limit=3, findings=findings)
+    record_property("unique crash states of recoveries", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+
+
+def test_a_power_cut_after_a_kill_and_a_relaunch_breaks_no_promise(
+    record_property: RecordProperty,
+) -> None:
+    # What the killed process had not synced is still in the page cache when the next one starts.
+    findings = Findings()
+    num_calls = 0
+    while (job := killed_and_relaunched(num_calls)) is not None:
+        explore(job, limit=3, findings=findings)
+        num_calls += 3
+    record_property("unique crash states after kill and relaunch", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_job_that_is_not_crashed_leaves_its_newest_checkpoint(name: str) -> None:
+    job = SCENARIOS[name](Lab(world_size=2))
+    again = Job(Recording.on(job.recording.disk), 2)
+    again.start()
+    assert again.load_newest().name == job.promises[-1].newest
+
+
+def test_recordings_of_one_scenario_have_the_same_states() -> None:
+    keys = []
+    for _ in range(2):
+        job = SCENARIOS["same_step_twice"](Lab())
+        found: set[tuple[str, object]] = set()
+        list(cases(job, limit=8, renames=Renames.ATOMIC, seen=found))
+        keys.append(found)
+    assert keys[0] == keys[1]

@@ -1,0 +1,327 @@
+"""The runner: real processes, real SIGKILLs, and commands that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from resumekit.errors import (
+    CommandFailedError,
+    CommandTimeoutError,
+    ConfigurationError,
+    ProveError,
+)
+from resumekit.prove import Outcome, ProveResult, prove
+from resumekit.prove.commands import prepared
+from resumekit.prove.report import print_result
+from resumekit.prove.schedule import kill_instants
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = (sys.executable, str(SCRIPTS / "plain_training.py"), "{dir}")
+
+
+def tiny(*options: str, **arguments: Any) -> ProveResult:
+    """Judges the job of the standard library."""
+    command = [sys.executable, str(SCRIPTS / "tiny_job.py"), "{dir}", *options]
+    return prove(command, **{"kills": 3, "timeout_seconds": 30, **arguments})
+
+
+def text_of(result: ProveResult) -> str:
+    console = Console(file=StringIO(), width=120, highlight=False)
+    print_result(result, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+# ------------------------------------------------------------------ plain PyTorch, no Checkpointer
+
+
+def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
+    result = prove(PLAIN, kills=1, seed=1)
+    (trial,) = result.trials
+    assert (trial.outcome, result.exit_code) == (Outcome.EXACT, 0), text_of(result)
+    assert trial.num_kills == 1
+    assert [launch.exit_status for launch in trial.launches] == [-9, 0]
+    assert trial.verdict is not None
+    assert trial.verdict.num_resumes == 1
+    assert trial.digests == result.reference_digests
+    assert trial.digests.keys() == {"model", "optimizer"}
+
+
+def test_a_script_that_forgets_its_optimizer_is_told_so() -> None:
+    result = prove([*PLAIN, "--wrong", "optimizer"], kills=1, seed=3)
+    (trial,) = result.trials
+    assert (trial.outcome, result.exit_code) == (Outcome.DIVERGED, 1), text_of(result)
+    assert trial.verdict is not None
+    divergence = trial.verdict.divergence
+    assert divergence is not None
+    assert (divergence.component, divergence.leaf) == ("optimizer", "state[0].momentum_buffer")
+    assert divergence.step == trial.verdict.resumes[0].step + 1
+    assert "optimizer: state[0].momentum_buffer differs" in text_of(result)
+
+
+# ----------------------------------------------------------------------------- kills and answers
+
+
+def test_every_kill_hits_and_the_answer_is_written_as_json(tmp_path: Path) -> None:
+    result = tiny(json_path=tmp_path / "answer.json", keep=tmp_path / "runs")
+    assert result.ok, text_of(result)
+    assert result.trials[0].num_kills == 3
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["ok"] is True
+    assert answer["trials"][0]["outcome"] == "exact"
+    assert answer["trials"][0]["verdict"]["num_steps"] == 12
+    assert (tmp_path / "runs" / "killed" / "trace" / "launch-00003").is_dir()
+    text = text_of(result)
+    assert "EXACT: 12 steps" in text
+    assert text.count("SIGKILL after step") == 3
+
+
+def test_the_user_s_environment_is_left_as_it_is_but_for_four_variables(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "json.dump(dict(os.environ), open(sys.argv[1], 'a')); open(sys.argv[1], 'a').write('\\n')\n"
+        f"sys.argv[1:] = [sys.argv[2]]\nexec(open({str(SCRIPTS / 'tiny_job.py')!r}).read())\n"
+    )
+    seen = tmp_path / "seen"
+    prove([sys.executable, str(script), str(seen), "{dir}"], kills=1)
+    ours = {"RESUMEKIT_TRACE", "RESUMEKIT_RUN_ROOT", "PYTHONUNBUFFERED"}
+    for line in seen.read_text().splitlines():
+        inherited = {k: v for k, v in json.loads(line).items() if k not in ours | {"LC_CTYPE"}}
+        assert inherited == {k: v for k, v in os.environ.items() if k not in ours | {"LC_CTYPE"}}
+
+
+def test_the_same_seed_gives_the_same_instants() -> None:
+    steps = list(range(1, 41))
+    one, same, other = (
+        kill_instants(steps, 5, first_saved=5, rng=Random(seed)) for seed in (1, 1, 2)
+    )
+    assert one == same != other
+    assert all(0 <= kill.fraction < 1 for kill in one)
+    assert [(kill.step - 1) // 8 for kill in one] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_kill_falls_behind_the_first_save(seed: int) -> None:
+    (kill,) = kill_instants(range(1, 13), 1, first_saved=10, rng=Random(seed))
+    assert 10 <= kill.step <= 11
+
+
+def test_no_kills_compare_two_uninterrupted_runs() -> None:
+    result = tiny(kills=0)
+    assert result.ok
+    assert [launch.exit_status for launch in result.trials[0].launches] == [0]
+
+
+def test_a_script_that_does_not_repeat_itself_is_told_apart_from_a_bad_resume(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "job.py"
+    source = (SCRIPTS / "tiny_job.py").read_text()
+    script.write_text(source.replace('"model": 1', '"model": os.getpid()'))
+    result = prove([sys.executable, str(script), "{dir}"], kills=1)
+    assert (result.trials[0].outcome, result.exit_code) == (Outcome.NOT_REPRODUCIBLE, 1)
+    assert "before the first kill" in text_of(result)
+
+
+def test_a_relaunch_that_fails_is_not_exact() -> None:
+    result = tiny("--fail-on-relaunch")
+    (trial,) = result.trials
+    assert (trial.outcome, result.exit_code) == (Outcome.FAILED, 1)
+    assert "state-0.json: cannot be understood" in text_of(result)
+
+
+# ----------------------------------------------------------------------------- negative controls
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer"])
+def test_a_component_that_is_left_out_is_caught_and_named(component: str) -> None:
+    result = tiny(inject=component)
+    (trial,) = result.trials
+    assert (trial.outcome, result.exit_code) == (Outcome.CAUGHT, 0), text_of(result)
+    assert trial.verdict is not None
+    assert trial.verdict.divergence is not None
+    assert trial.verdict.divergence.event == "resumed"
+    assert trial.num_kills == 1
+
+
+def test_every_component_is_left_out_in_turn() -> None:
+    result = tiny(inject="all")
+    assert {trial.injected: trial.outcome for trial in result.trials} == {
+        "model": Outcome.CAUGHT,
+        "optimizer": Outcome.CAUGHT,
+        "extras": Outcome.NO_EFFECT,
+    }
+    assert result.exit_code == 0
+    assert "no effect" in text_of(result)
+
+
+def test_an_injection_that_nobody_notices_is_a_failure() -> None:
+    result = tiny("--deaf-to", "optimizer", inject="optimizer")
+    assert (result.trials[0].outcome, result.exit_code) == (Outcome.MISSED, 1)
+    assert tiny(inject="extras").trials[0].outcome is Outcome.MISSED
+
+
+def test_an_injection_under_a_wrong_name_is_a_failure() -> None:
+    result = tiny("--breaks", "model", inject="optimizer", kills=1)
+    assert (result.trials[0].outcome, result.exit_code) == (Outcome.MISNAMED, 1)
+
+
+def test_a_component_that_the_checkpoints_have_not_cannot_be_left_out() -> None:
+    with pytest.raises(ConfigurationError, match="expected one of model, optimizer, extras"):
+        tiny(inject="grad_scaler")
+
+
+# ----------------------------------------------------------------------- commands that misbehave
+
+
+def test_a_command_that_fails_by_itself_is_an_error_with_its_last_words() -> None:
+    with pytest.raises(CommandFailedError, match="there is no such thing as step four"):
+        tiny("--fail-at", "4")
+
+
+def test_a_command_that_never_traces_is_told_how_to() -> None:
+    with pytest.raises(ProveError, match=r"resumekit\.trace\("):
+        prove([sys.executable, "-c", "pass"])
+
+
+def test_a_command_that_trains_too_few_steps_is_told_so() -> None:
+    with pytest.raises(ProveError, match=r"trained 3 steps, expected more than 3"):
+        tiny("--steps", "3")
+
+
+def test_a_command_that_saves_nothing_before_its_end_is_told_so() -> None:
+    with pytest.raises(ProveError, match="saved nothing before its last step, 12"):
+        tiny("--save-every", "100")
+
+
+def test_a_command_that_hangs_is_killed_and_told() -> None:
+    began = time.monotonic()
+    with pytest.raises(CommandTimeoutError, match="did not end within 1 seconds"):
+        tiny("--hang-at", "5", timeout_seconds=1)
+    assert time.monotonic() - began < 20
+
+
+def test_a_command_that_ends_before_a_kill_is_told_so(tmp_path: Path) -> None:
+    """Everything is traced at once in the last moment, and only then could a kill be timed."""
+    script = tmp_path / "job.py"
+    source = (SCRIPTS / "tiny_job.py").read_text()
+    source = source.replace("    os.write(file, line", "    lines.append(line")
+    source = f"lines = []\n{source}\nos.write(file, b''.join(lines))\nos._exit(0)\n"
+    script.write_text(source.replace("from __future__ import annotations\n", ""))
+    with pytest.raises(ProveError, match="ended before the first kill could hit"):
+        prove([sys.executable, str(script), "{dir}", "--pause-seconds", "0.1"], kills=1, seed=2)
+
+
+def test_a_program_that_is_not_there_is_told_so() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be started"):
+        prove(["no-such-program-anywhere", "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"kills": -1}, "kills"), ({"world": 0}, "world"), ({"inject": "model", "kills": 0}, None)],
+)
+def test_arguments_without_a_meaning_are_refused(
+    arguments: dict[str, Any], words: str | None
+) -> None:
+    if words is None:
+        assert tiny(**arguments).trials[0].num_kills == 1  # an injected run is always killed
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        tiny(**arguments)
+
+
+def test_a_directory_that_is_not_empty_is_not_kept_into(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ConfigurationError, match="not empty"):
+        tiny(keep=tmp_path)
+
+
+def test_children_that_leave_the_group_die_with_it(tmp_path: Path) -> None:
+    result = tiny("--leave-child", kills=2, keep=tmp_path / "runs")
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.EXACT
+    children = (tmp_path / "runs" / "killed" / "files" / "children").read_text().split()
+    assert len(children) == 3
+    running = [pid for pid in children if is_running(int(pid))]
+    # The last launch ended by itself, and its child had neither its parent, nor its session, nor
+    # its environment: nobody can tell whose it is.
+    assert running in ([], children[2:])
+    for pid in running:
+        os.kill(int(pid), 9)
+
+
+def test_ranks_in_sessions_of_their_own_die_with_their_launcher(tmp_path: Path) -> None:
+    result = tiny("--pause-seconds", "0.05", kills=1, world=2, keep=tmp_path / "runs")
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.EXACT, text_of(result)
+    assert trial.verdict is not None
+    assert (trial.verdict.num_ranks, trial.verdict.num_resumes) == (2, 1)
+    assert marked_processes(str(tmp_path)) == []
+
+
+def marked_processes(word: str) -> list[int]:
+    """The processes that were started with this word somewhere in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if word.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+# ------------------------------------------------------------------------------ the command line
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "x.py", "-a"], ["python", "+", "x.py", "-a"]),
+        (["/usr/bin/python3.11", "-u", "x.py"], ["/usr/bin/python3.11", "-u", "+", "x.py"]),
+        (
+            ["python", "-X", "dev", "-m", "pkg.train", "-m"],
+            ["python", "-X", "dev", "+", "-m", "pkg.train", "-m"],
+        ),
+    ],
+)
+def test_several_ranks_go_through_torchrun(command: list[str], expected: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    place = expected.index("+")
+    whole = [*expected[:place], *launcher, *expected[place + 1 :]]
+    assert prepared(command, world=2, directory=Path("d")) == whole
+
+
+@pytest.mark.parametrize(
+    "command", [["./train.sh"], ["python", "-c", "pass"], ["torchrun", "x.py"]]
+)
+def test_what_torchrun_cannot_start_is_refused(command: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="several ranks"):
+        prepared(command, world=2, directory=Path("d"))
+
+
+def test_the_directory_is_filled_in_everywhere() -> None:
+    words = prepared(["python", "x.py", "{dir}/a", "--out={dir}"], world=1, directory=Path("/r"))
+    assert words == ["python", "x.py", "/r/a", "--out=/r"]
+
+
+def test_an_empty_command_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nothing to run"):
+        prove([])
