@@ -53,6 +53,7 @@ class Decoder:
         self._tensors = tensors
         self._where = where
         self._blobs: dict[str, bytes] = {}
+        self._spent: set[str] = set()
         self._arrays: dict[tuple[str, str], Any] = {}
         self._namedtuples: dict[tuple[str, ...], type[Any]] = {}
         self._by_tag: dict[str, Callable[[Any, int], Any]] = {
@@ -165,7 +166,11 @@ class Decoder:
         described, name = _as(list, body)
         if described not in ("<i8", "<f8"):
             raise ValueError(f"numbers of the dtype {str(described)[:80]!r}")
+        # Lists are copies: named a thousand times, a small file would fill the memory.
+        if name in self._spent:
+            raise ValueError(f"the numbers {str(name)[:80]!r} are there twice")
         numbers: list[Any] = np.frombuffer(self._bytes_of(name), described).tolist()
+        self._spent.add(name)
         return numbers
 
     def _bytes_of(self, name: Any) -> memoryview:

@@ -202,7 +202,9 @@ def test_without_workers_every_settled_point_continues_bit_for_bit(kind: str) ->
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
-@pytest.mark.parametrize("kind", ["shuffle", "even epochs", "replacement", "in two parts", "eager batch sampler"])
+@pytest.mark.parametrize(
+    "kind", ["shuffle", "even epochs", "replacement", "in two parts", "eager batch sampler"]
+)
 def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str) -> None:
     expected, stops = uninterrupted(kind, workers)
     for stop in places(stops):

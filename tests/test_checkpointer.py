@@ -1,0 +1,474 @@
+"""What a Checkpointer does for its user: starting, resuming, refusing, finishing, telling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.contract import SharingPattern, StateComponent
+from resumekit.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DeclarationError,
+    DirectoryError,
+    DirectoryInUseError,
+    DriftError,
+    InexactError,
+    LoopError,
+    NoUsableCheckpointError,
+    ResumekitError,
+    SaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from resumekit.prove.trace import rng_digests
+
+NUM_BATCHES = 4
+
+
+class Job:
+    """A small run whose parts can be replaced; ``train`` is its whole loop."""
+
+    def __init__(self, directory: Path, *, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = options.pop("model", None) or nn.Linear(3, 2)
+        make = options.pop("optimizer_class", torch.optim.AdamW)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
+        make_scheduler = options.pop("make_scheduler", None)
+        scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self.scheduler = scheduler
+        inputs = torch.arange(24.0).reshape(8, 3) / 24
+        data = TensorDataset(inputs, torch.arange(8) % 2)
+        self.loader = DataLoader(data, batch_size=2, shuffle=True)
+        self.losses: list[str] = []
+        settings: dict[str, Any] = {"save_every": 2, **options}
+        self.checkpointer = Checkpointer(
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=scheduler,
+            **settings,
+        )
+
+    def on_batch(self, batch: Any) -> None:
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.losses.append(float(loss.detach()).hex())
+        self.checkpointer.step(loss=loss)
+
+    def train(self, *, epochs: int = 2, stop_after: int | None = None) -> Job:
+        """The loop; ``stop_after`` raises in the middle of it, like a crash that leaves no time."""
+        with suppress(Crash), self.checkpointer:
+            for batch in self.checkpointer.batches(self.loader, epochs=epochs):
+                self.on_batch(batch)
+                if stop_after is not None and len(self.losses) == stop_after:
+                    raise Crash
+        return self
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process."""
+
+
+def steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step-*"))
+
+
+def weights(job: Job) -> list[float]:
+    return [value for p in job.model.parameters() for value in p.detach().flatten().tolist()]
+
+
+# ---------------------------------------------------------------- starting
+
+
+def test_the_identical_command_starts_resumes_and_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Job(tmp_path / "whole").train()
+    broken = Job(tmp_path / "run").train(stop_after=5)
+    again = Job(tmp_path / "run", seed=99).train()
+    done = Job(tmp_path / "run", seed=98).train()
+    assert broken.losses[:4] + again.losses == whole.losses
+    assert weights(again) == weights(whole) == weights(done)
+    assert done.losses == []
+    told = capsys.readouterr().err.splitlines()
+    assert sum("starting fresh" in line for line in told) == 2
+    assert sum("resuming at step 4" in line for line in told) == 1
+    assert sum("nothing to do, the run finished at step 8" in line for line in told) == 1
+
+
+def test_two_kills_in_one_epoch_continue_exactly(tmp_path: Path) -> None:
+    whole = Job(tmp_path / "whole", save_every=1).train()
+    first = Job(tmp_path / "run", save_every=1).train(stop_after=6)
+    second = Job(tmp_path / "run", save_every=1, seed=5).train(stop_after=1)
+    third = Job(tmp_path / "run", save_every=1, seed=6).train()
+    # The settled point of the last step is never passed when the loop is left by an exception.
+    assert first.losses[:5] + third.losses == whole.losses
+    assert second.losses == whole.losses[5:6]
+
+
+def test_a_directory_that_a_live_job_owns_is_refused_and_freed_by_close(tmp_path: Path) -> None:
+    first = Job(tmp_path)
+    first.checkpointer.resume()
+    with pytest.raises(DirectoryInUseError, match=f"in use by.*{os.getpid()}"):
+        Job(tmp_path).checkpointer.resume()
+    first.checkpointer.close()
+    Job(tmp_path).train()
+
+
+def test_a_directory_that_another_process_owns_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from resumekit.storage import Store;"
+        "store = Store(Path(sys.argv[1])); store.acquire(); print('owned', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "owned\n"
+        with pytest.raises(DirectoryInUseError, match=str(owner.pid)):
+            Job(tmp_path).checkpointer.resume()
+        owner.kill()
+    Job(tmp_path).train()
+
+
+def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("not a directory")
+    with pytest.raises(DirectoryError):
+        Job(tmp_path / "run").checkpointer.resume()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_every": 0},
+        {"save_every": "auto"},
+        {"save_every": "soon"},
+        {"save_every": True},
+        {"keep_latest": 0},
+        {"mode": "best"},
+        {"randomness": "keyed"},
+        {"on_save_error": "ignore"},
+        {"exclude": "optimizer"},
+        {"exclude": {"optimiser"}},
+        {"allow_changes": {"everything"}},
+        {"keep_lastest": 3},
+    ],
+    ids=str,
+)
+def test_an_option_without_meaning_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Job(tmp_path, **options)
+
+
+def test_wrong_declarations_are_refused() -> None:
+    linear = nn.Linear(1, 1)
+    with pytest.raises(DeclarationError, match="per_rank"):
+        StateComponent("rng", linear, SharingPattern.REPLICATED)
+    with pytest.raises(DeclarationError, match="process group"):
+        StateComponent("model", linear, SharingPattern.PER_GROUP)
+    with pytest.raises(DeclarationError, match="state_dict"):
+        StateComponent("model", 3)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_a_missing_slot_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
+    Job(tmp_path).train(stop_after=3)
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 2))
+    with pytest.raises(StateMismatchError, match=r"ema: .* has no ema .*allow_missing"):
+        Job(tmp_path, ema=average).train()
+    Job(tmp_path, ema=average, allow_missing={"ema"}).train()
+
+
+def test_an_extra_slot_is_refused_by_name_and_excluded_by_name(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 2))
+    Job(tmp_path, ema=average).train(stop_after=3)
+    with pytest.raises(StateMismatchError, match=r"ema: .* has ema, and this run has none"):
+        Job(tmp_path).train()
+    Job(tmp_path, exclude={"ema"}).train()
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": Renamed()}, "linear.weight"),
+        ({"model": nn.Linear(3, 5)}, "weight"),
+        ({"model": nn.Linear(3, 2).double()}, "weight"),
+        ({"optimizer_class": torch.optim.SGD}, "optimizer"),
+    ],
+    ids=["renamed", "other shape", "other dtype", "other optimizer"],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_live_changes(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    Job(tmp_path).train(stop_after=3)
+    job = Job(tmp_path, **change)
+    before = weights(job), rng_digests()
+    with pytest.raises(StateMismatchError, match=named):
+        job.checkpointer.resume()
+    assert (weights(job), rng_digests()) == before
+    assert job.optimizer.state_dict()["state"] == {}
+
+
+def test_another_horizon_is_refused_unless_allowed(tmp_path: Path) -> None:
+    Job(tmp_path).train()
+    with pytest.raises(DriftError, match=r"epochs=3.*expected epochs=2"):
+        Job(tmp_path).train(epochs=3)
+    longer = Job(tmp_path, allow_changes={"horizon"}).train(epochs=3)
+    assert len(longer.losses) == NUM_BATCHES
+
+
+def test_a_schedule_planned_for_another_horizon_is_refused(tmp_path: Path) -> None:
+    def cosine(num_steps: int) -> Any:
+        return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+
+    Job(tmp_path, make_scheduler=cosine(8)).train(stop_after=3)
+    with pytest.raises(DriftError, match="T_max"):
+        Job(tmp_path, make_scheduler=cosine(80)).train()
+    Job(tmp_path, make_scheduler=cosine(8)).train()
+
+
+def test_a_run_without_amp_may_turn_it_on_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Job(tmp_path).train(stop_after=3)
+    Job(tmp_path, grad_scaler=torch.amp.GradScaler("cpu")).train()
+    assert "without a gradient scaler" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- naming a checkpoint
+
+
+def test_a_named_checkpoint_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="step-00000002"):
+        Job(tmp_path, resume_from="step-00000002").train()
+
+
+def test_a_named_checkpoint_is_the_start_and_the_same_command_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    whole = Job(tmp_path, keep_latest=None).train()
+    branch = Job(tmp_path, keep_latest=None, resume_from="step-00000002").train(stop_after=3)
+    assert branch.losses == whole.losses[2:5]
+    rest = Job(tmp_path, keep_latest=None, resume_from="step-00000002").train()
+    assert rest.losses == whole.losses[4:]
+
+
+def test_excluded_state_is_left_as_it_is_and_recorded(tmp_path: Path) -> None:
+    Job(tmp_path).train(stop_after=3)
+    job = Job(tmp_path, exclude={"optimizer"})
+    report = job.checkpointer.resume()
+    assert job.optimizer.state_dict()["state"] == {}
+    assert "optimizer" not in [line.key for line in report.components]
+    job.train()
+    newest = max(tmp_path.glob("step-*"))
+    assert '"exclude"' in (newest / "manifest.json").read_text()
+
+
+# ---------------------------------------------------------------- keeping and finishing
+
+
+def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
+    job = Job(tmp_path, save_every=1, best_metric="score", mode="max")
+    with job.checkpointer as checkpointer:
+        for batch in checkpointer.batches(job.loader, epochs=2):
+            job.on_batch(batch)
+            checkpointer.report(score=1.0 if checkpointer.progress.step == 3 else 0.0)
+        best = checkpointer.best()
+    assert steps(tmp_path) == ["step-00000003", "step-00000007", "step-00000008"]
+    assert best is not None
+    assert (best.path.name, best.step, best.value) == ("step-00000003", 3, 1.0)
+
+
+def test_an_improved_metric_makes_a_save_due(tmp_path: Path) -> None:
+    job = Job(tmp_path, save_every=None, best_metric="loss")
+    with job.checkpointer as checkpointer:
+        for batch in checkpointer.batches(job.loader, epochs=1):
+            job.on_batch(batch)
+            checkpointer.report(loss=float(abs(checkpointer.progress.step - 2)))
+    assert "step-00000002" in steps(tmp_path)
+
+
+def test_stop_finishes_early_and_for_good(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with job.checkpointer as checkpointer:
+        for batch in checkpointer.batches(job.loader, epochs=2):
+            job.on_batch(batch)
+            if checkpointer.progress.step == 3:
+                checkpointer.stop("no improvement")
+    assert len(job.losses) == 3
+    again = Job(tmp_path)
+    assert again.checkpointer.resume().finished == "no improvement"
+    assert again.train().losses == []
+
+
+def test_break_does_not_finish_and_saves_what_is_due(tmp_path: Path) -> None:
+    whole = Job(tmp_path / "whole").train()
+    job = Job(tmp_path / "run")
+    with job.checkpointer as checkpointer:
+        for batch in checkpointer.batches(job.loader, epochs=2):
+            job.on_batch(batch)
+            if checkpointer.progress.step == 4:
+                break
+    assert Job(tmp_path / "run", seed=3).train().losses == whole.losses[4:]
+
+
+def test_steps_can_be_the_horizon(tmp_path: Path) -> None:
+    def run(directory: Path, stop_after: int | None = None) -> list[str]:
+        job = Job(directory)
+        with suppress(Crash), job.checkpointer as checkpointer:
+            for batch in checkpointer.batches(job.loader, steps=6):
+                job.on_batch(batch)
+                if len(job.losses) == stop_after:
+                    raise Crash
+        return job.losses
+
+    whole = run(tmp_path / "whole")
+    assert len(whole) == 6
+    assert run(tmp_path / "run", 5)[:4] + run(tmp_path / "run") == whole
+    assert run(tmp_path / "run") == []
+
+
+def test_epochs_give_absolute_numbers_and_the_rest_of_the_epoch(tmp_path: Path) -> None:
+    def run(stop_after: int | None = None) -> list[tuple[int, int]]:
+        job = Job(tmp_path)
+        seen = []
+        with suppress(Crash), job.checkpointer as checkpointer:
+            for epoch in checkpointer.epochs(3):
+                batches = checkpointer.batches(job.loader)
+                for number, batch in enumerate(batches, start=batches.initial):
+                    job.on_batch(batch)
+                    seen.append((epoch, number))
+                    if len(seen) == stop_after:
+                        raise Crash
+        return seen
+
+    every = [(epoch, number) for epoch in range(3) for number in range(NUM_BATCHES)]
+    assert run(7)[:6] + run() == every
+    assert run() == []
+
+
+def test_a_progress_bar_can_be_drawn(tmp_path: Path) -> None:
+    Job(tmp_path).train(stop_after=6)
+    job = Job(tmp_path)
+    with job.checkpointer as checkpointer:
+        batches = checkpointer.batches(job.loader, epochs=2)
+        assert (len(batches), batches.initial) == (2 * NUM_BATCHES, 4)
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def test_a_loop_without_step_is_told_so(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with pytest.raises(LoopError, match="not one call of step"), job.checkpointer as checkpointer:
+        for _ in checkpointer.batches(job.loader, epochs=1):
+            pass
+
+
+def test_step_without_a_loop_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(LoopError, match="without a batch"):
+        Job(tmp_path).checkpointer.step()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "steps": 2}], ids=str)
+def test_batches_take_one_horizon(tmp_path: Path, arguments: dict[str, int]) -> None:
+    job = Job(tmp_path)
+    with pytest.raises(TypeError, match="epochs="):
+        job.checkpointer.batches(job.loader, **arguments)
+
+
+def test_strict_refuses_what_would_not_come_back_exactly(tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([torch.ones(2, 3)] * 4)
+
+    job = Job(tmp_path, strict=True)
+    with pytest.raises(InexactError, match="data: equivalent"), job.checkpointer as checkpointer:
+        for _ in checkpointer.batches(Stream(), epochs=1):
+            pass
+
+
+def test_extras_come_back_in_place(tmp_path: Path) -> None:
+    extras = {"phase": 1, "counter": torch.zeros(2)}
+    job = Job(tmp_path, extras=extras)
+    extras["phase"] = 7
+    job.train(stop_after=3)
+    again: dict[str, Any] = {"phase": 1, "counter": torch.ones(2)}
+    Job(tmp_path, extras=again).checkpointer.resume()
+    assert again["phase"] == 7
+    assert again["counter"].tolist() == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------- saving that fails
+
+
+def test_a_value_that_cannot_be_stored_is_refused_by_path_before_any_write(tmp_path: Path) -> None:
+    job = Job(tmp_path, extras={"hook": {"on_step": lambda: None}})
+    with pytest.raises(UnsupportedValueError, match="on_step"):
+        job.train()
+    assert steps(tmp_path) == []
+    assert list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_a_failing_save_raises_or_by_policy_warns_and_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RESUMEKIT_FAILPOINTS", "fsync:3=ENOSPC")
+    with pytest.raises(SaveError, match="No space left"):
+        Job(tmp_path / "raise").train()
+    warned = Job(tmp_path / "warn", on_save_error="warn").train()
+    assert len(warned.losses) == 2 * NUM_BATCHES
+    assert "training goes on" in capsys.readouterr().err
+    assert steps(tmp_path / "warn")[-1] == "step-00000008"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_afresh(tmp_path: Path) -> None:
+    Job(tmp_path).train(stop_after=5)
+    for step in tmp_path.glob("step-*"):
+        (step / "manifest.json").write_text("{}")
+    for _ in range(2):  # the second time they are in quarantine already
+        job = Job(tmp_path)
+        before = weights(job)
+        with pytest.raises(NoUsableCheckpointError, match="step-0000000"):
+            job.train()
+        assert weights(job) == before
+
+
+def test_every_error_says_where_what_was_found_and_travels_between_ranks() -> None:
+    import copy
+
+    error = StateMismatchError("ema", found="nothing", expected="one", remedy="Give one.")
+    assert str(error) == "ema: nothing, expected one. Give one."
+    assert str(copy.copy(error)) == str(error)
+    assert isinstance(error, (ValueError, ResumekitError))
