@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from workloads import BATCH_SIZE, NUM_SAMPLES, train
 
-from resumekit.testing import Cell, Kit, KillPoint, pairwise
+from resumekit.testing import Cell, KillPoint, Kit, pairwise
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "kill": (

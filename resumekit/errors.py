@@ -4,33 +4,33 @@ Each one says where it happened, what was found, what was expected and one remed
 from the builtin that a caller would expect, so ``except ValueError`` keeps working::
 
     ResumekitError
-    ├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
-    │   └── DeclarationError                     a component is declared in a way that cannot be right
-    ├── MissingDependencyError (ImportError)     a framework is missing or too old
-    ├── UnsupportedValueError (TypeError)        a value that cannot be stored, refused before any write
-    ├── InexactError                             strict=True and something would not come back exactly
-    ├── DirectoryError (OSError)                 the run directory cannot be used
-    │   ├── DirectoryInUseError                  another live job owns it
-    │   ├── OwnershipLostError                   another attempt took it over while this one ran
-    │   └── SharedDirectoryError                 the ranks do not see one directory
-    ├── SaveError (OSError)                      a save failed; the previous checkpoint is untouched
-    │   └── InsufficientSpaceError               refused before anything was written
+    ├── ConfigurationError (ValueError)      an argument or a combination of arguments is wrong
+    │   └── DeclarationError                 a component is declared in a way that cannot be right
+    ├── MissingDependencyError (ImportError) a framework is missing or too old
+    ├── UnsupportedValueError (TypeError)    a value that cannot be stored, refused before any write
+    ├── InexactError                         strict=True and something would not come back exactly
+    ├── DirectoryError (OSError)             the run directory cannot be used
+    │   ├── DirectoryInUseError              another live job owns it
+    │   ├── OwnershipLostError               another attempt took it over while this one ran
+    │   └── SharedDirectoryError             the ranks do not see one directory
+    ├── SaveError (OSError)                  a save failed; the previous checkpoint is untouched
+    │   └── InsufficientSpaceError           refused before anything was written
     ├── CheckpointError
-    │   ├── CheckpointNotFoundError (LookupError)    a checkpoint named by the user is not there
-    │   ├── CorruptCheckpointError                   proven damage: a digest, a size, a manifest
-    │   ├── FormatVersionError                       written by a newer version of the format
-    │   ├── UnreadableCheckpointError (OSError)      an I/O error; it may be fine the next time
-    │   └── NoUsableCheckpointError                  checkpoints are there, and none can be used
-    ├── StateMismatchError (ValueError)          the checkpoint does not fit the live objects
-    │   └── DriftError                           it fits, but a setting that shapes the run has changed
-    ├── DataPositionError                        the data position cannot be found again
-    ├── LoopError (RuntimeError)                 the loop called things in an order that has no meaning
-    ├── RankDisagreementError (RuntimeError)     the ranks of one job said different things
-    ├── RankFailedError (RuntimeError)           something unforeseen failed on one rank
-    ├── TraceError                               a trace is missing or damaged
-    └── ProveError                               a command could not be judged
-        ├── CommandFailedError                   it failed without anybody killing it
-        └── CommandTimeoutError (TimeoutError)   it did not end in the time it was given
+    │   ├── CheckpointNotFoundError (LookupError) a checkpoint named by the user is not there
+    │   ├── CorruptCheckpointError           proven damage: a digest, a size, a manifest
+    │   ├── FormatVersionError               written by a newer version of the format
+    │   ├── UnreadableCheckpointError (OSError) an I/O error; it may be fine the next time
+    │   └── NoUsableCheckpointError          checkpoints are there, and none can be used
+    ├── StateMismatchError (ValueError)      the checkpoint does not fit the live objects
+    │   └── DriftError                       it fits, but a setting that shapes the run has changed
+    ├── DataPositionError                    the data position cannot be found again
+    ├── LoopError (RuntimeError)             the loop called things in an order that has no meaning
+    ├── RankDisagreementError (RuntimeError) the ranks of one job said different things
+    ├── RankFailedError (RuntimeError)       something unforeseen failed on one rank
+    ├── TraceError                           a trace is missing or damaged
+    └── ProveError                           a command could not be judged
+        ├── CommandFailedError               it failed without anybody killing it
+        └── CommandTimeoutError (TimeoutError) it did not end in the time it was given
 """
 
 from __future__ import annotations

@@ -74,15 +74,15 @@ class Job:
 
     def train(self, *, epochs: int = 2, stop_after: int | None = None) -> Job:
         """The loop; ``stop_after`` raises in the middle of it, like a crash that leaves no time."""
-        with suppress(Crash), self.checkpointer:
+        with suppress(CrashError), self.checkpointer:
             for batch in self.checkpointer.batches(self.loader, epochs=epochs):
                 self.on_batch(batch)
                 if stop_after is not None and len(self.losses) == stop_after:
-                    raise Crash
+                    raise CrashError
         return self
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """Stands for whatever ends a process."""
 
 
@@ -135,7 +135,8 @@ def test_a_directory_that_a_live_job_owns_is_refused_and_freed_by_close(tmp_path
 def test_a_directory_that_another_process_owns_is_refused(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from resumekit.storage import Store;"
-        "store = Store(Path(sys.argv[1])); store.acquire(); print('owned', flush=True); sys.stdin.read()"
+        "store = Store(Path(sys.argv[1])); store.acquire();"
+        "print('owned', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(
@@ -346,11 +347,11 @@ def test_break_does_not_finish_and_saves_what_is_due(tmp_path: Path) -> None:
 def test_steps_can_be_the_horizon(tmp_path: Path) -> None:
     def run(directory: Path, stop_after: int | None = None) -> list[str]:
         job = Job(directory)
-        with suppress(Crash), job.checkpointer as checkpointer:
+        with suppress(CrashError), job.checkpointer as checkpointer:
             for batch in checkpointer.batches(job.loader, steps=6):
                 job.on_batch(batch)
                 if len(job.losses) == stop_after:
-                    raise Crash
+                    raise CrashError
         return job.losses
 
     whole = run(tmp_path / "whole")
@@ -363,14 +364,14 @@ def test_epochs_give_absolute_numbers_and_the_rest_of_the_epoch(tmp_path: Path) 
     def run(stop_after: int | None = None) -> list[tuple[int, int]]:
         job = Job(tmp_path)
         seen = []
-        with suppress(Crash), job.checkpointer as checkpointer:
+        with suppress(CrashError), job.checkpointer as checkpointer:
             for epoch in checkpointer.epochs(3):
                 batches = checkpointer.batches(job.loader)
                 for number, batch in enumerate(batches, start=batches.initial):
                     job.on_batch(batch)
                     seen.append((epoch, number))
                     if len(seen) == stop_after:
-                        raise Crash
+                        raise CrashError
         return seen
 
     every = [(epoch, number) for epoch in range(3) for number in range(NUM_BATCHES)]

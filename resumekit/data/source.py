@@ -260,7 +260,8 @@ class MapSource(_Position):
         assert self._iterator is not None
         for _ in range(num_padding):
             padding, indices = next(self._iterator), self._sampler.drawn.popleft()
-            assert isinstance(padding, Padding) and isinstance(indices, PaddingIndices)
+            assert isinstance(padding, Padding)
+            assert isinstance(indices, PaddingIndices)
 
     def _num_padding(self) -> int:
         workers = self.loader.num_workers
