@@ -62,6 +62,7 @@ class Checkpointer(_Checkpointer):
             lr_scheduler=lr_scheduler,
             grad_scaler=grad_scaler,
             ema=ema,
+            adopt=True,
         )
         if _num_ranks() > 1:
             components += rank_buffer_components(model=model, ema=ema)

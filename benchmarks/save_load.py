@@ -8,7 +8,7 @@ other on the same disk, so the ratios hold on a machine whose load changes. What
 * load: ours with every byte verified against ``torch.load``, both from a cold page cache;
 * memory: the highest resident size of a fresh process, with and without the save.
 
-    python benchmarks/save_load.py [--rounds 7] [--directory DIR] [--record]
+    python benchmarks/save_load.py [--rounds 8] [--directory DIR] [--record]
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,38 +173,37 @@ def drop_page_cache(directory: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
+    with suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        pass
 
 
 def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
-    """All contenders, interleaved; the order changes from round to round."""
+    """All contenders, interleaved; who comes first changes from round to round.
+
+    Each one finds the same: an idle disk and the other's files deleted.
+    """
     states = training_state()
     expected = leaf_digests(states)
     seconds = Seconds()
     for number in range(num_rounds + 1):  # the first round warms up and checks what was loaded
-        order = list(SAVERS) if number % 2 else list(reversed(SAVERS))
-        for name in order:
+        took: dict[str, tuple[float, float]] = {}
+        for name in list(SAVERS)[:: 1 if number % 2 else -1]:
+            path = directory / name
             os.sync()
-            took, _ = timed(lambda name=name: SAVERS[name](states, directory / name))
-            seconds.save[name] += [took] if number else []
-        for name in order:
-            drop_page_cache(directory / name)
-            took, found = timed(lambda name=name: LOADERS[name](directory / name))
-            seconds.load[name] += [took] if number else []
+            save_seconds, _ = timed(partial(SAVERS[name], states, path))
+            drop_page_cache(path)
+            load_seconds, found = timed(partial(LOADERS[name], path))
             if number == 0 and leaf_digests(found) != expected:
                 raise AssertionError(f"{name} did not give back what was saved")
             del found
-        for name in order:
-            shutil.rmtree(directory / name)
+            shutil.rmtree(path)
+            took[name] = (save_seconds, load_seconds)
         if number:
-            rows = (
-                f"{name} {seconds.save[name][-1]:.2f}/{seconds.load[name][-1]:.2f}"
-                for name in order
-            )
-            console.print(f"round {number}: save/load seconds " + ", ".join(rows), style="dim")
+            for name, (save_seconds, load_seconds) in took.items():
+                seconds.save[name].append(save_seconds)
+                seconds.load[name].append(load_seconds)
+            told = (f"{name} {save:.2f} {load:.2f}" for name, (save, load) in took.items())
+            console.print(f"round {number}, save and load: " + ", ".join(told), style="dim")
     return seconds
 
 
@@ -265,7 +266,9 @@ def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str
 HEADINGS = ("", "resumekit", "torch + fsync", "ratio", "aim")
 
 
-def record(rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str]) -> Path:
+def record(
+    rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str], num_rounds: int
+) -> Path:
     """The dated file with these results."""
     now = datetime.now(timezone.utc)
     path = RESULTS / f"{now:%Y-%m-%d}.md"
@@ -273,7 +276,8 @@ def record(rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str])
     lines = [
         f"# Save and load, {now:%Y-%m-%d %H:%M} UTC",
         "",
-        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB; medians.",
+        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW's state, 1.49 GB.",
+        f"Medians of {num_rounds} interleaved rounds; the ratio is the median of the rounds' ratios.",
         "",
         *(f"- {name}: {text}" for name, text in about.items()),
         "",
@@ -287,7 +291,7 @@ def record(rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str])
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds (default 8)")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/<date>.md")
     parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
@@ -306,7 +310,7 @@ def main() -> None:
     console.print(table)
     console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
     if arguments.record:
-        console.print(f"written to {record(rows, about)}")
+        console.print(f"written to {record(rows, about, arguments.rounds)}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from resumekit.contract import (
 from resumekit.data import DataPosition
 from resumekit.distributed import World
 from resumekit.errors import CheckpointError, DriftError
-from resumekit.options import Options
+from resumekit.options import Options, names_component
 from resumekit.progress import Counters
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.report import ResumeReport, tell
@@ -143,7 +143,7 @@ class Run:
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest
         changed = differences(manifest.fingerprint, self._fingerprint)
-        self._refuse_drift(changed)
+        self._accept_drift(changed)
         fresh = check_fit(manifest, self.components, self.options)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
@@ -167,9 +167,23 @@ class Run:
             finished=self.counters.finished,
         )
 
-    def _refuse_drift(self, changed: Sequence[Difference]) -> None:
-        refused = [each for each in changed if each.severity is Severity.HORIZON]
-        if refused and "horizon" not in self.options.allow_changes:
+    def _accept_drift(self, changed: Sequence[Difference]) -> None:
+        """Refuses a changed horizon, or lets the schedulers keep the live one where that is allowed.
+
+        Raises:
+            DriftError: what the learning rate was planned for has changed.
+        """
+        refused = [
+            each
+            for each in changed
+            if each.severity is Severity.HORIZON
+            and not names_component(self.options.exclude, each.name.split(".", 1)[0])
+        ]
+        if "horizon" in self.options.allow_changes:
+            for component in self.components:
+                if hasattr(component.stateful, "keep_horizon"):
+                    component.stateful.keep_horizon = True
+        elif refused:
             raise DriftError(
                 "horizon",
                 found="; ".join(str(each) for each in refused),
@@ -201,7 +215,8 @@ class Run:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
         self.position.restore_generators()
         if self._random is not None:
-            self.rng.load_state_dict(self._random)
+            for remark in self.rng.load_state_dict(self._random):
+                self.tell(remark)
             self._random = None
         if self._resumed_step is not None:
             self.trace_state("resumed", self._resumed_step)

@@ -256,6 +256,10 @@ def test_a_schedule_planned_for_another_horizon_is_refused(tmp_path: Path) -> No
     Job(tmp_path, make_scheduler=cosine(8)).train(stop_after=3)
     with pytest.raises(DriftError, match="T_max"):
         Job(tmp_path, make_scheduler=cosine(80)).train()
+    changed = Job(tmp_path, make_scheduler=cosine(80), allow_changes={"horizon"})
+    changed.checkpointer.resume()
+    assert changed.scheduler.T_max == 80
+    changed.checkpointer.close()
     Job(tmp_path, make_scheduler=cosine(8)).train()
 
 

@@ -25,6 +25,7 @@ def state_components(
     lr_scheduler: Any = None,
     grad_scaler: Any = None,
     ema: Any = None,
+    adopt: bool = False,
 ) -> tuple[StateComponent, ...]:
     """The replicated components of a run's objects, each slot one object or a dict of named ones.
 
@@ -34,6 +35,7 @@ def state_components(
         lr_scheduler: schedulers.
         grad_scaler: gradient scalers.
         ema: averaged models, or objects with ``state_dict``.
+        adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
 
     Raises:
         DeclarationError: a slot was given a list, or something without ``state_dict``.
@@ -42,7 +44,9 @@ def state_components(
     states = {
         **named_states(Slot.MODEL, model, lambda given, key: ModelState(given, key=key)),
         **named_states(
-            Slot.OPTIMIZER, optimizer, lambda given, key: OptimizerState(given, modules, key=key)
+            Slot.OPTIMIZER,
+            optimizer,
+            lambda given, key: OptimizerState(given, modules, key=key, adopt=adopt),
         ),
         **named_states(
             Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)

@@ -51,8 +51,8 @@ class Extras:
                 mismatches.append(
                     Mismatch(repr(name), "the state of an object in the checkpoint", found)
                 )
-            elif hasattr(live, "check_state_dict"):
-                live.check_state_dict(saved)
+            elif (check := getattr(live, "check_state_dict", None)) is not None:
+                check(saved)
         for name, live in self.live.items():
             if isinstance(live, Stateful) and name not in state["objects"]:
                 found = "a plain value" if name in state["values"] else "not in the checkpoint"

@@ -79,7 +79,7 @@ class ModelState:
         # base model do), and check_state_dict has compared the names with what it gives.
         outcome = self.module.load_state_dict(by_raw_name, strict=False)
         problems = [
-            Mismatch(names.get(raw, raw), "in the checkpoint", "a name that the module takes")
+            Mismatch(str(names.get(raw, raw)), "in the checkpoint", "a name that the module takes")
             for raw in outcome.unexpected_keys
         ]
         refuse(self.key, problems, remedy=_REMEDY)

@@ -14,7 +14,7 @@ import xxhash
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.payload.codec import encode
-from resumekit.payload.encode import described_dtype
+from resumekit.payload.encode import as_numbers, described_dtype
 from resumekit.payload.found import check_tensor
 from resumekit.payload.leaves import buffers_of
 from resumekit.payload.limits import MAX_DEPTH
@@ -60,6 +60,8 @@ def _leaves(value: Any, place: Place, depth: int = 0) -> Iterator[tuple[Place, A
     elif isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaves(item, place.key(key), depth + 1)
+    elif isinstance(value, list) and as_numbers(value) is not None:
+        yield place, value
     elif isinstance(value, list | tuple | deque) and value:
         fields = getattr(value, "_fields", None)
         for index, item in enumerate(value):

@@ -22,7 +22,6 @@ from resumekit.payload.leaves import Leaf, bytes_leaf
 from resumekit.payload.limits import (
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
-    MAX_VALUES,
     hash_flood,
     namedtuple_type,
 )
@@ -59,7 +58,6 @@ class Encoder:
         self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
         self._namedtuples: dict[tuple[str, ...], bool] = {}
         self._num_enums = 0
-        self._num_values = 0
         self._by_type: dict[type, Callable[[Any, Place, int], Any]] = {
             type(None): _as_it_is,
             bool: _as_it_is,
@@ -99,13 +97,6 @@ class Encoder:
         if depth > MAX_DEPTH:
             raise UnsupportedValueError(
                 str(place), found="nested too deeply, or part of itself", remedy="Flatten it"
-            )
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise UnsupportedValueError(
-                str(place),
-                found=f"more than {MAX_VALUES:,} values that are not in arrays or tensors",
-                remedy="Store them as arrays",
             )
         known = self._by_type.get(type(value))
         if known is not None:
@@ -147,8 +138,8 @@ class Encoder:
     # Containers. Their own tag costs a level of JSON, so their elements are two levels down.
 
     def _list(self, value: list[Any], place: Place, depth: int) -> Any:
-        numbers = _as_array(value) if len(value) > _MAX_INLINE_NUMBERS else None
-        if numbers is not None:  # the order of a sampler: a million ints
+        numbers = as_numbers(value)
+        if numbers is not None:
             return {"$numbers": [numbers.dtype.str, self._leaf(bytes_leaf(numbers), place)]}
         return self._items(value, place, depth)
 
@@ -254,12 +245,17 @@ def _as_it_is(value: Any, _: Place, __: int) -> Any:
     return value
 
 
-def _as_array(value: list[Any]) -> npt.NDArray[Any] | None:
-    """The list as an array, if it holds nothing but 64-bit ints or nothing but floats."""
+def as_numbers(value: list[Any]) -> npt.NDArray[Any] | None:
+    """A long list as an array, if it holds nothing but 64-bit ints or nothing but floats.
+
+    The order of a sampler is a list of a million ints.
+    """
+    if len(value) <= _MAX_INLINE_NUMBERS:
+        return None
     kinds = set(map(type, value))
     if kinds == {float}:
         return np.array(value, "<f8")
-    if kinds == {int} and -(2**63) <= min(value) and max(value) < 2**63:
+    if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
         return np.array(value, "<i8")
     return None
 

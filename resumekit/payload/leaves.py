@@ -98,8 +98,8 @@ def retyped(
 class _Memory:
     """A tensor's memory under numpy's array interface.
 
-    Not through ``Tensor.numpy()``: that marks the live storage as not resizable for ever (torch 2.13
-    torch/csrc/utils/tensor_numpy.cpp, tensor_to_numpy), and FSDP frees its storages by resizing.
+    Not through ``Tensor.numpy()``: that marks the live storage as not resizable for ever (torch
+    2.13, torch/csrc/utils/tensor_numpy.cpp), and FSDP frees its storages by resizing them.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -11,9 +11,6 @@ from typing import Any
 # Levels of JSON. The parser allows 64; two are the index's own, the last value takes some more.
 MAX_DEPTH = 40
 
-# The parser takes four million brackets and commas; a value needs six at most.
-MAX_VALUES = 600_000
-
 # A namedtuple type costs a tenth of a millisecond to make.
 MAX_NAMEDTUPLE_TYPES = 1000
 _MAX_NAMEDTUPLE_FIELDS = 1000

@@ -16,6 +16,7 @@ from resumekit.storage import BLOCK_BYTES, FileEntry, Staging, StepReader
 from resumekit.storage.sealed import MAX_JSON_BYTES
 
 _NO_DIGEST = "0" * 32
+_MANY_VALUES = 500_000  # far below what the parser of the index takes
 
 
 class Payload:
@@ -84,15 +85,18 @@ class Payload:
 
     def _size_of_index(self) -> int:
         num_blocks = -(-self._data_bytes // BLOCK_BYTES)
-        size = len(self._index((_NO_DIGEST,) * num_blocks).to_bytes())
-        if size > MAX_JSON_BYTES:
-            raise UnsupportedValueError(
-                ", ".join(self._states),
-                found=f"{size:,} bytes of values that are not in arrays or tensors",
-                expected=f"at most {MAX_JSON_BYTES:,}",
-                remedy="Store them as arrays",
-            )
-        return size
+        data = self._index((_NO_DIGEST,) * num_blocks).to_bytes()
+        if len(data) > MAX_JSON_BYTES or data.count(b",") > _MANY_VALUES:
+            try:
+                Index.from_bytes(data, where=self._stem)
+            except CorruptCheckpointError as error:
+                raise UnsupportedValueError(
+                    ", ".join(self._states),
+                    found=f"too much that is not in arrays or tensors: {error.found}",
+                    expected=error.expected,
+                    remedy="Store long lists as arrays",
+                ) from error
+        return len(data)
 
 
 def read_payload(

@@ -138,9 +138,9 @@ def test_a_renamed_parameter_is_refused_with_both_names(stored: Any) -> None:
 def test_a_model_of_which_every_name_changed_is_refused_quickly() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(1500))
     saved = {f"blocks.{name}": value for name, value in layers.state_dict().items()}
-    begin = time.perf_counter()
+    begin = time.process_time()
     message = refused(layers, saved)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert "'blocks.0.weight'" in message
 
 

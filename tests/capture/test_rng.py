@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import statistics
+import time
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -182,9 +182,15 @@ def test_cuda_devices_continue(stored: Any) -> None:
     assert torch.randn(4, device="cuda").tolist() == expected
 
 
-def test_the_state_of_a_process_is_taken_in_microseconds() -> None:
+def test_the_state_of_a_process_costs_little_more_than_numpys_own() -> None:
+    # NumPy's costs most of it: 624 words that it copies one by one. The least of many short
+    # rounds in turn, in CPU time, is what a busy machine leaves undisturbed.
+    def seconds(call: Callable[[], Any]) -> float:
+        return timeit.timeit(call, number=20, timer=time.process_time)
+
     state = RngState()
-    rounds = timeit.repeat(state.state_dict, number=100, repeat=7)
-    # NumPy's own state costs most of it: 624 words that it copies one by one.
-    alone = timeit.repeat(lambda: np.random.get_state(legacy=False), number=100, repeat=7)
-    assert statistics.median(rounds) < 4 * statistics.median(alone)
+    rounds = [
+        (seconds(state.state_dict), seconds(lambda: np.random.get_state(legacy=False)))
+        for _ in range(25)
+    ]
+    assert min(ours for ours, _ in rounds) < 4 * min(alone for _, alone in rounds)

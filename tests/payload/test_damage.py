@@ -1,7 +1,8 @@
-"""Damage is found before anything is given out; a hostile file gives a typed error and runs nothing."""
+"""Damage is found before anything is given out; hostile files give typed errors and run nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -82,7 +83,7 @@ def test_a_data_file_of_another_save_is_found(checkpoints: Any) -> None:
 
 def test_a_missing_rank_file_or_state_is_named(checkpoints: Any) -> None:
     step = checkpoints.save(states())
-    with pytest.raises(CorruptCheckpointError, match="state/rank-00001.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"state/rank-00001\.json"):
         read_payload(step, "state", 1)
     with pytest.raises(CorruptCheckpointError, match="has no state of 'optimizer'"):
         read_payload(step, "state", 0, keys=["optimizer"])
@@ -110,7 +111,7 @@ def test_a_pickle_in_place_of_either_file_is_never_run(checkpoints: Any, tmp_pat
             with pytest.raises(CorruptCheckpointError):
                 read_payload(checkpoints.forge(*pair), "state", 0)
     assert not marker.exists()
-    pickle.loads(bomb)
+    pickle.loads(bomb)  # noqa: S301
     assert marker.exists(), "the bomb would have worked"
 
 
@@ -205,7 +206,7 @@ def test_a_dtype_that_this_torch_is_too_old_for_is_not_called_damaged(
 ) -> None:
     step = checkpoints.save({"model": torch.zeros(2, dtype=torch.float8_e8m0fnu)})
     monkeypatch.delattr(torch, "float8_e8m0fnu")
-    with pytest.raises(FormatVersionError, match="float8_e8m0fnu, which torch .* does not have"):
+    with pytest.raises(FormatVersionError, match=r"float8_e8m0fnu, which torch .* does not have"):
         read_payload(step, "state", 0)
 
 
@@ -243,7 +244,14 @@ TREES: dict[str, Any] = {
     "bytes": [{"$bytes": "0"}, {"$bytes": "0g"}, {"$bytes": 5}],
     "blob": [{"$blob": "none"}, {"$blob": "float"}, {"$blob": ["bytes"]}, {"$blob": 1}],
     "tuple": [{"$tuple": 1}, {"$tuple": {}}],
-    "set": [{"$set": [[]]}, {"$set": [1, 1]}, {"$set": [1, True]}, {"$set": [{"$tensor": "float"}]}],
+    "set": [
+        {"$set": [[]]}, {"$set": [1, 1]}, {"$set": [1, True]}, {"$set": [{"$tensor": "float"}]},
+    ],
+    "numbers": [
+        {"$numbers": ["<i8", "none"]}, {"$numbers": ["<i4", "bytes"]}, {"$numbers": 1},
+        {"$numbers": ["|O", "object"]}, {"$numbers": ["<i8", "bytes"]},
+        [{"$numbers": ["<i8", "object"]}] * 2,
+    ],
     "dict": [
         {"$dict": [1]}, {"$dict": [[], 1]}, {"$dict": [1, 2, 1.0, 3]}, {"$dict": {}},
         {"$dict": [{"$array": ["|u1", [4], "C", "bytes"]}, 1]},
@@ -277,7 +285,8 @@ TREES: dict[str, Any] = {
         {"$array": ["|O", [1], "C", "object"]}, {"$array": ["|u1", [-4], "C", "bytes"]},
         {"$array": ["|u1", [4], "C", "float"]}, {"$array": ["<f4,<f4", [1], "C", "bytes"]},
         {"$array": [[["a", "<f4", [2**30, 2**30]]], [1], "C", "bytes"]}, {"$array": 1},
-        {"$array": [[["a"] * 4], [1], "C", "bytes"]}, {"$array": ["|V2147483647", [1], "C", "bytes"]},
+        {"$array": [[["a"] * 4], [1], "C", "bytes"]},
+        {"$array": ["|V2147483647", [1], "C", "bytes"]},
         {"$array": ["|u1", [1] * 65 + [4], "C", "bytes"]}, {"$array": ["|u1", [4], ["C"], "bytes"]},
     ],
     "tensor": [{"$tensor": "none"}, {"$tensor": 1}, {"$tensor": ["float"]}, {"$tensor": {}}],
@@ -361,14 +370,15 @@ def test_one_blob_named_many_times_is_there_once() -> None:
 
 
 JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False),
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(["", "$tensor", "model.v", "float32", "int8", "C", "<f8", "|O", "00", "$dict"]),
     st.builds(list), st.builds(dict), st.just({"$tensor": "model.v"}), st.just([[[1]]]),
 )  # fmt: skip
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 @given(seed=st.integers(0, 2**32), junk=st.lists(JUNK, min_size=1, max_size=4))
 def test_an_index_changed_at_random_gives_typed_errors_only(
@@ -380,10 +390,8 @@ def test_an_index_changed_at_random_gives_typed_errors_only(
     for replacement in junk:
         _replace_somewhere(fields, copy.deepcopy(replacement), dice)
     step = checkpoints.forge(json.dumps(fields).encode(), data)
-    try:
+    with contextlib.suppress(CheckpointError):
         read_payload(step, "state", 0)
-    except CheckpointError:
-        pass
 
 
 @pytest.fixture

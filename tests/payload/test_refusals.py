@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -16,10 +16,10 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.payload import Payload, encode
-from resumekit.payload.limits import MAX_DEPTH, MAX_VALUES
+from resumekit.payload.limits import MAX_DEPTH
 
-Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024
-Renamed = namedtuple("Renamed", ["a", "def"], rename=True)  # noqa: PYI024
+Point = namedtuple("Point", ["x", "y"])
+Renamed = namedtuple("Renamed", ["a", "def"], rename=True)
 
 
 class Colour(Enum):
@@ -115,9 +115,12 @@ def test_what_cannot_be_stored_is_refused_by_its_place(make: Callable[[], Any], 
 
 
 def test_an_open_file_is_refused(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as file:
-        with pytest.raises(UnsupportedValueError, match=r"extras\['log'\]: .*TextIOWrapper"):
-            Payload("state", 0, {"extras": {"log": file}})
+    place = re.escape("extras['log']")
+    with (
+        (tmp_path / "log").open("w") as file,
+        pytest.raises(UnsupportedValueError, match=f"^{place}: .*TextIOWrapper"),
+    ):
+        Payload("state", 0, {"extras": {"log": file}})
     with pytest.raises(UnsupportedValueError, match="PosixPath"):
         Payload("state", 0, {"extras": tmp_path})
 
@@ -152,22 +155,6 @@ def test_nesting_is_refused_at_a_save_before_it_could_not_be_loaded(checkpoints:
         assert checkpoints.round_trip(deepest) == deepest
 
 
-def test_more_plain_values_than_a_load_would_take_are_refused_at_the_save() -> None:
-    with pytest.raises(UnsupportedValueError, match=r"extras\[599999\]: more than 600,000 values"):
-        Payload("state", 0, {"extras": ["a"] * 600_000})
-    with pytest.raises(UnsupportedValueError, match="extras: 67,10.* bytes of values"):
+def test_more_than_a_load_would_take_is_refused_at_the_save() -> None:
+    with pytest.raises(UnsupportedValueError, match=r"extras: .* bytes of JSON, expected at most"):
         Payload("state", 0, {"extras": "a" * (64 << 20)})
-
-
-def test_as_many_values_as_a_save_takes_are_read_again_whatever_they_are() -> None:
-    # The parser counts brackets, braces and commas. None of these stands in a string here.
-    values = [
-        *((), {1: 2}, {1}, deque([1]), Point(1, 2), defaultdict(int, {1: 2}), 1j, b"a", 2**70),
-        *(np.float32(1), np.zeros(1, "f4"), torch.zeros(1), torch.zeros(1).expand(2), [0.5] * 2000),
-    ]
-    for value in values:
-        encoded = encode([value] * 100, where="a")
-        marks = sum(json.dumps(encoded.tree).count(mark) for mark in "[]{},")
-        num_values = 101 + 100 * len(value if isinstance(value, Point | set | deque) else ())
-        num_values += 200 if isinstance(value, dict) else 0
-        assert marks / num_values * MAX_VALUES < 4_000_000, value

@@ -5,17 +5,17 @@ store and the disk, or is a store with one method replaced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from crashlab.interruptions import Passing
 from crashlab.jobs import RUN, Wrap
 from resumekit.storage import (
     Checkpoint,
     Entry,
     FileEntry,
     FileSystem,
-    Free,
     Manifest,
     ReadHandle,
     RetentionPolicy,
@@ -30,58 +30,6 @@ _STAGED = re.compile(r"step-\d+(-r\d+)?-[0-9a-f]{32}-[0-9a-f]{12}")
 _NONCE = re.compile(r"-?[0-9a-f]{12,}")
 _STEP = re.compile(r"step-\d+(-r\d+)?")
 _RANK = re.compile(r"rank-\d+")
-
-
-class Passing:
-    """A file system that hands every call on; mutants change one of them."""
-
-    def __init__(self, inner: FileSystem) -> None:
-        self._inner = inner
-
-    def mkdir(self, path: Path) -> None:
-        self._inner.mkdir(path)
-
-    def create(self, path: Path) -> int:
-        return self._inner.create(path)
-
-    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
-        self._inner.write(handle, buffers)
-
-    def writeback(self, handle: int, offset: int, length: int) -> None:
-        self._inner.writeback(handle, offset, length)
-
-    def fsync(self, handle: int) -> None:
-        self._inner.fsync(handle)
-
-    def close(self, handle: int | ReadHandle) -> None:
-        self._inner.close(handle)
-
-    def fsync_dir(self, path: Path) -> None:
-        self._inner.fsync_dir(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._inner.rename(source, target)
-
-    def unlink(self, path: Path) -> None:
-        self._inner.unlink(path)
-
-    def rmdir(self, path: Path) -> None:
-        self._inner.rmdir(path)
-
-    def list(self, path: Path) -> list[Entry]:
-        return self._inner.list(path)
-
-    def open(self, path: Path) -> ReadHandle:
-        return self._inner.open(path)
-
-    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
-        return self._inner.read_into(handle, offset, buffer)
-
-    def advise_sequential(self, handle: ReadHandle) -> None:
-        self._inner.advise_sequential(handle)
-
-    def free(self, path: Path) -> Free:
-        return self._inner.free(path)
 
 
 class SyncLabels(Passing):
@@ -325,55 +273,6 @@ class _UncheckedReader:
 
     def __exit__(self, *_: object) -> None:
         self._file_system.close(self._handle)
-
-
-class Killed(BaseException):
-    """The process is gone; no handler of it can do anything any more."""
-
-
-class KilledAt(Passing):
-    """Lets a number of changing calls through, and then nothing."""
-
-    def __init__(self, inner: FileSystem, num_calls: int) -> None:
-        super().__init__(inner)
-        self._left = num_calls
-
-    def mkdir(self, path: Path) -> None:
-        self._live()
-        super().mkdir(path)
-
-    def create(self, path: Path) -> int:
-        self._live()
-        return super().create(path)
-
-    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
-        self._live()
-        super().write(handle, buffers)
-
-    def fsync(self, handle: int) -> None:
-        self._live()
-        super().fsync(handle)
-
-    def fsync_dir(self, path: Path) -> None:
-        self._live()
-        super().fsync_dir(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._live()
-        super().rename(source, target)
-
-    def unlink(self, path: Path) -> None:
-        self._live()
-        super().unlink(path)
-
-    def rmdir(self, path: Path) -> None:
-        self._live()
-        super().rmdir(path)
-
-    def _live(self) -> None:
-        if self._left == 0:
-            raise Killed
-        self._left -= 1
 
 
 def dropping(label: str) -> Wrap:

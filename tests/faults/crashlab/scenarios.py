@@ -8,12 +8,14 @@ protocol goes through the same scenarios.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from crashlab.disk import Disk
+from crashlab.interruptions import Interrupted, Interruption, Killed, KilledAt
 from crashlab.jobs import RUN, Job, Wrap
-from crashlab.mutants import Killed, KilledAt
 from crashlab.recording import Recording
+from resumekit.errors import ResumekitError
 from resumekit.storage import RetentionPolicy, StepName, Store
 
 
@@ -218,3 +220,30 @@ def killed_and_relaunched(num_calls: int) -> Job | None:
     loaded = again.load_newest()
     again.save((loaded.name or StepName(0)).step + 1)
     return again
+
+
+def relaunched_beside_a_survivor(lab: Lab, *, at_call: int) -> Job | None:
+    """Rank 1 of a dead job of two is still writing while the relaunched job of one rank saves.
+
+    The survivor creates its next file just before the new job's call of this number. None when the
+    new job makes fewer calls.
+    """
+    dead = replace(lab, world_size=2).job(empty_disk())
+    dead.start()
+    dead.save(1)
+    _, stagings = dead.stage(2)
+
+    def write_on() -> None:
+        with suppress(ResumekitError):  # its directory may be gone; that is its own problem
+            stagings[1].create("state/rank-00001.json", writer=1)
+
+    clock = Interruption(at_call, write_on)
+    job = Job(
+        dead.recording,
+        wrap=lambda inner: Interrupted(lab.wrap(inner), clock),
+        store_class=lab.store_class,
+    )
+    job.continues(dead)
+    job.start()
+    job.save(2)
+    return job if clock.has_happened else None

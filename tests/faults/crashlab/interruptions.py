@@ -1,0 +1,146 @@
+"""File systems that do something of their own before a call reaches the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resumekit.storage import Entry, FileSystem, Free, ReadHandle
+
+
+class Passing:
+    """A file system that hands every call on; subclasses change one of them."""
+
+    def __init__(self, inner: FileSystem) -> None:
+        self._inner = inner
+
+    def mkdir(self, path: Path) -> None:
+        self._inner.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        return self._inner.create(path)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        self._inner.write(handle, buffers)
+
+    def writeback(self, handle: int, offset: int, length: int) -> None:
+        self._inner.writeback(handle, offset, length)
+
+    def fsync(self, handle: int) -> None:
+        self._inner.fsync(handle)
+
+    def close(self, handle: int | ReadHandle) -> None:
+        self._inner.close(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        self._inner.fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._inner.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._inner.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self._inner.rmdir(path)
+
+    def list(self, path: Path) -> list[Entry]:
+        return self._inner.list(path)
+
+    def open(self, path: Path) -> ReadHandle:
+        return self._inner.open(path)
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        return self._inner.read_into(handle, offset, buffer)
+
+    def advise_sequential(self, handle: ReadHandle) -> None:
+        self._inner.advise_sequential(handle)
+
+    def free(self, path: Path) -> Free:
+        return self._inner.free(path)
+
+
+class BeforeEveryChange(Passing):
+    """Calls ``before_change`` before each call of the write side."""
+
+    def before_change(self) -> None:
+        raise NotImplementedError
+
+    def mkdir(self, path: Path) -> None:
+        self.before_change()
+        super().mkdir(path)
+
+    def create(self, path: Path) -> int:
+        self.before_change()
+        return super().create(path)
+
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        self.before_change()
+        super().write(handle, buffers)
+
+    def fsync(self, handle: int) -> None:
+        self.before_change()
+        super().fsync(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        self.before_change()
+        super().fsync_dir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.before_change()
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self.before_change()
+        super().unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self.before_change()
+        super().rmdir(path)
+
+
+class Killed(BaseException):
+    """The process is gone; no handler of it can do anything any more."""
+
+
+class KilledAt(BeforeEveryChange):
+    """Lets a number of changing calls through, and then nothing."""
+
+    def __init__(self, inner: FileSystem, num_calls: int) -> None:
+        super().__init__(inner)
+        self._left = num_calls
+
+    def before_change(self) -> None:
+        if self._left == 0:
+            raise Killed
+        self._left -= 1
+
+
+@dataclass
+class Interruption:
+    """Something that another process does before a call of this number, from 0."""
+
+    at_call: int
+    action: Callable[[], None]
+    num_calls: int = 0
+
+    @property
+    def has_happened(self) -> bool:
+        return self.num_calls > self.at_call
+
+    def tick(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == self.at_call + 1:
+            self.action()
+
+
+class Interrupted(BeforeEveryChange):
+    """Lets another process act at one instant."""
+
+    def __init__(self, inner: FileSystem, interruption: Interruption) -> None:
+        super().__init__(inner)
+        self._interruption = interruption
+
+    def before_change(self) -> None:
+        self._interruption.tick()

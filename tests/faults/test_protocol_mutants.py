@@ -1,0 +1,154 @@
+"""Everything the save protocol does is needed: without it, the explorer finds a broken promise.
+
+A mutant is never a change of product code, see ``crashlab.mutants``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from crashlab.crashes import Renames
+from crashlab.explorer import explore
+from crashlab.jobs import RUN, Job
+from crashlab.mutants import (
+    FixedTemporaryName,
+    OverwritesTheStep,
+    ReadsUnchecked,
+    RenamesBeforeFsync,
+    RetainsBeforeCommit,
+    SyncLabels,
+    WritesInPlace,
+    dropping,
+)
+from crashlab.recording import Recording
+from crashlab.scenarios import SCENARIOS, Lab, relaunched_beside_a_survivor
+from resumekit.errors import ResumekitError
+from resumekit.storage import StepName, Store
+
+# Syncs that no promise about checkpoints rests on.
+HARMLESS = {
+    "fsync quarantine/step-N.reason.json": "it is for people; nothing reads it",
+    "fsync_dir the run directory after rename to quarantine/step-N": (
+        "the damaged directory may come back under its old name; it is found and put aside again"
+    ),
+}
+
+
+def _syncs() -> dict[str, list[str]]:
+    """Every sync that the protocol makes, with the scenarios that make it."""
+    found: dict[str, list[str]] = {}
+    for name, scenario in SCENARIOS.items():
+        labels: set[str] = set()
+        scenario(Lab(wrap=lambda inner, labels=labels: SyncLabels(inner, labels)))
+        for label in labels:
+            found.setdefault(label, []).append(name)
+    return found
+
+
+SYNCS = _syncs()
+
+
+def _first_violation(lab: Lab, scenarios: list[str], *, limit: int = 16) -> str | None:
+    for name in scenarios:
+        job = SCENARIOS[name](lab)
+        for renames in Renames:
+            violations = explore(job, limit=limit, renames=renames, enough=1).violations
+            if violations:
+                return violations[0]
+    return None
+
+
+@pytest.mark.parametrize("label", sorted(set(SYNCS) - set(HARMLESS)))
+def test_leaving_out_a_sync_is_caught(
+    label: str, record_property: Callable[[str, object], None]
+) -> None:
+    violation = _first_violation(Lab(wrap=dropping(label)), SYNCS[label])
+    assert violation is not None
+    record_property(f"caught, without {label}", violation.splitlines()[0])
+
+
+def test_the_harmless_syncs_are_still_made() -> None:
+    assert set(HARMLESS) <= set(SYNCS)
+
+
+@pytest.mark.parametrize("label", HARMLESS)
+def test_a_sync_that_is_called_harmless_is(label: str) -> None:
+    lab = Lab(wrap=dropping(label))
+    assert _first_violation(lab, SYNCS[label], limit=6) is None
+
+
+@pytest.mark.parametrize(
+    "lab",
+    [
+        pytest.param(Lab(wrap=RenamesBeforeFsync), id="rename before fsync"),
+        pytest.param(Lab(wrap=WritesInPlace), id="no staging"),
+        pytest.param(Lab(store_class=OverwritesTheStep), id="in-place overwrite of a step"),
+        pytest.param(Lab(store_class=RetainsBeforeCommit), id="retention before commit"),
+    ],
+)
+def test_another_order_is_caught(
+    lab: Lab, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    violation = _first_violation(lab, list(SCENARIOS))
+    assert violation is not None
+    record_property(f"caught, {request.node.callspec.id}", violation.splitlines()[0])
+
+
+def test_committing_before_every_rank_has_finished_is_caught() -> None:
+    job = SCENARIOS["next_save"](Lab(world_size=2, barriers=False))
+    calls = job.recording.operations
+    first_of_commit = next(i for i, call in enumerate(calls) if "manifest.json" in call.call)
+    # Rank 0 compares the sizes before it commits: rank 1 has written all, and not synced all.
+    written = {i for i, call in enumerate(calls) if call.rank == 1 and "fsync" not in call.call}
+
+    def possible(done: frozenset[int]) -> bool:
+        return first_of_commit not in done or written <= done
+
+    assert explore(job, limit=16, possible=possible, enough=1).violations
+
+
+def _outcomes_beside_a_survivor(lab: Lab) -> Iterator[str]:
+    for at_call in range(1000):
+        try:
+            job = relaunched_beside_a_survivor(lab, at_call=at_call)
+        except ResumekitError as error:
+            yield f"the save fails: {error}"
+            continue
+        if job is None:
+            return
+        again = Job(Recording.on(job.recording.disk))
+        again.start()
+        loaded = again.load_newest()
+        if (loaded.name, loaded.content) != (StepName(2), job.attempted[StepName(2)]):
+            yield f"{loaded.name} is loaded: {loaded.passed_over}"
+
+
+def test_a_fixed_temporary_name_is_caught() -> None:
+    assert list(_outcomes_beside_a_survivor(Lab(wrap=FixedTemporaryName)))
+
+
+def test_a_rank_that_outlives_its_job_does_no_harm_under_unique_names() -> None:
+    assert list(_outcomes_beside_a_survivor(Lab())) == []
+
+
+def _wrong_content_after_damage(reader: type[Store]) -> Iterator[str]:
+    job = SCENARIOS["next_save"](Lab(world_size=2))
+    for path, number in job.recording.disk.walk(job.recording.disk.find(RUN / "step-00000002")):
+        node = job.recording.disk.nodes[number]
+        if not hasattr(node, "data") or path == "/manifest.json":
+            continue
+        for position in (0, len(node.data) // 2, len(node.data) - 1):
+            disk = job.recording.disk.copy()
+            disk.file(number).data[position] ^= 0x40
+            again = Job(Recording.on(disk), 2, store_class=reader)
+            again.start()
+            loaded = again.load_newest()
+            if loaded.name is None or loaded.content != job.attempted[loaded.name]:
+                yield f"{path} was damaged at {position}, and {loaded.name} is loaded"
+
+
+def test_reading_without_checking_digests_is_caught() -> None:
+    assert list(_wrong_content_after_damage(ReadsUnchecked))
+    assert list(_wrong_content_after_damage(Store)) == []
