@@ -276,8 +276,8 @@ def record(
     lines = [
         f"# Save and load, {now:%Y-%m-%d %H:%M} UTC",
         "",
-        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW's state, 1.49 GB.",
-        f"Medians of {num_rounds} interleaved rounds; the ratio is the median of the rounds' ratios.",
+        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB. Medians",
+        f"of {num_rounds} interleaved rounds; a ratio is the median of the rounds' ratios.",
         "",
         *(f"- {name}: {text}" for name, text in about.items()),
         "",

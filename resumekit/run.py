@@ -168,7 +168,7 @@ class Run:
         )
 
     def _accept_drift(self, changed: Sequence[Difference]) -> None:
-        """Refuses a changed horizon, or lets the schedulers keep the live one where that is allowed.
+        """Refuses a changed horizon; where it is allowed, schedulers keep the live one.
 
         Raises:
             DriftError: what the learning rate was planned for has changed.

@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "class": (lambda: Plain, "builtins.type"),
     "object": (Plain, "test_refusals.Plain"),
     "lock": (threading.Lock, "lock"),
-    "generator": (lambda: (i for i in ()), "generator"),
+    "iterator": (lambda: iter([1]), "list_iterator"),
     "subclass of int": (lambda: MyInt(1), "MyInt"),
     "subclass of dict": (MyDict, "MyDict"),
     "UserDict": (UserDict, "UserDict"),
