@@ -26,20 +26,28 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "three times, twice in one epoch",
     ),
     "optimizer": ("sgd", "adamw", "adam with two groups"),
-    "dropout": (True, False),
-    "ema": (True, False),
-    "scheduler": ("none", "onecycle", "lambda"),
-    "amp": ("none", "bf16", "fp16"),
+    "feature": ("dropout", "ema", "scheduler", "bf16", "fp16", "all of them"),
     "world_size": (1, 2),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": True},
+    "ema": {"dropout": False, "ema": True},
+    "scheduler": {"dropout": False, "scheduler": "onecycle"},
+    "bf16": {"dropout": False, "amp": "bf16"},
+    "fp16": {"dropout": False, "amp": "fp16"},
+    "all of them": {"dropout": True, "ema": True, "scheduler": "lambda", "amp": "fp16"},
 }
 DATA_FACTORS: dict[str, tuple[Any, ...]] = {
     "kill": ("mid-epoch 0", "mid-epoch 1", "on the boundary", "three times, twice in one epoch"),
     "loader": ("shuffle", "generator", "replacement", "weighted", "own", "batch_sampler"),
     "workers": ("0", "2", "persistent"),
-    "augment": (True, False),
-    "accumulate": (1, 2),
-    "loop": ("batches", "epochs"),
-    "report": (True, False),
+    "style": ("plain", "augmented", "accumulated", "in epochs with evaluation"),
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "augmented": {"augment": True},
+    "accumulated": {"augment": True, "accumulate": 2},
+    "in epochs with evaluation": {"augment": True, "loop": "epochs", "report": True},
 }
 EVERYTHING = {
     "optimizer": "adamw",
@@ -58,6 +66,8 @@ def steps_per_epoch(options: dict[str, Any], world_size: int) -> int:
 
 def cell(combination: dict[str, Any]) -> Cell:
     options = dict(combination)
+    options.update(FEATURES.get(options.pop("feature", ""), {}))
+    options.update(STYLES.get(options.pop("style", ""), {}))
     kill, world_size = options.pop("kill"), options.pop("world_size", 1)
     epoch = steps_per_epoch(options, world_size)
     every = 3 if epoch % 3 == 0 else 5

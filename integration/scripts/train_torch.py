@@ -1,4 +1,4 @@
-"""Handwritten digits with plain PyTorch: a stock script, plus the Checkpointer's four lines."""
+"""Handwritten digits with plain PyTorch: a stock script, plus the Checkpointer's lines."""
 
 from __future__ import annotations
 
@@ -33,26 +33,34 @@ def main() -> None:
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
     )
 
+    curriculum = {"hardest_loss": 0.0}
+
     checkpointer = Checkpointer(
         arguments.directory,
         model=model,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         ema=ema,
+        extras=curriculum,
         save_every=10,
+        best_metric="accuracy",
+        mode="max",
     )
-    for inputs, targets in checkpointer.batches(loader, epochs=arguments.epochs):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        lr_scheduler.step()
-        ema.update_parameters(model)
-        checkpointer.step(loss=loss)
-
-    model.eval()
-    accuracy = (model(images).argmax(1) == labels).float().mean().item()
-    print(f"step {checkpointer.progress.step}: accuracy {accuracy:.3f}")
+    for epoch in checkpointer.epochs(arguments.epochs):
+        for inputs, targets in checkpointer.batches(loader):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            lr_scheduler.step()
+            ema.update_parameters(model)
+            curriculum["hardest_loss"] = max(curriculum["hardest_loss"], loss.item())
+            checkpointer.step(loss=loss)
+        model.eval()
+        accuracy = (model(images).argmax(1) == labels).float().mean().item()
+        model.train()
+        checkpointer.report(accuracy=accuracy)
+        print(f"epoch {epoch}: accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":
