@@ -5,8 +5,9 @@ other on the same disk, so the ratios hold on a machine whose load changes. What
 
 * save: our whole commit (stage, write, digest, fsync of files and directories, manifest, rename)
   against ``torch.save`` and one ``fsync``, which is neither atomic nor digested;
-* load: ours with every byte verified against ``torch.load``, both from a cold page cache;
-* memory: the highest resident size of a fresh process, with and without the save.
+* load: ours with every byte verified against ``torch.load``, both from a cold page cache and into a
+  fresh process;
+* memory: by how much a save raises the highest resident size of a fresh process.
 
     python benchmarks/save_load.py [--rounds 8] [--directory DIR] [--record]
 """
@@ -36,7 +37,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from resumekit.payload import Payload, leaf_digests, read_payload
+from resumekit.payload import Payload, read_payload, state_digest
 from resumekit.storage import Manifest, StepName, Store
 
 RESULTS = Path(__file__).parent / "results"
@@ -180,10 +181,11 @@ def drop_page_cache(directory: Path) -> None:
 def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
     """All contenders, interleaved; who comes first changes from round to round.
 
-    Each one finds the same: an idle disk and the other's files deleted.
+    Each one finds the same: an idle disk, the other's files deleted, and a fresh process to load
+    into, as a resumed run is one.
     """
     states = training_state()
-    expected = leaf_digests(states)
+    expected = state_digest(states)
     seconds = Seconds()
     for number in range(num_rounds + 1):  # the first round warms up and checks what was loaded
         took: dict[str, tuple[float, float]] = {}
@@ -192,12 +194,11 @@ def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
             os.sync()
             save_seconds, _ = timed(partial(SAVERS[name], states, path))
             drop_page_cache(path)
-            load_seconds, found = timed(partial(LOADERS[name], path))
-            if number == 0 and leaf_digests(found) != expected:
+            loaded = in_child("--load-child", name, "--directory", str(path))
+            if loaded["digest"] != expected:
                 raise AssertionError(f"{name} did not give back what was saved")
-            del found
             shutil.rmtree(path)
-            took[name] = (save_seconds, load_seconds)
+            took[name] = (save_seconds, loaded["seconds"])
         if number:
             for name, (save_seconds, load_seconds) in took.items():
                 seconds.save[name].append(save_seconds)
@@ -207,27 +208,34 @@ def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
     return seconds
 
 
+def in_child(*arguments: str) -> Any:
+    """What this script prints as JSON when a fresh process runs it with these arguments."""
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def load_child(name: str, directory: Path) -> dict[str, Any]:
+    """Seconds of a load in this process, and the digest of what came."""
+    seconds, states = timed(partial(LOADERS[name], directory))
+    return {"seconds": seconds, "digest": state_digest(states)}
+
+
 def peak_bytes() -> int:
     """The highest resident size of this process so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def extra_peak_bytes(directory: Path) -> int:
-    """What a save adds to the highest resident size of a fresh process."""
-    command = [sys.executable, __file__, "--memory-child", "--directory", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout))
-
-
-def memory_child(directory: Path) -> None:
-    """Prints by how many bytes a save raises the peak of this process."""
+def memory_child(directory: Path) -> dict[str, int]:
+    """By how many bytes a save raises the peak of this process."""
     states = training_state()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is the size of now
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak so far is the size now
     before = peak_bytes()
     save_resumekit(states, directory / "memory")
-    print(json.dumps(peak_bytes() - before))
+    after = peak_bytes()
     shutil.rmtree(directory / "memory")
+    return {"extra": after - before}
 
 
 # Telling
@@ -276,8 +284,8 @@ def record(
     lines = [
         f"# Save and load, {now:%Y-%m-%d %H:%M} UTC",
         "",
-        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB. Medians",
-        f"of {num_rounds} interleaved rounds; a ratio is the median of the rounds' ratios.",
+        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB.",
+        f"Medians of {num_rounds} interleaved rounds; a ratio is the median of the rounds' ratios.",
         "",
         *(f"- {name}: {text}" for name, text in about.items()),
         "",
@@ -294,14 +302,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="measured rounds (default 8)")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/<date>.md")
+    parser.add_argument("--load-child", choices=list(LOADERS), help=argparse.SUPPRESS)
     parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_child:
-        memory_child(arguments.directory)
+        print(json.dumps(memory_child(arguments.directory)))
+        return
+    if arguments.load_child:
+        print(json.dumps(load_child(arguments.load_child, arguments.directory)))
         return
     console = Console()
     with tempfile.TemporaryDirectory(prefix="save-load-", dir=arguments.directory or ".") as name:
-        extra_bytes = extra_peak_bytes(Path(name))
+        extra_bytes = in_child("--memory-child", "--directory", name)["extra"]
         seconds = measure(Path(name), arguments.rounds, console)
     rows, about = rows_of(seconds, extra_bytes), machine()
     table = Table(*HEADINGS, title=f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds")

@@ -34,14 +34,12 @@ from resumekit.errors import CheckpointError, DriftError
 from resumekit.options import Options, names_component
 from resumekit.progress import Counters
 from resumekit.prove.trace import StateEvent, Trace
+from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.report import ResumeReport, tell
 from resumekit.resuming import Finder, Found, check_fit, check_states
 from resumekit.saving import Description, Saver
 from resumekit.selection import BestSelection
 from resumekit.storage import RetentionPolicy, StepName, Store
-
-RUN_ROOT_VARIABLE = "RESUMEKIT_RUN_ROOT"
-INJECT_VARIABLE = "RESUMEKIT_INJECT"
 
 # The order of a restore; the data position and then the random state follow at the first fetch.
 _RESTORE_ORDER = (

@@ -23,13 +23,16 @@ class BlockWriter(Protocol):
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         """Appends all bytes; the buffers are free for reuse once this returns."""
+        ...
 
     def finish(self) -> FileEntry:
         """The file's line in the inventory, once its bytes survive a power cut."""
+        ...
 
     @property
     def block_digests(self) -> tuple[str, ...]:
         """The digest of each block so far."""
+        ...
 
 
 class BlockReader(Protocol):
@@ -45,9 +48,11 @@ class BlockReader(Protocol):
         self, buffers: Sequence[memoryview], offset: int, block_digests: Sequence[str]
     ) -> None:
         """Fills the buffers with consecutive bytes of the file, all verified."""
+        ...
 
     def close(self) -> None:
         """Gives the file back."""
+        ...
 
 
 def write_pieces(writer: BlockWriter, pieces: Iterable[memoryview]) -> None:
@@ -75,9 +80,10 @@ def read_pieces(
     offset: int,
     block_digests: Sequence[str],
 ) -> None:
-    """Fills the buffers with consecutive bytes of a file, large ones by two threads.
+    """Fills the buffers with consecutive bytes of a file, many of them by two threads.
 
-    One core alone cannot take bytes from a fast disk, copy and digest them as fast as they come.
+    Most of the time goes into pages that are touched for the first time, and one core alone does
+    that more slowly than a disk delivers: 1.49 GB took 0.8 s by two threads, 2.0 s by one.
 
     Args:
         open_reader: opens the file; each thread has a reader of its own.

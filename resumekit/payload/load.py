@@ -11,7 +11,6 @@ from resumekit.payload.blocks import BlockReader, read_pieces
 from resumekit.payload.index import Index
 from resumekit.payload.layout import Record, header
 from resumekit.payload.leaves import PLAIN_TYPES, dense_strides, flat_bytes, retyped
-from resumekit.payload.memory import fresh_bytes
 
 
 def read_tensors(
@@ -37,8 +36,8 @@ def read_tensors(
     expected = header(index.records, index.ties)
     _check_size(open_reader, len(expected) + index.records[-1].end, where)
     wanted = [record for record in index.records if names is None or record.name in names]
-    found = fresh_bytes(len(expected))
-    memory = [fresh_bytes(record.num_bytes) for record in wanted]
+    found = _memory(len(expected))
+    memory = [_memory(record.num_bytes) for record in wanted]
     places = [(0, found)]
     places += [(len(expected) + record.begin, m) for record, m in zip(wanted, memory, strict=True)]
     for offset, buffers in _runs(places):
@@ -57,6 +56,12 @@ def _check_size(open_reader: Callable[[], BlockReader], expected: int, where: st
         raise CorruptCheckpointError(
             where, found=f"has {reader.entry.size} bytes", expected=f"{expected} as the index says"
         )
+
+
+def _memory(num_bytes: int) -> torch.Tensor:
+    # In pages of whatever size the system likes: huge ones, asked for, made a load three times as
+    # slow on a virtual machine that had given its unused memory back to the host.
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _runs(places: list[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, list[memoryview]]]:
@@ -85,7 +90,7 @@ def _typed(record: Record, memory: torch.Tensor) -> torch.Tensor:
         return retyped(memory, dtype, 0, record.shape, row_major)
     # Stored row by row, needed in another order: moved as numbers of the same size, bit for bit.
     plain = PLAIN_TYPES[record.element.num_bytes]
-    ordered = fresh_bytes(record.num_bytes)
+    ordered = _memory(record.num_bytes)
     retyped(ordered, plain, 0, record.shape, record.strides).copy_(
         retyped(memory, plain, 0, record.shape, row_major)
     )

@@ -110,18 +110,28 @@ def kill_processes(root: int, marker: Marker | None = None) -> int:
     seen: set[int] = set()
     deadline = time.monotonic() + _GONE_TIMEOUT_SECONDS
     while True:
-        alive = processes_of(root, marker)
-        seen |= alive
+        found = processes_of(root, marker)
+        seen |= found
         # The group first: one call reaches all of it at the same instant.
-        if alive or not _PROC.is_dir():
+        if found or not _PROC.is_dir():
             _signal_group(root)
-        for pid in alive:
+        for pid in found:
             _signal(pid)
-        if not alive:
+        # A child whose parent has died already is not found again, and may still be dying.
+        if not found and not any(is_running(pid) for pid in seen):
             return len(seen)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {sorted(alive)} are still there after SIGKILL")
+            raise TimeoutError(f"processes {sorted(seen)} are still there after SIGKILL")
         time.sleep(_POLL_SECONDS)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return False
+    return fields[0] not in "ZX"
 
 
 def processes_of(root: int, marker: Marker | None = None) -> set[int]:
@@ -138,8 +148,7 @@ def processes_of(root: int, marker: Marker | None = None) -> set[int]:
             continue
         pid = int(entry.name)
         try:
-            # "pid (name) state ppid pgrp session ...", and a name may hold parentheses.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            fields = _stat(pid)
             state, parent, session = fields[0], int(fields[1]), int(fields[3])
             if state in "ZX":
                 continue
@@ -157,6 +166,12 @@ def tail_of(path: Path, num_lines: int = 15) -> str:
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, session and so on: what follows the name in ``/proc/<pid>/stat``."""
+    text = (_PROC / str(pid) / "stat").read_text()
+    return text.rpartition(")")[2].split()  # the name itself may hold parentheses
 
 
 def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:

@@ -78,7 +78,7 @@ def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
         )
     if trial.num_left_behind:
         console.print(
-            f"{trial.num_left_behind} processes outlived the command and were killed.",
+            f"Processes that outlived the command and were killed: {trial.num_left_behind}.",
             style="yellow",
         )
     text = f"{trial.verdict}" if trial.verdict else "FAILED: nothing was traced"

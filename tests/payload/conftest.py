@@ -50,7 +50,7 @@ class Checkpoints:
             attempt=store.attempt,
             step=step,
             created="2024-01-01T00:00:00+00:00",
-            world_size=1,
+            world_size=2,
             progress={},
             components=(),
             files=tuple(files),

@@ -80,6 +80,23 @@ def test_a_run_that_resumed_and_repeated_a_step_is_exact(reference: Path, tmp_pa
     assert (verdict.resumes[0].step, verdict.resumes[0].num_repeated_steps) == (4, 1)
 
 
+def test_a_run_that_resumed_may_be_the_reference(reference: Path, tmp_path: Path) -> None:
+    resumed = killed_then(tmp_path, *good_relaunch())
+    assert compare(resumed, reference, expect_resume=False).exact
+    wrong = reference_records()
+    wrong[5] = state("checkpoint", 4, model={})
+    write_launch(tmp_path / "wrong", 0, wrong)
+    found = compare(resumed, tmp_path / "wrong", expect_resume=False).divergence
+    assert found is not None
+    assert (found.step, found.event, found.component) == (4, "checkpoint", "model")
+
+
+def test_a_resume_within_one_process_is_a_resume(reference: Path, tmp_path: Path) -> None:
+    records = [*reference_records()[:7], *good_relaunch()]
+    write_launch(tmp_path / "candidate", 0, records)
+    assert compare(reference, tmp_path / "candidate", expect_resume=False).exact
+
+
 def test_a_torn_last_line_is_left_out(reference: Path, tmp_path: Path) -> None:
     torn = '{"kind":"step","step":6,"los'
     assert compare(reference, killed_then(tmp_path, *good_relaunch(), torn=torn)).exact
@@ -101,6 +118,7 @@ def test_a_directory_without_a_trace_is_an_error(reference: Path, tmp_path: Path
     [
         ({"values": {"loss": (9.0).hex()}}, "loss", ""),
         ({"values": {}}, "loss", ""),
+        ({"values": {"loss": (1 / 6).hex(), "norm": 1}}, "norm", ""),
         ({"lr": [(0.2).hex()]}, "lr", "group0"),
         ({"lr": [(0.1).hex(), (0.1).hex()]}, "lr", "group1"),
         ({"samples": [8, 9]}, "data", "samples"),
@@ -209,6 +227,13 @@ def test_a_run_that_never_reaches_its_end_is_not_exact(reference: Path, tmp_path
     assert (found.step, found.component, found.leaf) == (6, "run", "end")
 
 
+def test_an_end_at_another_step_is_not_exact(reference: Path, tmp_path: Path) -> None:
+    relaunch = [*good_relaunch()[:4], state("end", 5)]
+    found = compare(reference, killed_then(tmp_path, *relaunch)).divergence
+    assert found is not None
+    assert (found.step, found.component, found.leaf) == (5, "run", "end")
+
+
 def test_a_run_that_always_starts_again_never_resumed(reference: Path, tmp_path: Path) -> None:
     first = reference_records()[:1]
     write_launch(tmp_path / "candidate", 0, first)
@@ -288,6 +313,17 @@ def test_what_is_the_run_s_own_must_still_come_back(tmp_path: Path) -> None:
     assert (found.found, found.expected) == ("a third", "another")
 
 
+def test_before_the_first_checkpoint_nothing_is_the_run_s_own(tmp_path: Path) -> None:
+    """Killed after the commit, before it was traced: what came back has no witness of its own."""
+    write_launch(tmp_path / "reference", 0, with_idle_state(reference_records(), "one"))
+    write_launch(tmp_path / "candidate", 0, with_idle_state([step(1), step(2)], "another"))
+    rest = [state("resumed", 2), *reference_records()[3:]]
+    write_launch(tmp_path / "candidate", 1, with_idle_state(rest, "another"))
+    found = compare(tmp_path / "reference", tmp_path / "candidate").divergence
+    assert found is not None
+    assert (found.step, found.event, found.component) == (2, "resumed", "extras")
+
+
 def test_constant_weights_are_not_the_run_s_own(reference: Path, tmp_path: Path) -> None:
     relaunch = good_relaunch()
     frozen = {"0.weight": "other", "0.bias": "bb"}
@@ -345,6 +381,16 @@ def test_records_of_one_step_are_told_apart_by_their_order(tmp_path: Path) -> No
     found = compare(tmp_path / "reference", tmp_path / "candidate", expect_resume=False).divergence
     assert found is not None
     assert (found.step, found.component, found.expected) == (1, "data", "[1]")
+
+
+def test_a_step_counts_with_all_its_records(tmp_path: Path) -> None:
+    records = [step(1), step(2), step(2, samples=[9]), step(3)]
+    write_launch(tmp_path / "reference", 0, records)
+    write_launch(tmp_path / "candidate", 0, records[:3])
+    write_launch(tmp_path / "candidate", 1, [step(2), step(3)])
+    found = compare(tmp_path / "reference", tmp_path / "candidate").divergence
+    assert found is not None
+    assert (found.step, found.component, found.found) == (2, "run", "never trained")
 
 
 def test_long_lists_name_the_first_place_where_they_part(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import resumekit
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
+from resumekit.prove.processes import is_running
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
 TRAIN = f"{Path(__file__).parent / 'scripts' / 'plain_training.py'}:train"
@@ -163,9 +164,24 @@ def test_a_kill_takes_the_children_in_other_sessions_with_it(tmp_path: Path) -> 
         assert not any(is_running(pid) for pid in children)
 
 
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+def fork_and_trace(directory: str) -> None:
+    """Leaves a child behind at its kill point."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    first = Path(directory) / "first"
+    if not first.exists():
+        first.write_text(str(child))
+    resumekit.trace(1, loss=0.0)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+
+def test_children_that_outlive_a_kill_point_are_killed(kit: Kit) -> None:
+    run = kit.run_killed(Cell(fork_and_trace, kills=(KillPoint.step(1),)))
+    assert [launch.was_killed for launch in run.launches] == [True, False]
+    assert not is_running(int((run.directory / "training" / "first").read_text()))
 
 
 def test_a_nested_function_is_refused(kit: Kit) -> None:

@@ -23,6 +23,7 @@ from resumekit.errors import (
 )
 from resumekit.prove import Outcome, ProveResult, prove
 from resumekit.prove.commands import prepared
+from resumekit.prove.processes import is_running
 from resumekit.prove.report import print_result
 from resumekit.prove.schedule import kill_instants
 
@@ -87,7 +88,7 @@ def test_every_kill_hits_and_the_answer_is_written_as_json(tmp_path: Path) -> No
     assert text.count("SIGKILL after step") == 3
 
 
-def test_the_user_s_environment_is_left_as_it_is_but_for_four_variables(tmp_path: Path) -> None:
+def test_the_user_s_environment_is_left_as_it_is_but_for_ours(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "import json, os, sys\n"
@@ -173,6 +174,23 @@ def test_an_injection_that_nobody_notices_is_a_failure() -> None:
     assert tiny(inject="extras").trials[0].outcome is Outcome.MISSED
 
 
+def test_a_component_that_changes_is_missed_and_not_without_effect() -> None:
+    result = tiny("--deaf-to", "optimizer", inject="all")
+    assert [trial.outcome for trial in result.trials] == [
+        Outcome.CAUGHT,
+        Outcome.MISSED,
+        Outcome.NO_EFFECT,
+    ]
+    assert result.exit_code == 1
+
+
+def test_settings_of_the_caller_s_environment_do_not_reach_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RESUMEKIT_INJECT", "model")
+    assert tiny(kills=1).ok
+
+
 def test_an_injection_under_a_wrong_name_is_a_failure() -> None:
     result = tiny("--breaks", "model", inject="optimizer", kills=1)
     assert (result.trials[0].outcome, result.exit_code) == (Outcome.MISNAMED, 1)
@@ -249,18 +267,22 @@ def test_a_directory_that_is_not_empty_is_not_kept_into(tmp_path: Path) -> None:
         tiny(keep=tmp_path)
 
 
-def test_children_that_leave_the_group_die_with_it(tmp_path: Path) -> None:
-    result = tiny("--leave-child", kills=2, keep=tmp_path / "runs")
+@pytest.mark.parametrize("child", ["marked", "unmarked"])
+def test_children_that_leave_the_group_die_with_it(tmp_path: Path, child: str) -> None:
+    result = tiny("--leave-child", child, kills=2, keep=tmp_path / "runs")
     (trial,) = result.trials
     assert trial.outcome is Outcome.EXACT
     children = (tmp_path / "runs" / "killed" / "files" / "children").read_text().split()
     assert len(children) == 3
     running = [pid for pid in children if is_running(int(pid))]
-    # The last launch ended by itself, and its child had neither its parent, nor its session, nor
-    # its environment: nobody can tell whose it is.
-    assert running in ([], children[2:])
     for pid in running:
         os.kill(int(pid), 9)
+    if child == "marked":
+        assert (running, trial.num_left_behind) == ([], 1)
+        assert "outlived the command and were killed: 1" in text_of(result)
+    else:
+        # The last launch ended by itself, and nothing tells any more whose child this is.
+        assert (running, trial.num_left_behind) == (children[2:], 0)
 
 
 def test_ranks_in_sessions_of_their_own_die_with_their_launcher(tmp_path: Path) -> None:
@@ -281,11 +303,6 @@ def marked_processes(word: str) -> list[int]:
                 if word.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 # ------------------------------------------------------------------------------ the command line

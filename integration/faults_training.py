@@ -1,0 +1,61 @@
+"""A small training run for fault injection: the whole state of a run, a few kilobytes of it."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+
+NUM_STEPS = 7
+SAVE_EVERY = 3
+
+
+def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1) -> None:
+    """Trains seven steps and saves at the third, the sixth and the last.
+
+    Args:
+        directory: the run directory.
+        on_save_error: see ``resumekit.options.Options``.
+        keep_latest: the same; 1 lets every save delete the checkpoint before it.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    data = TensorDataset(torch.arange(240.0).reshape(40, 6) / 240, torch.arange(40) % 3)
+    sampler = DistributedSampler(data, seed=3) if world_size > 1 else None
+    loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
+    bare = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = nn.parallel.DistributedDataParallel(bare) if world_size > 1 else bare
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    extras = {"batches_seen": 0}
+    checkpointer = Checkpointer(
+        directory,
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        extras=extras,
+        save_every=SAVE_EVERY,
+        keep_latest=keep_latest,
+        on_save_error=on_save_error,
+    )
+    with checkpointer:
+        for inputs, labels in checkpointer.batches(loader, steps=NUM_STEPS):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            extras["batches_seen"] += 1
+            checkpointer.step(loss=loss)
+    if world_size > 1:
+        torch.distributed.destroy_process_group()

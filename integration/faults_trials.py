@@ -1,0 +1,209 @@
+"""Launches a training run with a fault in it, launches it again, and judges what came of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from faults_training import train
+
+from resumekit.errors import CheckpointError
+from resumekit.prove.compare import compare
+from resumekit.prove.records import launch_directory
+from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.prove.verdict import Verdict
+from resumekit.storage import StepName, Store
+from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
+from resumekit.testing.launchers import ForkServer
+from resumekit.testing.task import Task, target_of
+
+KILLED = -9
+TIMEOUT_SECONDS = 60.0
+PRELOAD = ("torch", "torch._dynamo", "numpy", "resumekit.adapters.torch")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one launch ended.
+
+    Args:
+        statuses: of each rank's process; negative for a signal.
+        output: what they wrote.
+    """
+
+    statuses: tuple[int, ...]
+    output: str
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank ended by itself and well."""
+        return not any(self.statuses)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a rank was killed."""
+        return KILLED in self.statuses
+
+    @property
+    def error(self) -> str:
+        """The last line, where an uncaught exception tells its type and text."""
+        return self.output.strip().rpartition("\n")[2]
+
+
+class Trial:
+    """One run directory with its trace, launched as often as it takes."""
+
+    def __init__(self, server: ForkServer, directory: Path) -> None:
+        self._server = server
+        self._directory = directory
+        self._num_launches = len(list(self.trace.iterdir())) if self.trace.exists() else 0
+        self.run.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self._directory / "run"
+
+    @property
+    def trace(self) -> Path:
+        """The trace of all launches."""
+        return self._directory / "trace"
+
+    def launch(
+        self,
+        *,
+        failpoints: str | None = None,
+        on_rank: int = 0,
+        kill: str | None = None,
+        world_size: int = 1,
+        **options: str | int,
+    ) -> Ended:
+        """Runs the command once.
+
+        Args:
+            failpoints: what ``RESUMEKIT_FAILPOINTS`` is for one of the ranks.
+            on_rank: that rank.
+            kill: what ``RESUMEKIT_TRACE_KILL`` is.
+            world_size: how many ranks.
+            **options: for the training function.
+        """
+        trace = launch_directory(self.trace, self._num_launches)
+        self._num_launches += 1
+        port = _free_port() if world_size > 1 else 0
+        logs: dict[int, Path] = {}
+        for rank in range(world_size):
+            environment = {
+                TRACE_VARIABLE: str(trace),
+                KILL_VARIABLE: kill,
+                FAILPOINTS_VARIABLE: failpoints if rank == on_rank else None,
+                **_distributed(rank, world_size, port),
+            }
+            log = self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
+            task = Task(target_of(train), str(self.run), options, environment, str(log))
+            logs[self._server.start(task)] = log
+        statuses = self._wait(list(logs))
+        output = "".join(log.read_text(errors="replace") for log in logs.values())
+        return Ended(tuple(statuses[pid] for pid in logs), output)
+
+    def _wait(self, pids: list[int]) -> dict[int, int]:
+        statuses: dict[int, int] = {}
+        while len(statuses) < len(pids):
+            running = [pid for pid in pids if pid not in statuses]
+            ended = self._server.wait_any(running, TIMEOUT_SECONDS)
+            if ended is None:
+                for pid in running:
+                    os.kill(pid, 9)
+                raise AssertionError(f"a launch takes more than {TIMEOUT_SECONDS:.0f} seconds")
+            statuses[ended[0]] = ended[1]
+        return statuses
+
+    def newest_complete(self) -> StepName | None:
+        """The newest checkpoint that verifies; found without the code that resumes."""
+        if not self.run.is_dir():
+            return None
+        store = Store(self.run)
+        for name in store.step_names():
+            try:
+                store.open_step(name).verify()
+            except CheckpointError:
+                continue
+            return name
+        return None
+
+    def judge(self, reference: Path, *, expect_resume: bool = True) -> Verdict:
+        """Compares all launches, step by step and bit for bit, with the uninterrupted run."""
+        return compare(reference, self.trace, expect_resume=expect_resume)
+
+    def copy_to(self, directory: Path) -> Trial:
+        """A trial that goes on where this one is."""
+        shutil.copytree(self._directory, directory)
+        return Trial(self._server, directory)
+
+
+class Trials:
+    """A warm server, the uninterrupted run, and a run that was killed between two saves.
+
+    Args:
+        directory: an empty one.
+        world_size: how many ranks.
+    """
+
+    def __init__(self, directory: Path, *, world_size: int = 1) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._server = ForkServer(PRELOAD, environment)
+        self._directory = directory
+        self._num_trials = 0
+        reference = Trial(self._server, directory / "reference")
+        ended = reference.launch(world_size=world_size)
+        assert ended.succeeded, ended.output
+        self.reference = reference.trace
+        self._begun = Trial(self._server, directory / "begun")
+        ended = self._begun.launch(kill="step:4", world_size=world_size)
+        assert ended.was_killed, ended.output
+        assert self._begun.newest_complete() == StepName(3)
+
+    def new(self) -> Trial:
+        """A run that has saved step 3 and was killed after step 4."""
+        self._num_trials += 1
+        return self._begun.copy_to(self._directory / f"trial-{self._num_trials:04d}")
+
+    def fresh(self) -> Trial:
+        """A run that has not begun."""
+        self._num_trials += 1
+        return Trial(self._server, self._directory / f"trial-{self._num_trials:04d}")
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.close()
+
+
+def _distributed(rank: int, world_size: int, port: int) -> Mapping[str, str | None]:
+    if world_size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

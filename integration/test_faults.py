@@ -1,0 +1,261 @@
+"""Real processes with real faults: the same command, launched again, ends with the same bits.
+
+A run that was killed between two saves is launched with a fault at one call of the save path, and
+then once more without. The calls are those of taking the directory over, of a save that lets an
+older checkpoint go, and of the last save; each one gets each fault in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from faults_trials import Ended, Trial, Trials
+
+from resumekit.storage import StepName, Store
+
+RecordProperty = Callable[[str, object], None]
+MANY = 10_000  # more calls than a launch makes
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    with Trials(tmp_path_factory.mktemp("trials")) as trials:
+        yield trials
+
+
+def _finish(trials: Trials, trial: Trial, world_size: int = 1) -> None:
+    """The same command again: it starts at the newest complete step and ends as if undisturbed."""
+    newest = trial.newest_complete()
+    ended = trial.launch(world_size=world_size)
+    assert ended.succeeded, ended.output
+    verdict = trial.judge(trials.reference, expect_resume=newest is not None)
+    assert verdict.exact, verdict
+    resumed_at = verdict.resumes[-1].step if verdict.resumes else None
+    assert resumed_at == (newest.step if newest else None)
+    assert list((trial.run / ".staging").iterdir()) == []
+
+
+def _is_typed(ended: Ended) -> bool:
+    kinds = ("SaveError", "InsufficientSpaceError", "DirectoryError", "OwnershipLostError")
+    return ended.error.startswith(tuple(f"resumekit.errors.{kind}: " for kind in kinds))
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
+    trials: Trials, record_property: RecordProperty
+) -> None:
+    for call in range(1, MANY):
+        trial = trials.new()
+        if not trial.launch(failpoints=f"{call}=kill").was_killed:
+            break
+        assert trial.newest_complete() in (StepName(3), StepName(6), StepName(7)), call
+        _finish(trials, trial)
+    assert call > 80
+    record_property("kills, one at every call", call - 1)
+
+
+def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
+    trials: Trials, record_property: RecordProperty
+) -> None:
+    for call in range(1, MANY):
+        trial = trials.new()
+        if not trial.launch(failpoints=f"write:{call}=torn").was_killed:
+            break
+        _finish(trials, trial)
+    assert call > 15
+    record_property("torn writes", call - 1)
+
+
+def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
+    trials: Trials,
+) -> None:
+    for call in (*range(1, 14), 30, 40, 46, 48, 50):
+        trial = trials.fresh()
+        assert trial.launch(failpoints=f"{call}=kill").was_killed
+        _finish(trials, trial)
+
+
+@pytest.mark.parametrize("fault", ["{}=EIO", "{}+=ENOSPC"])
+def test_an_error_at_every_call_is_typed_and_the_next_launch_goes_on(
+    fault: str, trials: Trials, record_property: RecordProperty
+) -> None:
+    num_failed = 0
+    for call in range(1, MANY):
+        trial = trials.new()
+        ended = trial.launch(failpoints=fault.format(call))
+        assert not ended.was_killed
+        if ended.succeeded and not _makes_call(trials, call):
+            break
+        # The advisory pointer may fail without a word; nothing else may.
+        assert _is_typed(ended) or trial.newest_complete() == StepName(7), ended.output
+        num_failed += not ended.succeeded
+        _finish(trials, trial)
+    record_property(f"failing launches, {fault.format('each call')}", num_failed)
+    assert num_failed > 80
+
+
+@pytest.mark.parametrize("fault", ["{}=ENOSPC", "{}+=EIO"])
+def test_by_policy_a_failing_save_is_a_warning_and_training_goes_on(
+    fault: str, trials: Trials, record_property: RecordProperty
+) -> None:
+    num_warned = 0
+    for call in range(12, MANY, 3):
+        if not _makes_call(trials, call):
+            break
+        trial = trials.new()
+        ended = trial.launch(failpoints=fault.format(call), on_save_error="warn")
+        assert ended.succeeded, ended.output
+        warned = "failed, training goes on" in ended.output
+        assert warned or trial.newest_complete() == StepName(7), ended.output
+        num_warned += warned
+        _finish(trials, trial)
+    record_property(f"warnings, {fault.format('every third call')}", num_warned)
+    assert num_warned > 20
+
+
+def _makes_call(trials: Trials, call: int) -> bool:
+    """Whether a launch without faults makes this many calls."""
+    return trials.new().launch(failpoints=f"{call}=kill").was_killed
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    with Trials(tmp_path_factory.mktemp("pairs"), world_size=2) as trials:
+        yield trials
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", ["create:2", "write:2", "fsync:2"])
+def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
+    rank: int, call: str, pairs: Trials
+) -> None:
+    trial = pairs.new()
+    ended = trial.launch(failpoints=f"{call}=kill", on_rank=rank, world_size=2)
+    assert ended.was_killed
+    assert ended.statuses[1 - rank] != 0  # the other one does not believe in a save
+    assert trial.newest_complete() == StepName(3)
+    _finish(pairs, trial, world_size=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_fails_the_save_on_both(rank: int, pairs: Trials) -> None:
+    trial = pairs.new()
+    ended = trial.launch(failpoints=f"fsync:{2 - rank}=EIO", on_rank=rank, world_size=2)
+    assert not any(status == 0 for status in ended.statuses)
+    assert f"rank {rank}: " in ended.output
+    assert trial.newest_complete() == StepName(3)
+    _finish(pairs, trial, world_size=2)
+
+
+# ---------------------------------------------------------------- real directories
+
+
+@contextmanager
+def _mounted(path: Path, *options: str) -> Iterator[Path]:
+    path.mkdir()
+    done = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"mounting needs root here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_full_disk_costs_nothing_that_was_saved(
+    policy: str, trials: Trials, tmp_path: Path
+) -> None:
+    trial = trials.new()
+    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
+        shutil.copytree(trial.run, small / "run")
+        shutil.rmtree(trial.run)
+        trial.run.symlink_to(small / "run")
+        filler = small / "filler"
+        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        filler.write_bytes(bytes(free - 40_000))
+        before = sorted(trial.run.glob("step-*"))
+        ended = trial.launch(on_save_error=policy)
+        if policy == "raise":
+            assert ended.error.startswith("resumekit.errors.InsufficientSpaceError: ")
+            assert "bytes are free" in ended.error
+        else:
+            assert ended.succeeded
+            assert ended.output.count("failed, training goes on") == 2
+        assert sorted(trial.run.glob("step-*")) == before
+        filler.unlink()
+        _finish(trials, trial)
+
+
+def test_a_disk_that_is_full_to_the_last_byte_is_a_typed_error(
+    trials: Trials, tmp_path: Path
+) -> None:
+    trial = trials.new()
+    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
+        shutil.copytree(trial.run, small / "run")
+        shutil.rmtree(trial.run)
+        trial.run.symlink_to(small / "run")
+        filler = small / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(bytes(2 << 20))
+        ended = trial.launch()
+        assert _is_typed(ended), ended.output
+        assert "No space left on device" in ended.error
+        filler.unlink()
+        _finish(trials, trial)
+
+
+def test_a_read_only_directory_is_refused_in_one_clear_line(trials: Trials, tmp_path: Path) -> None:
+    trial = trials.new()
+    with _mounted(tmp_path / "view", "--bind", "-o", "ro", str(trial.run)) as view:
+        writable = trial.run.rename(trial.run.with_name("writable"))
+        trial.run.symlink_to(view)
+        ended = trial.launch()
+        assert ended.error.startswith("resumekit.errors.DirectoryError: "), ended.output
+        assert "Read-only file system" in ended.error
+        trial.run.unlink()
+        writable.rename(trial.run)
+    _finish(trials, trial)
+
+
+def test_a_directory_that_a_live_job_owns_is_refused_with_its_name(trials: Trials) -> None:
+    trial = trials.new()
+    store = Store(trial.run)
+    store.acquire()
+    try:
+        ended = trial.launch()
+        assert ended.error.startswith("resumekit.errors.DirectoryInUseError: "), ended.output
+        assert f"process {os.getpid()} on " in ended.error
+    finally:
+        store.release()
+    _finish(trials, trial)
+
+
+def test_a_finished_run_does_nothing_and_changes_no_checkpoint(trials: Trials) -> None:
+    trial = trials.new()
+    assert trial.launch().succeeded
+    before = {path: path.stat().st_mtime_ns for path in trial.run.glob("step-*/**/*")}
+    ended = trial.launch()
+    assert ended.succeeded
+    assert "nothing to do, the run finished at step 7" in ended.output
+    assert {path: path.stat().st_mtime_ns for path in trial.run.glob("step-*/**/*")} == before
+    assert trial.judge(trials.reference).exact
+
+
+def test_an_empty_directory_is_started_in(trials: Trials) -> None:
+    trial = trials.fresh()
+    trial.run.mkdir()
+    ended = trial.launch()
+    assert ended.succeeded
+    assert "starting fresh" in ended.output

@@ -1,0 +1,296 @@
+"""Damage of any kind is found before anything is used, and the error names the file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from crashlab.damage import (
+    Damage,
+    bookkeeping_damages,
+    extra_files,
+    files_of,
+    flip,
+    flip_positions,
+    moved_steps,
+    special_files,
+    swapped_files,
+    swapped_ranks,
+    whole_file_damages,
+)
+from crashlab.training import NEWEST, OLDER, Live, make_run, resumed
+from resumekit.cli import main
+from resumekit.errors import CorruptCheckpointError, DirectoryError, NoUsableCheckpointError
+from resumekit.payload import Payload, read_payload
+from resumekit.storage import LocalFileSystem, Manifest, Store
+from resumekit.storage.names import StepName
+
+RecordProperty = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank with two checkpoints; tests damage copies."""
+    return make_run(tmp_path_factory.mktemp("pristine") / "run")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another run of the same program."""
+    return make_run(tmp_path_factory.mktemp("foreign") / "run", seed=7)
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with two checkpoints, each rank with a state of its own."""
+    directory = tmp_path_factory.mktemp("pristine of two") / "run"
+    store = Store(directory)
+    store.acquire()
+    for step in (2, 4):
+        staging = store.stage(
+            StepName(step), num_bytes=1, num_files=6, directories=["model", "state"]
+        )
+        files = Payload("model", 0, {"model": {"weight": torch.rand(40, 5)}}).write(staging)
+        for rank in (0, 1):
+            states = {"rng": {"state": torch.rand(9), "rank": rank}, "data": {"batch": rank}}
+            files += Payload("state", rank, states).write(staging)
+        store.commit(
+            staging,
+            Manifest(
+                run_id=store.run_id,
+                attempt=store.attempt,
+                step=step,
+                created="2026-01-31T12:00:00Z",
+                world_size=2,
+                progress={},
+                components=(),
+                files=tuple(files),
+            ),
+        )
+    store.release()
+    return directory
+
+
+def _read(run: Path, step: str) -> None:
+    """Opens a checkpoint and reads all states of all ranks, as a resume does."""
+    reader = Store(run).open_step(StepName.from_text(step))
+    for entry in reader.manifest.files:
+        if entry.path.endswith(".json"):
+            read_payload(reader, str(Path(entry.path).parent), entry.writer)
+
+
+def _verify(run: Path, step: str) -> None:
+    Store(run).open_step(StepName.from_text(step)).verify()
+
+
+def _copies(run: Path, tmp_path: Path, damages: Iterator[Damage]) -> Iterator[tuple[Damage, Path]]:
+    """A damaged copy of the run for every damage."""
+    for number, damage in enumerate(damages):
+        copy = tmp_path / str(number) / "run"
+        shutil.copytree(run, copy)
+        damage.do(copy)
+        yield damage, copy
+        shutil.rmtree(copy.parent)
+
+
+def _all_damages(run: Path, foreign: Path) -> Iterator[Damage]:
+    others = {"the older step": run / OLDER, "another run": foreign / NEWEST}
+    yield from whole_file_damages(run, NEWEST)
+    yield from swapped_files(run, NEWEST, others)
+    yield from swapped_ranks(run, NEWEST)
+    yield from special_files(run, NEWEST)
+    yield from extra_files(run, NEWEST)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_flipped_byte_is_found_and_the_file_named(
+    ranks: int, run: Path, run_of_two: Path, tmp_path: Path, record_property: RecordProperty
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run if ranks == 1 else run_of_two, copy)
+    num_flips = 0
+    for path in files_of(copy, NEWEST):
+        # Every byte of a manifest, which is found without reading anything else.
+        size = (copy / path).stat().st_size
+        every = range(size) if path.endswith("manifest.json") else flip_positions(size)
+        for position in every:
+            flip(copy / path, position)
+            for use in (_read, _verify):
+                with pytest.raises(CorruptCheckpointError) as error:
+                    use(copy, NEWEST)
+                assert path in str(error.value)
+            flip(copy / path, position)
+            num_flips += 1
+    _read(copy, NEWEST)
+    record_property(f"flipped bytes found, {ranks} ranks", num_flips)
+
+
+def test_every_other_damage_is_found_and_the_file_named(
+    run: Path,
+    run_of_two: Path,
+    foreign: Path,
+    tmp_path: Path,
+    record_property: RecordProperty,
+) -> None:
+    num_damages = 0
+    for pristine in (run, run_of_two):
+        for damage, copy in _copies(pristine, tmp_path, _all_damages(pristine, foreign)):
+            for use in (_read, _verify):
+                with pytest.raises(CorruptCheckpointError) as error:
+                    use(copy, NEWEST)
+                assert damage.path in str(error.value), damage
+            _read(copy, OLDER)
+            num_damages += 1
+    record_property("damaged checkpoints found", num_damages)
+    assert num_damages > 100
+
+
+def test_a_file_is_never_opened_through_a_link_or_a_directory_of_links(
+    run: Path, tmp_path: Path
+) -> None:
+    class Watched(LocalFileSystem):
+        def open(self, path: Path):  # type: ignore[no-untyped-def]
+            assert path.resolve() == path
+            return super().open(path)
+
+    for _, copy in _copies(run, tmp_path, special_files(run, NEWEST)):
+        with pytest.raises(CorruptCheckpointError):
+            Store(copy, file_system=Watched()).open_step(StepName.from_text(NEWEST)).verify()
+
+
+# ---------------------------------------------------------------- through the Checkpointer
+
+
+@pytest.fixture(scope="module")
+def older_state(run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the live objects after a resume from the older checkpoint."""
+    copy = tmp_path_factory.mktemp("older") / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / NEWEST)
+    return resumed(copy)[1]
+
+
+def _sample(run: Path, foreign: Path) -> Iterator[Damage]:
+    for path in files_of(run, NEWEST):
+        middle = (run / path).stat().st_size // 2
+        yield Damage(f"{path} flipped", path, lambda d, p=path, m=middle: flip(d / p, m))  # type: ignore[misc]
+    yield from _all_damages(run, foreign)
+    yield from moved_steps(run, NEWEST, OLDER, foreign)
+
+
+def test_a_resume_passes_over_the_damaged_checkpoint_and_says_so(
+    run: Path,
+    foreign: Path,
+    older_state: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: RecordProperty,
+) -> None:
+    num_damages = 0
+    for damage, copy in _copies(run, tmp_path, _sample(run, foreign)):
+        if "renamed to each other" in damage.name:
+            continue  # then nothing is left to fall back to
+        report, state = resumed(copy)
+        assert (report.step, state) == (2, older_state), damage
+        (rejection,) = report.rejected
+        assert rejection.name == NEWEST
+        assert damage.path in rejection.reason, damage
+        assert rejection.reason in capsys.readouterr().err
+        assert not (copy / NEWEST).exists()
+        assert [path.name[: len(NEWEST)] for path in (copy / "quarantine").glob("*")] == [
+            NEWEST
+        ] * 2
+        num_damages += 1
+    record_property("resumes that passed over the damage", num_damages)
+
+
+def test_a_resume_without_any_good_checkpoint_changes_nothing_live(
+    run: Path, foreign: Path, tmp_path: Path, record_property: RecordProperty
+) -> None:
+    num_damages = 0
+    for damage, copy in _copies(run, tmp_path, _sample(run, foreign)):
+        if "renamed" not in damage.name:
+            flip(copy / OLDER / "manifest.json", 100)
+        live = Live.launch(copy, seed=99)
+        before = live.digest()
+        with live.checkpointer, pytest.raises(NoUsableCheckpointError) as error:
+            live.checkpointer.resume()
+        assert live.digest() == before, damage
+        assert damage.path in str(error.value), damage
+        assert OLDER in str(error.value)
+        with pytest.raises(NoUsableCheckpointError):
+            resumed(copy)  # never afresh over what was put aside
+        num_damages += 1
+    record_property("resumes refused, nothing live changed", num_damages)
+
+
+def test_the_verify_command_names_every_damaged_file_and_moves_nothing(
+    run: Path, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for damage, copy in _copies(run, tmp_path, _sample(run, foreign)):
+        if damage.name == "another run's step":
+            continue  # whole in itself; only a resume knows which run the directory belongs to
+        with pytest.raises(SystemExit) as left:
+            main(["verify", str(copy)])
+        told = capsys.readouterr().out
+        assert left.value.code == 1, damage
+        assert damage.path in told, damage
+        assert f"{NEWEST}  DAMAGED" in told
+        assert (copy / NEWEST).exists() or (copy / NEWEST).is_symlink()
+        assert not (copy / "quarantine").exists()
+
+
+def test_a_checkpoint_that_is_not_damaged_is_resumed(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    report, _ = resumed(copy)
+    assert (report.step, report.rejected) == (4, ())
+
+
+# ---------------------------------------------------------------- beside the checkpoints
+
+
+def test_no_damage_to_the_record_or_the_pointer_costs_a_checkpoint(
+    run: Path, tmp_path: Path
+) -> None:
+    # A record that is a directory cannot be replaced by one rename; that is refused, see below.
+    bookkeeping = [
+        damage
+        for path in ("owner.json", "latest", ".lock")
+        for damage in bookkeeping_damages(run, path)
+        if damage.name not in REFUSED
+    ]
+    for damage, copy in _copies(run, tmp_path, iter(bookkeeping)):
+        assert resumed(copy)[0].step == 4, damage
+        Live.launch(copy).train(until=7)
+        assert sorted(path.name for path in copy.glob("step-*")) == [NEWEST, "step-00000006"]
+
+
+REFUSED = {
+    "owner.json is a directory",
+    ".lock is a directory",
+    ".lock is a link to its own content",
+    ".lock is a dangling link",
+    ".lock is a socket",
+    ".staging is a link",
+    ".staging is a file",
+}
+
+
+def test_a_run_directory_that_cannot_be_used_is_refused_and_left_as_it_is(
+    run: Path, tmp_path: Path
+) -> None:
+    paths = ("owner.json", ".lock", ".staging")
+    damages = [each for path in paths for each in bookkeeping_damages(run, path)]
+    refused = [damage for damage in damages if damage.name in REFUSED]
+    assert len(refused) == len(REFUSED)
+    for damage, copy in _copies(run, tmp_path, iter(refused)):
+        with pytest.raises(DirectoryError) as error:
+            resumed(copy)
+        assert damage.path.removesuffix(".json") in str(error.value), damage
+        _read(copy, NEWEST)
+        assert files_of(copy, NEWEST) == files_of(run, NEWEST)
