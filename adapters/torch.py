@@ -21,7 +21,7 @@ from resumekit.capture import rank_buffer_components, state_components
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.options import OptionKeywords
+    from resumekit.engine.options import OptionKeywords
 
 __all__ = ["Checkpointer"]
 
@@ -40,7 +40,7 @@ class Checkpointer(_Checkpointer):
         ema: an ``AveragedModel``, or any object with ``state_dict``.
         extras: a live dict of your own values.
         generators: private random generators by name.
-        **options: see ``resumekit.options.Options``.
+        **options: see ``resumekit.engine.options.Options``.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         Stateful,
         TrainState,
     )
+    from resumekit.engine.report import ResumeReport
     from resumekit.errors import ResumekitError
     from resumekit.prove.trace import trace
-    from resumekit.report import ResumeReport
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOMES = {
     "Checkpointer": "resumekit.checkpointer",
     "Fidelity": "resumekit.contract",
     "Progress": "resumekit.contract",
-    "ResumeReport": "resumekit.report",
+    "ResumeReport": "resumekit.engine.report",
     "ResumekitError": "resumekit.errors",
     "SharingPattern": "resumekit.contract",
     "StateComponent": "resumekit.contract",

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.cadence import parse_cadence
 from resumekit.contract import Progress, StateComponent
 from resumekit.data import Source
+from resumekit.engine.cadence import parse_cadence
+from resumekit.engine.loops import Batches, Epochs
+from resumekit.engine.options import OptionKeywords, Options
+from resumekit.engine.report import ResumeReport, tell
+from resumekit.engine.run import Run
 from resumekit.errors import ConfigurationError, LoopError, SaveError
-from resumekit.loops import Batches, Epochs
-from resumekit.options import OptionKeywords, Options
 from resumekit.prove.trace import rng_digests
-from resumekit.report import ResumeReport, tell
-from resumekit.run import Run
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -42,7 +42,7 @@ class Checkpointer:
         extras: a live dict of your own values. Plain values are replaced under their key, objects
             with ``state_dict`` are loaded in place.
         generators: private random generators by name (torch, NumPy or ``random.Random``).
-        **options: see ``resumekit.options.Options``.
+        **options: see ``resumekit.engine.options.Options``.
 
     Raises:
         ConfigurationError: an option is wrong.

@@ -1,7 +1,9 @@
 """Where a run stands in its data, and how it gets there again."""
 
-from resumekit.data.position import DataPosition
-from resumekit.data.source import MapSource, ReplaySource, Source, announce_epoch, open_source
+from resumekit.data.map_source import MapSource
+from resumekit.data.position import DataPosition, open_source
+from resumekit.data.replay import ReplaySource
+from resumekit.data.source import Source, announce_epoch
 
 __all__ = [
     "DataPosition",

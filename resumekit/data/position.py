@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from resumekit.contract import Fidelity
-from resumekit.data.source import Source, open_source
+from resumekit.data.map_source import MapSource
+from resumekit.data.replay import ReplaySource
+from resumekit.data.source import Source
 from resumekit.errors import ConfigurationError
 
 
@@ -65,3 +69,14 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the places; each is found when its epoch begins."""
         self._pending = dict(state)
+
+
+def open_source(loader: Any, name: str) -> Source:
+    """The source of a loader: exact seeking for map-style DataLoaders, replay for the rest."""
+    if (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not hasattr(loader, "state_dict")
+    ):
+        return MapSource(loader, name)
+    return ReplaySource(loader, name)

@@ -218,18 +218,19 @@ def test_three_persistent_workers_keep_their_turns_into_the_next_epoch() -> None
         assert continued("shuffle", "three persistent workers", stops[stop]) == expected[stop:]
 
 
-def test_the_loop_draws_what_a_stock_loop_draws() -> None:
-    for kind in LOADERS:
-        for workers in ("no workers", "fresh workers"):
-            watched, _ = uninterrupted(kind, workers)
-            seed_everything(1)
-            loader = LOADERS[kind](Noisy(), WORKERS[workers])
-            stock = []
-            for epoch in range(EPOCHS):
-                if kind == "distributed":
-                    loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-                stock.extend(train_on(batch) for batch in loader)
-            assert watched == stock, (kind, workers)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_loop_draws_what_a_stock_loop_draws(kind: str) -> None:
+    with_workers = ("fresh workers",) if kind in ("shuffle", "eager batch sampler") else ()
+    for workers in ("no workers", *with_workers):
+        watched, _ = uninterrupted(kind, workers)
+        seed_everything(1)
+        loader = LOADERS[kind](Noisy(), WORKERS[workers])
+        stock = []
+        for epoch in range(EPOCHS):
+            if kind == "distributed":
+                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            stock.extend(train_on(batch) for batch in loader)
+        assert watched == stock, workers
 
 
 @pytest.mark.parametrize("left_out", ["start", "rng", "place"])

@@ -7,13 +7,36 @@ fetched: the next ``__next__`` of the batches, or, after an epoch's last batch, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from resumekit.contract import Progress
 from resumekit.data import Source
 from resumekit.errors import DataPositionError
 
-if TYPE_CHECKING:
-    from resumekit.checkpointer import Checkpointer
+
+class LoopOwner(Protocol):
+    """What the loops tell, and ask, the one who saves and resumes.
+
+    ``finished`` says why the run is over, or is None.
+    """
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def finished(self) -> str | None: ...
+
+    def _open_epoch(self, epoch: int) -> None: ...
+
+    def _close_epoch(self, epoch: int) -> None: ...
+
+    def _begin(self, source: Source, epoch: int) -> None: ...
+
+    def _fetched(self, source: Source) -> None: ...
+
+    def _epoch_ended(self, source: Source) -> None: ...
+
+    def _settle(self, finished: str | None, *, at_end: bool = False) -> None: ...
 
 
 class Batches:
@@ -25,7 +48,7 @@ class Batches:
 
     def __init__(
         self,
-        run: Checkpointer,
+        run: LoopOwner,
         source: Source,
         *,
         epochs: int | None = None,
@@ -127,7 +150,7 @@ class Epochs:
         initial: the epochs that were completed before, for a progress bar.
     """
 
-    def __init__(self, run: Checkpointer, num_epochs: int) -> None:
+    def __init__(self, run: LoopOwner, num_epochs: int) -> None:
         self._run = run
         self._num_epochs = num_epochs
         self._epoch: int | None = None

@@ -30,15 +30,15 @@ from resumekit.contract import (
 )
 from resumekit.data import DataPosition
 from resumekit.distributed import World
+from resumekit.engine.options import Options, names_component
+from resumekit.engine.progress import Counters
+from resumekit.engine.report import ResumeReport, tell
+from resumekit.engine.resuming import Finder, Found, check_fit, check_states
+from resumekit.engine.saving import Description, Saver
+from resumekit.engine.selection import BestSelection
 from resumekit.errors import CheckpointError, DriftError
-from resumekit.options import Options, names_component
-from resumekit.progress import Counters
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
-from resumekit.report import ResumeReport, tell
-from resumekit.resuming import Finder, Found, check_fit, check_states
-from resumekit.saving import Description, Saver
-from resumekit.selection import BestSelection
 from resumekit.storage import RetentionPolicy, StepName, Store
 
 # The order of a restore; the data position and then the random state follow at the first fetch.

@@ -12,6 +12,8 @@ from typing import Any
 
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.distributed import World
+from resumekit.engine.options import Options, names_component
+from resumekit.engine.report import Rejection, tell
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,9 +21,7 @@ from resumekit.errors import (
     NoUsableCheckpointError,
     StateMismatchError,
 )
-from resumekit.options import Options, names_component
 from resumekit.payload import read_payload
-from resumekit.report import Rejection, tell
 from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; it is told.

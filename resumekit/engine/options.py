@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import TypedDict
 
-from resumekit.cadence import parse_cadence
 from resumekit.contract import Slot
+from resumekit.engine.cadence import parse_cadence
 from resumekit.errors import ConfigurationError
 
 CHANGES = frozenset({"horizon"})

@@ -13,9 +13,9 @@ from typing import Any
 
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
 from resumekit.distributed import World
+from resumekit.engine.report import tell
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.payload import Payload
-from resumekit.report import tell
 from resumekit.storage import (
     ComponentRecord,
     FileEntry,

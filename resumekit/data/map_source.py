@@ -1,0 +1,163 @@
+"""Map-style DataLoaders: the exact position, found again without touching the dataset."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from resumekit.contract import Fidelity
+from resumekit.data.generators import private_generators
+from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
+from resumekit.data.source import Source, announce_epoch
+from resumekit.data.tape import Padding, Taped, TapingCollate, TapingInit, WorkerRandomState
+
+
+class MapSource(Source):
+    """A map-style DataLoader. The user's loader is left as it is; a shallow copy is iterated.
+
+    The copy's index sampler is a RecordingSampler. With workers, its collate function and
+    ``worker_init_fn`` carry the workers' random states (see ``tape``).
+    """
+
+    kind = "map"
+
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        super().__init__(loader, name)
+        self._collates = loader.batch_sampler is not None
+        index_sampler = loader.batch_sampler if self._collates else loader.sampler
+        self._sampler = RecordingSampler(index_sampler, self._rng, name)
+        self._before: dict[str, Any] | None = None
+        self._workers: dict[int, WorkerRandomState] = {}
+        self._copy = copy.copy(loader)
+        # torch refuses to set these two after construction, because a live iterator would not
+        # notice; the copy has none yet.
+        self._copy.__dict__["batch_sampler" if self._collates else "sampler"] = self._sampler
+        self._copy.__dict__["_iterator"] = None
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        """How exactly the position and the random numbers in it come back, and why not."""
+        workers = self.loader.num_workers
+        if workers and not getattr(self.loader, "in_order", True):
+            return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
+        if workers and not self._collates:
+            return Fidelity.LOST, "random numbers in workers of a loader with batch_size=None"
+        hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
+        if hidden:
+            return Fidelity.LOST, f"{', '.join(hidden)} lives in the workers; use num_workers=0"
+        return Fidelity.EXACT, ""
+
+    def begin(self, epoch: int) -> None:
+        """Starts the epoch, or continues it where the checkpoint stood."""
+        announce_epoch(self.loader, epoch)
+        pending, self._pending = self._pending, None
+        if pending is not None and pending["epoch"] == epoch:
+            self._begin_again(pending)
+        else:
+            self._begin_fresh()
+        self.epoch = epoch
+
+    def _begin_fresh(self) -> None:
+        if self._copy._iterator is None:
+            self._before = self._rng.state_dict()
+            self._workers = {}
+            self._attach_tape({}, num_padding=0)
+        self.batch = 0
+        self._iterator = iter(self._copy)
+
+    def _begin_again(self, pending: Mapping[str, Any]) -> None:
+        """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
+        self.batch = pending["batch"]
+        self._before = pending["before"]
+        self._workers = {
+            int(worker): WorkerRandomState(**state) for worker, state in pending["workers"].items()
+        }
+        if self.batch:
+            start, num_padding = EpochStart(**pending["start"]), self._num_padding()
+        elif self._workers:
+            # Persistent workers outlive the epoch: the first iterator of this process draws a seed
+            # that the interrupted run's did not draw here.
+            start, num_padding = EpochStart(at_iter=self._rng.state_dict()), 0
+        else:
+            self._begin_fresh()
+            return
+        eager = self.loader.num_workers == 0
+        self._sampler.seek(Seek(start, self.batch, pending["order"], num_padding, eager))
+        self._attach_tape(self._workers, num_padding)
+        if self._before is not None:
+            self._rng.load_state_dict(self._before)
+        self._iterator = iter(self._copy)
+        self._drop_padding(num_padding)
+        self._attach_tape({}, num_padding=0)
+
+    def _drop_padding(self, num_padding: int) -> None:
+        # Each padding that is taken out lets the loader ask the sampler for one more batch: after
+        # the last one it is as far ahead as it was in the interrupted run.
+        assert self._iterator is not None
+        for _ in range(num_padding):
+            padding, indices = next(self._iterator), self._sampler.drawn.popleft()
+            assert isinstance(padding, Padding)
+            assert isinstance(indices, PaddingIndices)
+
+    def _num_padding(self) -> int:
+        workers = self.loader.num_workers
+        return self.batch % workers if workers and self._collates else 0
+
+    def _attach_tape(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
+        """Gives the workers that start next their recorded states."""
+        if self.loader.num_workers:
+            self._copy.collate_fn = TapingCollate(self.loader.collate_fn, num_padding)
+            self._copy.worker_init_fn = TapingInit(self.loader.worker_init_fn, states)
+
+    def next_batch(self) -> Any:
+        """The next batch as the user's loader would give it.
+
+        Raises:
+            StopIteration: the epoch has no more.
+        """
+        assert self._iterator is not None
+        batch = next(self._iterator)
+        self.indices = self._sampler.drawn.popleft()
+        self._sampler.order.add(self.indices)
+        self.num_samples = len(self.indices) if self._collates else 1
+        self.batch += 1
+        if isinstance(batch, Taped):
+            self._workers[batch.worker] = batch.state
+            return batch.batch
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch and all that is needed to draw from there."""
+        if self._pending is not None:
+            return dict(self._pending)
+        state = self._state()
+        under_way = state["batch"] > 0
+        persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
+        keep_workers = under_way or persistent
+        state["start"] = self._sampler.start.as_dict() if under_way else None
+        state["order"] = self._sampler.order.hexdigest() if under_way else None
+        state["before"] = self._before if keep_workers else None
+        state["workers"] = (
+            {worker: vars(random) for worker, random in self._workers.items()}
+            if keep_workers
+            else {}
+        )
+        return state
+
+    def _geometry(self) -> dict[str, Any]:
+        return {
+            **super()._geometry(),
+            "num_samples": _length(self.loader.dataset),
+            "batch_size": self.loader.batch_size,
+            "drop_last": self.loader.drop_last,
+        }
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
