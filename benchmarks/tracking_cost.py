@@ -26,6 +26,7 @@ BATCH_SIZES = (1, 32, 512)
 
 
 def make_loader(batch_size: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    """A loader that does as little as a loader can."""
     return DataLoader(
         TensorDataset(torch.zeros(NUM_BATCHES * batch_size, 1)),
         batch_sampler=[
@@ -37,6 +38,7 @@ def make_loader(batch_size: int) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def stock_seconds(batch_size: int) -> float:
+    """Seconds of one iteration over the loader."""
     loader = make_loader(batch_size)
     started = time.perf_counter()
     for _ in loader:
@@ -45,6 +47,7 @@ def stock_seconds(batch_size: int) -> float:
 
 
 def tracked_seconds(batch_size: int) -> float:
+    """Seconds of one iteration through a Checkpointer, and its ``step()``."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = make_loader(batch_size)
@@ -63,6 +66,7 @@ def tracked_seconds(batch_size: int) -> float:
 
 
 def main() -> None:
+    """Prints the table."""
     table = Table("samples in a batch", "stock µs", "tracked µs", "difference µs")
     for batch_size in BATCH_SIZES:
         rounds = [(stock_seconds(batch_size), tracked_seconds(batch_size)) for _ in range(ROUNDS)]

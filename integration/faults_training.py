@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1)
     random.seed(0)
     np.random.seed(0)
     data = TensorDataset(torch.arange(240.0).reshape(40, 6) / 240, torch.arange(40) % 3)
-    sampler = DistributedSampler(data, seed=3) if world_size > 1 else None
+    sampler: Any = DistributedSampler(data, seed=3) if world_size > 1 else None
     loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
     bare = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
     model = nn.parallel.DistributedDataParallel(bare) if world_size > 1 else bare
@@ -52,7 +53,7 @@ def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1)
         for inputs, labels in checkpointer.batches(loader, steps=NUM_STEPS):
             loss = nn.functional.cross_entropy(model(inputs), labels)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             scheduler.step()
             extras["batches_seen"] += 1

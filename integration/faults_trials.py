@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from faults_training import train
 
@@ -21,6 +25,8 @@ from resumekit.storage import StepName, Store
 from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
+
+Result = TypeVar("Result")
 
 KILLED = -9
 TIMEOUT_SECONDS = 60.0
@@ -139,25 +145,29 @@ class Trial:
         """Compares all launches, step by step and bit for bit, with the uninterrupted run."""
         return compare(reference, self.trace, expect_resume=expect_resume)
 
-    def copy_to(self, directory: Path) -> Trial:
+    def copy_to(self, directory: Path, server: ForkServer) -> Trial:
         """A trial that goes on where this one is."""
         shutil.copytree(self._directory, directory)
-        return Trial(self._server, directory)
+        return Trial(server, directory)
 
 
 class Trials:
-    """A warm server, the uninterrupted run, and a run that was killed between two saves.
+    """Warm servers, the uninterrupted run, and a run that was killed between two saves.
 
     Args:
         directory: an empty one.
         world_size: how many ranks.
+        num_servers: how many trials ``each`` may run at a time.
     """
 
-    def __init__(self, directory: Path, *, world_size: int = 1) -> None:
+    def __init__(self, directory: Path, *, world_size: int = 1, num_servers: int = 1) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._server = ForkServer(PRELOAD, environment)
+        self._servers = [ForkServer(PRELOAD, environment) for _ in range(num_servers)]
+        self._of_this_thread = threading.local()
+        waiting = iter(self._servers)
+        self._pool = ThreadPoolExecutor(num_servers, initializer=lambda: self._take(next(waiting)))
         self._directory = directory
-        self._num_trials = 0
+        self._numbers = itertools.count(1)
         reference = Trial(self._server, directory / "reference")
         ended = reference.launch(world_size=world_size)
         assert ended.succeeded, ended.output
@@ -169,13 +179,26 @@ class Trials:
 
     def new(self) -> Trial:
         """A run that has saved step 3 and was killed after step 4."""
-        self._num_trials += 1
-        return self._begun.copy_to(self._directory / f"trial-{self._num_trials:04d}")
+        return self._begun.copy_to(self._next_directory(), self._server)
 
     def fresh(self) -> Trial:
         """A run that has not begun."""
-        self._num_trials += 1
-        return Trial(self._server, self._directory / f"trial-{self._num_trials:04d}")
+        return Trial(self._server, self._next_directory())
+
+    def each(self, try_one: Callable[[int], Result], values: Iterable[int]) -> list[Result]:
+        """What ``try_one`` gives for every value; the servers share the work."""
+        return list(self._pool.map(try_one, values))
+
+    def _next_directory(self) -> Path:
+        return self._directory / f"trial-{next(self._numbers):04d}"
+
+    @property
+    def _server(self) -> ForkServer:
+        server: ForkServer = getattr(self._of_this_thread, "server", self._servers[0])
+        return server
+
+    def _take(self, server: ForkServer) -> None:
+        self._of_this_thread.server = server
 
     def __enter__(self) -> Trials:
         return self
@@ -186,7 +209,9 @@ class Trials:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._server.close()
+        self._pool.shutdown()
+        for server in self._servers:
+            server.close()
 
 
 def _distributed(rank: int, world_size: int, port: int) -> Mapping[str, str | None]:

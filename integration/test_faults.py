@@ -22,13 +22,39 @@ from faults_trials import Ended, Trial, Trials
 from resumekit.storage import StepName, Store
 
 RecordProperty = Callable[[str, object], None]
-MANY = 1000  # more calls than a launch makes
 
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with Trials(tmp_path_factory.mktemp("trials")) as trials:
+    with Trials(tmp_path_factory.mktemp("trials"), num_servers=2) as trials:
         yield trials
+
+
+@pytest.fixture(scope="module")
+def all_calls(trials: Trials) -> range:
+    """The calls that a launch makes on the write side, from the first to the last."""
+    return _calls_until(lambda call: _killed_at(trials, f"{call}=kill") is None)
+
+
+@pytest.fixture(scope="module")
+def calls_of_a_save(trials: Trials) -> range:
+    """The same up to the second save of the launch."""
+
+    def is_later(call: int) -> bool:
+        trial = _killed_at(trials, f"{call}=kill")
+        return trial is None or any((trial.run / ".staging").glob("step-00000007-*/model"))
+
+    return _calls_until(is_later)
+
+
+def _calls_until(is_later: Callable[[int], bool]) -> range:
+    return range(1, 1 + bisect_left(range(1, 1000), True, key=is_later))
+
+
+def _killed_at(trials: Trials, failpoints: str) -> Trial | None:
+    """A trial that was killed at a call; None when it makes no such call."""
+    trial = trials.new()
+    return trial if trial.launch(failpoints=failpoints).was_killed else None
 
 
 def _finish(trials: Trials, trial: Trial, world_size: int = 1) -> None:
@@ -52,49 +78,45 @@ def _is_typed(ended: Ended) -> bool:
 
 
 def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
-    trials: Trials, record_property: RecordProperty
+    trials: Trials, all_calls: range, record_property: RecordProperty
 ) -> None:
-    for call in range(1, MANY):
+    def kill(call: int) -> StepName | None:
         trial = trials.new()
-        if not trial.launch(failpoints=f"{call}=kill").was_killed:
-            break
-        assert trial.newest_complete() in (StepName(3), StepName(6), StepName(7)), call
+        assert trial.launch(failpoints=f"{call}=kill").was_killed
+        newest = trial.newest_complete()
         _finish(trials, trial)
-    assert call > 80
-    record_property("kills, one at every call", call - 1)
+        return newest
+
+    newest = trials.each(kill, all_calls)
+    assert [*newest] == sorted(newest, key=str)  # a later kill never leaves less
+    assert set(newest) == {StepName(3), StepName(6), StepName(7)}
+    assert len(all_calls) > 80
+    record_property("kills, one at every call", len(all_calls))
 
 
 def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
     trials: Trials, record_property: RecordProperty
 ) -> None:
-    for call in range(1, MANY):
-        trial = trials.new()
-        if not trial.launch(failpoints=f"write:{call}=torn").was_killed:
-            break
+    def tear(write: int) -> None:
+        trial = _killed_at(trials, f"write:{write}=torn")
+        assert trial is not None
         _finish(trials, trial)
-    assert call > 15
-    record_property("torn writes", call - 1)
+
+    writes = _calls_until(lambda write: _killed_at(trials, f"write:{write}=torn") is None)
+    trials.each(tear, writes)
+    assert len(writes) > 15
+    record_property("torn writes", len(writes))
 
 
 def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
     trials: Trials,
 ) -> None:
-    for call in (*range(1, 14), 30, 40, 46, 48, 50):
+    def kill(call: int) -> None:
         trial = trials.fresh()
         assert trial.launch(failpoints=f"{call}=kill").was_killed
         _finish(trials, trial)
 
-
-@pytest.fixture(scope="module")
-def calls_of_a_save(trials: Trials) -> range:
-    """The calls of a launch up to the first one of its second save."""
-
-    def is_later(call: int) -> bool:
-        trial = trials.new()
-        ended = trial.launch(failpoints=f"{call}=kill")
-        return not ended.was_killed or any((trial.run / ".staging").glob("step-00000007-*/model"))
-
-    return range(1, 1 + bisect_left(range(1, MANY), True, key=is_later))
+    trials.each(kill, (*range(1, 16), 30, 40, 46, 48, 50))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +130,7 @@ def test_an_error_at_every_call_is_told_and_costs_at_most_the_save_under_way(
     calls_of_a_save: range,
     record_property: RecordProperty,
 ) -> None:
-    told: Counter[str] = Counter()
-    for call in calls_of_a_save:
+    def fail(call: int) -> str:
         trial = trials.new()
         ended = trial.launch(failpoints=fault.format(call), on_save_error=policy)
         assert not ended.was_killed
@@ -120,11 +141,11 @@ def test_an_error_at_every_call_is_told_and_costs_at_most_the_save_under_way(
         # directory that is there.
         assert how != "nothing" or newest == StepName(7), ended.output
         assert policy == "raise" or how != "a failed save", ended.output
-        told[how] += 1
         _finish(trials, trial)
-    record_property(
-        f"errors, {fault.format('n')}, {policy}", f"{len(calls_of_a_save)} {dict(told)}"
-    )
+        return how
+
+    told = Counter(trials.each(fail, calls_of_a_save))
+    record_property(f"errors at every call, {fault.format('n')}, {policy}", dict(told))
     assert told["a failed save" if policy == "raise" else "a warning"] > 20
 
 

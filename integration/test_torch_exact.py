@@ -70,7 +70,7 @@ def cell(combination: dict[str, Any]) -> Cell:
     options.update(STYLES.get(options.pop("style", ""), {}))
     kill, world_size = options.pop("kill"), options.pop("world_size", 1)
     epoch = steps_per_epoch(options, world_size)
-    every = 3 if epoch % 3 == 0 else 5
+    every = next(number for number in (3, 5, 1) if epoch % number == 0 and epoch > number)
     options["save_every"] = every
     step, checkpoint = KillPoint.step, KillPoint.checkpoint
     kills = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -64,7 +65,7 @@ def run_demo(*, seed: int, num_kills: int, quick: bool) -> bool:
     for before, after in pairwise(killed):
         _print_meeting(console, reference[-1], before, after)
     print_result(result, console)
-    _print_time_lost(result, console)
+    _print_time_lost(result, killed, console)
     return result.ok
 
 
@@ -148,15 +149,13 @@ def _steps(attempt: Attempt) -> list[Record]:
 
 def _loss(fields: Mapping[str, Any]) -> str:
     """Every bit of it; the zeros at the end that a 32-bit number leaves are not shown."""
-    digits, _, exponent = fields.get("values", {}).get("loss", "").partition("p")
-    return f"{digits.rstrip('0')}p{exponent}" if digits else "-"
+    return re.sub("0+p", "p", fields.get("values", {}).get("loss", "-"))
 
 
-def _print_time_lost(result: ProveResult, console: Console) -> None:
+def _print_time_lost(result: ProveResult, killed: Sequence[Attempt], console: Console) -> None:
     trial = result.trials[0]
-    resumes = trial.verdict.resumes if trial.verdict else ()
-    repeated = sum(resume.num_repeated_steps for resume in resumes)
+    trained = [record.step for attempt in killed for record in _steps(attempt)]
     console.print(
         f"{trial.num_kills} kills cost {trial.seconds - result.reference_seconds:.1f} s: "
-        f"{repeated} steps trained again, {trial.num_kills} more starts."
+        f"{len(trained) - len(set(trained))} steps trained again, {trial.num_kills} more starts."
     )

@@ -1,6 +1,6 @@
 """Handwritten digits under DDP: a stock script, plus the Checkpointer's lines.
 
-    torchrun --nproc_per_node=2 train_ddp.py
+torchrun --nproc_per_node=2 train_ddp.py
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 
+import resumekit
 from resumekit.capture.git import repository_state
 from resumekit.contract import StateComponent
 
@@ -68,7 +68,7 @@ def fingerprint(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
-            "resumekit": _version("resumekit"),
+            "resumekit": resumekit.__version__,
         },
         "git": repository_state(),
         "command": list(sys.argv),
@@ -120,10 +120,3 @@ def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator
             yield from _differences(f"{name}[{index}]", each, partner, severity)
     elif then != now:
         yield Difference(name, then, now, severity)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return None

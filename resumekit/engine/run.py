@@ -15,6 +15,7 @@ from resumekit.capture import (
     Difference,
     Extras,
     RngState,
+    SchedulerState,
     Severity,
     differences,
     fingerprint,
@@ -179,7 +180,7 @@ class Run:
         ]
         if "horizon" in self.options.allow_changes:
             for component in self.components:
-                if hasattr(component.stateful, "keep_horizon"):
+                if isinstance(component.stateful, SchedulerState):
                     component.stateful.keep_horizon = True
         elif refused:
             raise DriftError(

@@ -203,7 +203,8 @@ def _missing_parts(
             expected = f"a resume from the checkpoint of step {committed}"
             yield Divergence(step, rank, RUN, "", found, expected, STEP, attempt.launch)
         steps = [record.step for record in attempt.records if record.kind == CHECKPOINT]
-        committed = max([*steps, *([] if committed is None else [committed])], default=None)
+        if steps:
+            committed = max(steps) if committed is None else max(committed, *steps)
 
 
 def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:

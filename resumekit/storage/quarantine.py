@@ -34,6 +34,8 @@ def put_aside(
     # A link of this name is no directory: mkdir refuses it.
     if not has_directory(file_system, directory, QUARANTINE):
         file_system.mkdir(directory / QUARANTINE)
+    # Even where it was there: a process that was killed here may have made it a moment ago.
+    file_system.fsync_dir(directory)
     target = directory / QUARANTINE / f"{name}-{uuid.uuid4().hex[:12]}"
     reason = seal({"checkpoint": str(name), "error": str(error)})
     write_small(file_system, target.with_name(f"{target.name}.reason.json"), reason)

@@ -23,12 +23,15 @@ class Launcher(Protocol):
 
     def start(self, task: Task) -> int:
         """The id of a new process, which leads its own session and runs the task."""
+        ...
 
     def wait_any(self, pids: Sequence[int], timeout_seconds: float) -> tuple[int, int] | None:
         """The id and exit status of a process that ended; None when none did in time."""
+        ...
 
     def close(self) -> None:
         """Kills what is still running."""
+        ...
 
 
 class ForkServer:

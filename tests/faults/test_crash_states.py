@@ -9,18 +9,24 @@ import pytest
 from crashlab.crashes import Renames
 from crashlab.explorer import Findings, cases, explore, relaunch
 from crashlab.jobs import Job
+from crashlab.operations import FailedSync, Sync
 from crashlab.recording import Recording
-from crashlab.scenarios import SCENARIOS, Lab, killed_and_relaunched
+from crashlab.scenarios import (
+    SCENARIOS,
+    Lab,
+    killed_and_relaunched,
+    trained_on_after_a_failed_sync,
+)
 
 MINIMUM_STATES = 5_000
 # Two ranks have many more instants, so fewer states of each are enough.
 LIMITS = {
-    (Renames.ATOMIC, 1): 24,
-    (Renames.ATOMIC, 2): 12,
+    (Renames.ATOMIC, 1): 48,
+    (Renames.ATOMIC, 2): 20,
     (Renames.BY_TARGET, 1): 8,
     (Renames.BY_TARGET, 2): 3,
-    (Renames.SPLIT, 1): 8,
-    (Renames.SPLIT, 2): 3,
+    (Renames.SPLIT, 1): 12,
+    (Renames.SPLIT, 2): 4,
 }
 RecordProperty = Callable[[str, object], None]
 
@@ -65,6 +71,24 @@ def test_a_power_cut_after_a_kill_and_a_relaunch_breaks_no_promise(
         num_calls += 1
     record_property("unique crash states after kill and relaunch", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
+
+
+def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
+    record_property: RecordProperty,
+) -> None:
+    findings = Findings()
+    num_failed = 0
+    while (job := trained_on_after_a_failed_sync(num_failed)) is not None:
+        num_failed += 1
+        calls = job.recording.operations
+        (failed,) = (index for index, call in enumerate(calls) if isinstance(call, FailedSync))
+        later = [call.file for call in calls[failed:] if isinstance(call, Sync)]
+        assert calls[failed].inode not in later, calls[failed].call  # type: ignore[attr-defined]
+        explore(job, limit=4, findings=findings)
+    record_property("failed syncs", num_failed)
+    record_property("unique crash states after a failed sync", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+    assert num_failed > 15
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -6,6 +6,7 @@ A mutant is never a change of product code, see ``crashlab.mutants``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -18,12 +19,18 @@ from crashlab.mutants import (
     ReadsUnchecked,
     RenamesBeforeFsync,
     RetainsBeforeCommit,
+    RetriesAFailedSync,
     SyncLabels,
     WritesInPlace,
     dropping,
 )
 from crashlab.recording import Recording
-from crashlab.scenarios import SCENARIOS, Lab, relaunched_beside_a_survivor
+from crashlab.scenarios import (
+    SCENARIOS,
+    Lab,
+    relaunched_beside_a_survivor,
+    trained_on_after_a_failed_sync,
+)
 from resumekit.errors import ResumekitError
 from resumekit.storage import StepName, Store
 
@@ -41,7 +48,7 @@ def _syncs() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, scenario in SCENARIOS.items():
         labels: set[str] = set()
-        scenario(Lab(wrap=lambda inner, labels=labels: SyncLabels(inner, labels)))
+        scenario(Lab(wrap=partial(SyncLabels, labels=labels)))
         for label in labels:
             found.setdefault(label, []).append(name)
     return found
@@ -107,6 +114,15 @@ def test_committing_before_every_rank_has_finished_is_caught() -> None:
         return first_of_commit not in done or written <= done
 
     assert explore(job, limit=16, possible=possible, enough=1).violations
+
+
+def test_trying_a_failed_fsync_again_is_caught() -> None:
+    for number in range(100):
+        job = trained_on_after_a_failed_sync(number, RetriesAFailedSync)
+        assert job is not None, "no violation at any fsync"
+        violations = explore(job, limit=8, enough=1).violations
+        if any(violation.startswith("step-") for violation in violations):
+            return
 
 
 def _outcomes_beside_a_survivor(lab: Lab) -> Iterator[str]:

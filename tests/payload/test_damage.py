@@ -26,7 +26,10 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.payload import decode, read_payload
-from resumekit.storage import BLOCK_BYTES
+from resumekit.payload.dtypes import ELEMENT_TYPES
+from resumekit.payload.index import Index
+from resumekit.payload.layout import Record, header
+from resumekit.storage import BLOCK_BYTES, BlockDigester
 
 STEM = "state/rank-00000"
 
@@ -167,7 +170,8 @@ INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape of bools": _tensor(shape=[12, True]),
     "too many dimensions": _tensor(shape=[12] + [1] * 70),
     "shape is a string": _tensor(shape="12"),
-    "a gap": _tensor(begin=0),
+    "another begin": _tensor(begin=0),
+    "another end": _tensor(end=1),
     "a float place": _tensor(begin=1.0),
     "a huge place": _tensor(begin=10**300),
     "overlapping strides": _tensor(strides=[0]),
@@ -193,6 +197,40 @@ def test_an_index_that_makes_no_sense_is_found(
     step = forged(checkpoints, change)
     with pytest.raises(CorruptCheckpointError):
         read_payload(step, "state", 0)
+
+
+def _record(name: str, begin: int, num_elements: int = 4) -> Record:
+    return Record(name, ELEMENT_TYPES["float32"], (num_elements,), begin)
+
+
+@pytest.mark.parametrize(
+    ("records", "num_bytes"),
+    [
+        ([_record("a", 0), _record("b", 8)], 24),
+        ([_record("a", 0), _record("b", 0)], 16),
+        ([_record("a", 0), _record("b", 20)], 36),
+        ([_record("a", 4)], 20),
+        ([_record("b", 16), _record("a", 0)], 32),
+        ([_record("a", 0)], 15),
+        ([_record("a", 0)], 17),
+        ([_record("a", 0, 1 << 40)], 16),
+        ([_record(f"a{i}", 0, 1 << 20) for i in range(1000)], 4 << 20),
+    ],
+    ids=[
+        "overlap", "same place", "gap", "gap before", "order", "short", "long", "bomb",
+        "many times the file",
+    ],
+)  # fmt: skip
+def test_an_index_and_a_header_that_agree_on_nonsense_are_found(
+    records: list[Record], num_bytes: int, checkpoints: Any
+) -> None:
+    data = header(records, {}) + bytes(num_bytes)
+    digester = BlockDigester()
+    digester.update(memoryview(data))
+    blocks = tuple(block.hex() for block in digester.blocks)
+    index = Index({"model": {}}, tuple(records), {}, blocks)
+    with pytest.raises(CorruptCheckpointError):
+        read_payload(checkpoints.forge(index.to_bytes(), data), "state", 0)
 
 
 def test_an_index_of_a_newer_format_is_not_called_damaged(checkpoints: Any) -> None:

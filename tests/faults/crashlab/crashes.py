@@ -19,10 +19,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
 from crashlab.disk import ROOT, DirectoryNode, Disk, FileNode
 from crashlab.operations import (
     Append,
+    FailedSync,
     Link,
     Move,
     NameChange,
@@ -135,6 +137,10 @@ class CrashModel:
             for index, operation in enumerate(self._operations)
             if isinstance(operation, Append)
         }
+        self._failed_syncs: dict[int, list[int]] = {}
+        for index, operation in enumerate(self._operations):
+            if isinstance(operation, FailedSync):
+                self._failed_syncs.setdefault(operation.inode, []).append(index)
         self._made_durable_by = [
             [j for j in range(len(self._operations)) if self._makes_durable(j, i)]
             for i in range(len(self._operations))
@@ -186,6 +192,9 @@ class CrashModel:
     def _makes_durable(self, later: int, index: int) -> bool:
         sync, operation = self._operations[later], self._operations[index]
         if not _covers(sync, operation, self._renames):
+            return False
+        synced = sync.file if isinstance(sync, Sync) else cast(SyncDirectory, sync).directory
+        if any(index < failed < later for failed in self._failed_syncs.get(synced, ())):
             return False
         return index < later if sync.rank == operation.rank else operation.phase < sync.phase
 

@@ -11,6 +11,8 @@ from crashlab.recording import Recording
 from resumekit.errors import CheckpointError, ResumekitError
 from resumekit.storage import StepName, Store
 
+_SAVES_ON = "0123"  # first digits of the states after which a save is tried: every fourth
+
 
 @dataclass
 class Findings:
@@ -110,7 +112,8 @@ def violations(
     yield from _about_damaged(held, again.stores[0])
     if promise.run_id not in (None, again.stores[0].run_id):
         yield "the run goes on under another id"
-    yield from _about_next_save(again, loaded)
+    if state.key[0] in _SAVES_ON:
+        yield from _about_next_save(again, loaded)
 
 
 def relaunch(job: Job, promise: Promise, state: CrashState) -> Job:

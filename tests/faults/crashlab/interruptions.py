@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from crashlab.recording import RecordingFileSystem
 from resumekit.storage import Entry, FileSystem, Free, ReadHandle
 
 
@@ -115,6 +116,34 @@ class KilledAt(BeforeEveryChange):
         if self._left == 0:
             raise Killed
         self._left -= 1
+
+
+class FailsASync(Passing):
+    """Lets one fsync fail.
+
+    Args:
+        inner: the file system in memory.
+        number: of the fsync, of a file or a directory, from 0.
+    """
+
+    def __init__(self, inner: FileSystem, number: int) -> None:
+        super().__init__(inner)
+        assert isinstance(inner, RecordingFileSystem)
+        self._disk = inner
+        self._left = number
+
+    def fsync(self, handle: int) -> None:
+        self._maybe_fail(handle)
+        super().fsync(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        self._maybe_fail(path)
+        super().fsync_dir(path)
+
+    def _maybe_fail(self, target: int | Path) -> None:
+        self._left -= 1
+        if self._left == -1:
+            self._disk.fail_sync(target)
 
 
 @dataclass

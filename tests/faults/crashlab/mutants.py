@@ -130,6 +130,16 @@ def _is_staged(path: Path) -> bool:
     return any(_STAGED.fullmatch(part) for part in path.parts)
 
 
+class RetriesAFailedSync(Passing):
+    """Asks again when an fsync has failed, and believes the second answer."""
+
+    def fsync(self, handle: int) -> None:
+        try:
+            super().fsync(handle)
+        except OSError:
+            super().fsync(handle)
+
+
 class FixedTemporaryName(Passing):
     """Stages every checkpoint under one name, ``.staging/step``, instead of a unique one."""
 

@@ -76,4 +76,14 @@ class SyncDirectory(Operation):
     directory: int
 
 
+@dataclass(frozen=True)
+class FailedSync(Operation):
+    """An fsync that failed: what was not on the disk by then never gets there.
+
+    Linux marks the pages clean, and the next fsync of them succeeds (Rebello et al., ATC 2020).
+    """
+
+    inode: int
+
+
 NameChange = Link | Unlink | Move

@@ -7,10 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from crashlab.disk import DirectoryNode, Disk, FileNode
 from crashlab.operations import (
     Append,
+    FailedSync,
     Link,
     Move,
     Operation,
@@ -83,6 +85,16 @@ class RecordingFileSystem:
     def fsync_dir(self, path: Path) -> None:
         number = self._disk.find_directory(path)
         self._record(SyncDirectory(*self._by(f"fsync_dir {path}"), directory=number))
+
+    def fail_sync(self, target: int | Path) -> NoReturn:
+        """Stands for ``fsync`` of a handle, or ``fsync_dir`` of a path, that fails."""
+        number, path = (
+            self._open[target]
+            if isinstance(target, int)
+            else (self._disk.find_directory(target), target)
+        )
+        self._record(FailedSync(*self._by(f"failing fsync of {path}"), inode=number))
+        raise _error(errno.EIO, path)
 
     def rename(self, source: Path, target: Path) -> None:
         old, new = self._parent(source), self._parent(target)

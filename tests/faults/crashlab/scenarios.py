@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from crashlab.disk import Disk
-from crashlab.interruptions import Interrupted, Interruption, Killed, KilledAt
+from crashlab.interruptions import FailsASync, Interrupted, Interruption, Killed, KilledAt
 from crashlab.jobs import RUN, Job, Wrap
+from crashlab.operations import FailedSync
 from crashlab.recording import Recording
-from resumekit.errors import ResumekitError
+from resumekit.errors import DirectoryError, ResumekitError, SaveError
 from resumekit.storage import RetentionPolicy, StepName, Store
 
 
@@ -247,3 +248,20 @@ def relaunched_beside_a_survivor(lab: Lab, *, at_call: int) -> Job | None:
     job.start()
     job.save(2)
     return job if clock.has_happened else None
+
+
+def trained_on_after_a_failed_sync(number: int, wrap: Wrap = lambda inner: inner) -> Job | None:
+    """A launch in which one fsync fails, and which trains and saves on if it has started.
+
+    None when it makes fewer.
+    """
+    earlier = _earlier(Lab(), 1)
+    lab = Lab(wrap=lambda inner: wrap(FailsASync(inner, number)))
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    with suppress(DirectoryError):
+        job.start()
+        for step in (2, 3):
+            with suppress(SaveError):
+                job.save(step)
+    failed = any(isinstance(call, FailedSync) for call in job.recording.operations)
+    return job if failed else None

@@ -20,7 +20,7 @@ TRACED = (
     "utimensat,futimesat,setxattr,lsetxattr,fsetxattr,removexattr,fremovexattr,io_uring_setup"
 )
 _WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "pwritev2"})
-_LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)\) += +(?P<result>-?\d+|\?)")
+_LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)\) += +[-?\d]")
 _UNFINISHED = re.compile(r"^(?P<pid>\d+) +(?P<start>\w+\(.*) <unfinished \.\.\.>$")
 _RESUMED = re.compile(r"^(?P<pid>\d+) +<\.\.\. \w+ resumed>(?P<rest>.*)$")
 _DESCRIPTOR = re.compile(r"^(?:\d+|AT_FDCWD)<(?P<path>[^>]*)>")
@@ -68,13 +68,19 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def changes(log: Path, below: Path) -> list[Change]:
-    """The successful changes below a directory, in the order in which they ended."""
+def changes(log: Path, below: Path, *, cwd: Path | None = None) -> list[Change]:
+    """The changes below a directory that were asked for, in the order in which the calls ended.
+
+    Args:
+        log: what ``traced`` wrote.
+        below: the directory.
+        cwd: where the process ran, for relative paths; by default where this one runs.
+    """
     found = []
     for line in _whole_lines(log.read_text(errors="replace").splitlines()):
-        matched = _LINE.match(line)
-        if matched and int(matched["result"].replace("?", "-1")) >= 0:
-            change = _change(matched["name"], matched["arguments"], below)
+        if matched := _LINE.match(line):
+            paths = [str((cwd or Path.cwd()) / path) for path in _paths(matched["arguments"])]
+            change = _change(matched["name"], matched["arguments"], paths, below)
             if change is not None:
                 found.append(change)
     return found
@@ -92,11 +98,11 @@ def _whole_lines(lines: Iterable[str]) -> Iterable[str]:
             yield line
 
 
-def _change(name: str, arguments: str, below: Path) -> Change | None:
+def _change(name: str, arguments: str, paths: Iterable[str], below: Path) -> Change | None:
     if not _is_mutating(name, arguments):
         return None
-    paths = tuple(p for p in (_relative(path, below) for path in _paths(arguments)) if p)
-    return Change(_seam_word(name, arguments), paths) if paths else None
+    inside = tuple(found for path in paths if (found := _relative(path, below)))
+    return Change(_seam_word(name, arguments), inside) if inside else None
 
 
 def _is_mutating(name: str, arguments: str) -> bool:
@@ -119,7 +125,7 @@ def _seam_word(name: str, arguments: str) -> str:
 
 
 def _paths(arguments: str) -> list[str]:
-    """The absolute paths a call works on: quoted ones against their directory, else descriptors."""
+    """The paths a call works on: quoted ones in their directory, or those of descriptors."""
     paths = []
     directory = ""
     for argument in re.split(r", (?![^<]*>)", arguments):

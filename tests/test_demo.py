@@ -1,0 +1,50 @@
+"""What the demonstration prints about two executions of one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from resumekit.demo import _cells, _loss
+from resumekit.prove.records import STEP, Record
+
+STEP_FIELDS: dict[str, Any] = {
+    "values": {"loss": (2.5).hex()},
+    "samples": [7, 3, 9, 1],
+    "lr": ["0x1.0p-3"],
+    "epoch": 0,
+    "batch": 4,
+}
+
+
+def _record(**changes: Any) -> Record:
+    return Record(STEP, 5, 0, {**STEP_FIELDS, **changes})
+
+
+def test_equal_executions_are_called_equal() -> None:
+    cells = [str(cell) for cell in _cells(_record(), _record())]
+    assert cells == ["5", "0x1.4p+1", "0x1.4p+1", "7, 3, 9, …", "equal"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": {"loss": (2.5000000000000004).hex()}},
+        {"samples": [7, 3, 9, 2]},
+        {"lr": ["0x1.1p-3"]},
+        {"epoch": 1},
+        {"batch": 5},
+    ],
+)
+def test_a_difference_in_one_bit_of_one_field_is_told(change: dict[str, Any]) -> None:
+    assert str(_cells(_record(), _record(**change))[-1]) == "differs"
+
+
+def test_a_step_that_the_other_run_never_trained_differs() -> None:
+    assert [str(cell) for cell in _cells(None, _record())][1::3] == ["-", "differs"]
+
+
+@pytest.mark.parametrize("loss", [0.0, -0.0, 1.0, 2.5, 1e-320, 0.1, float("inf"), float("nan")])
+def test_the_printed_loss_keeps_every_bit(loss: float) -> None:
+    assert float.fromhex(_loss({"values": {"loss": loss.hex()}})).hex() == loss.hex()
