@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from faults_training import train
+from faults_training import launch
 
 from resumekit.errors import CheckpointError
 from resumekit.prove.compare import compare
@@ -110,7 +110,7 @@ class Trial:
                 **_distributed(rank, world_size, port),
             }
             log = self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
-            task = Task(target_of(train), str(self.run), options, environment, str(log))
+            task = Task(target_of(launch), str(self.run), options, environment, str(log))
             logs[self._server.start(task)] = log
         statuses = self._wait(list(logs))
         output = "".join(log.read_text(errors="replace") for log in logs.values())

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faults_trials import Ended, Trial, Trials
+from faults_trials import KILLED, Ended, Trial, Trials
 
 from resumekit.storage import StepName, Store
 
@@ -57,6 +57,11 @@ def _killed_at(trials: Trials, failpoints: str) -> Trial | None:
     return trial if trial.launch(failpoints=failpoints).was_killed else None
 
 
+def _count(record_property: RecordProperty, what: str, number: object) -> None:
+    record_property(what, number)
+    print(f"{what}: {number}")
+
+
 def _finish(trials: Trials, trial: Trial, world_size: int = 1) -> None:
     """The same command again: it starts at the newest complete step and ends as if undisturbed."""
     newest = trial.newest_complete()
@@ -91,7 +96,7 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
     assert [*newest] == sorted(newest, key=str)  # a later kill never leaves less
     assert set(newest) == {StepName(3), StepName(6), StepName(7)}
     assert len(all_calls) > 80
-    record_property("kills, one at every call", len(all_calls))
+    _count(record_property, "kills, one at every call", len(all_calls))
 
 
 def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
@@ -105,7 +110,7 @@ def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
     writes = _calls_until(lambda write: _killed_at(trials, f"write:{write}=torn") is None)
     trials.each(tear, writes)
     assert len(writes) > 15
-    record_property("torn writes", len(writes))
+    _count(record_property, "torn writes", len(writes))
 
 
 def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
@@ -145,8 +150,29 @@ def test_an_error_at_every_call_is_told_and_costs_at_most_the_save_under_way(
         return how
 
     told = Counter(trials.each(fail, calls_of_a_save))
-    record_property(f"errors at every call, {fault.format('n')}, {policy}", dict(told))
+    _count(record_property, f"errors at every call, {fault.format('n')}, {policy}", dict(told))
     assert told["a failed save" if policy == "raise" else "a warning"] > 20
+
+
+@pytest.mark.parametrize("call", ["open", "read_into", "list"])
+def test_an_error_at_every_read_proves_no_damage(
+    call: str, trials: Trials, record_property: RecordProperty
+) -> None:
+    kinds = ("DirectoryError", "NoUsableCheckpointError", "SaveError")
+
+    def fail(number: int) -> bool:
+        trial = trials.new()
+        ended = trial.launch(failpoints=f"{call}:{number}=EIO")
+        assert ended.succeeded or ended.error.startswith(
+            tuple(f"resumekit.errors.{kind}: " for kind in kinds)
+        ), ended.output
+        assert not (trial.run / "quarantine").exists()
+        _finish(trials, trial)
+        return ended.succeeded
+
+    succeeded = trials.each(fail, range(1, 25))
+    assert not all(succeeded)
+    _count(record_property, f"errors of {call}", f"{len(succeeded)}, {sum(succeeded)} without harm")
 
 
 def _told(ended: Ended) -> str:
@@ -168,16 +194,28 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
         yield trials
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("call", ["create:2", "write:2", "fsync:2"])
+@pytest.mark.parametrize(
+    ("rank", "call", "newest"),
+    [
+        (0, "create:2", 3),
+        (1, "create:1", 3),
+        (0, "write:3", 3),
+        (1, "write:1", 3),
+        (1, "fsync:1", 3),
+        (1, "write:2", 3),
+        (1, "fsync:2", 3),
+        (0, "rename:2", 3),  # the commit
+        (0, "unlink:1", 6),  # retention
+    ],
+)
 def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
-    rank: int, call: str, pairs: Trials
+    rank: int, call: str, newest: int, pairs: Trials
 ) -> None:
     trial = pairs.new()
     ended = trial.launch(failpoints=f"{call}=kill", on_rank=rank, world_size=2)
-    assert ended.was_killed
-    assert ended.statuses[1 - rank] != 0  # the other one does not believe in a save
-    assert trial.newest_complete() == StepName(3)
+    assert ended.statuses[rank] == KILLED
+    assert ended.statuses[1 - rank] != 0  # the other one does not train on alone
+    assert trial.newest_complete() == StepName(newest)
     _finish(pairs, trial, world_size=2)
 
 

@@ -84,7 +84,7 @@ class StateComponent:
         sharing_pattern: a pattern, or a callable that gives one when the run starts.
         required: whether a checkpoint without it is refused.
         process_group: the group of a PER_GROUP component (a torch group or its ranks).
-        validate: how replicated state is compared between ranks at a save.
+        validate: how replicated state is to be compared between ranks; nothing compares it yet.
         fidelity: how it comes back.
         reason: why it is not exact; empty when it is.
     """

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.errors import (
@@ -80,6 +81,18 @@ class Job:
                 if stop_after is not None and len(self.losses) == stop_after:
                     raise CrashError
         return self
+
+
+class Counter:
+    """A component of a user's own."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
 
 
 class CrashError(Exception):
@@ -189,6 +202,41 @@ def test_wrong_declarations_are_refused() -> None:
         StateComponent("model", linear, SharingPattern.PER_GROUP)
     with pytest.raises(DeclarationError, match="state_dict"):
         StateComponent("model", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", [SharingPattern.SHARDED, SharingPattern.PER_NODE])
+def test_a_pattern_that_cannot_be_saved_yet_is_refused(
+    tmp_path: Path, pattern: SharingPattern
+) -> None:
+    component = StateComponent("model", nn.Linear(1, 1), pattern)
+    with pytest.raises(DeclarationError, match=f"{pattern.value}, which cannot be saved yet"):
+        BaseCheckpointer(tmp_path, components=[component])
+
+
+def test_a_trainer_of_ones_own_joins_by_returning_components(tmp_path: Path) -> None:
+    def run(stop_after: int | None = None) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2, shuffle=True)
+        components = [StateComponent("model", model), StateComponent("callbacks/count", Counter())]
+        seen: list[str] = []
+        with (
+            suppress(CrashError),
+            BaseCheckpointer(tmp_path, components=components, save_every=2) as checkpointer,
+        ):
+            for (batch,) in checkpointer.batches(loader, epochs=1):
+                with torch.no_grad():
+                    model.weight += batch.sum()
+                components[1].stateful.count += 1  # type: ignore[attr-defined]
+                checkpointer.step()
+                seen.append(f"{components[1].stateful.count} {model.weight.item()}")  # type: ignore[attr-defined]
+                if len(seen) == stop_after:
+                    raise CrashError
+        return seen
+
+    first, second = run(3), run()
+    assert [line.split()[0] for line in (*first[:2], *second)] == ["1", "2", "3", "4"]
+    assert second[0] == first[2]
 
 
 # ---------------------------------------------------------------- what does not fit

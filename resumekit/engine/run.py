@@ -35,7 +35,7 @@ from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.report import ResumeReport, tell
 from resumekit.engine.resuming import Finder, Found, check_fit, check_states
-from resumekit.engine.saving import Description, Saver
+from resumekit.engine.saving import Description, Saver, require_written
 from resumekit.engine.selection import BestSelection
 from resumekit.errors import CheckpointError, DriftError
 from resumekit.prove.trace import StateEvent, Trace
@@ -80,6 +80,7 @@ class Run:
         self.components = check_components(
             [*components, *self._own_components(extras)],
         )
+        require_written(self.components)
         self.world = World.current()
         self.trace = Trace.from_environment(self.world.rank)
         self._store: Store | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
 from resumekit.distributed import World
 from resumekit.engine.report import tell
-from resumekit.errors import ResumekitError, SaveError
+from resumekit.errors import DeclarationError, ResumekitError, SaveError
 from resumekit.payload import Payload
 from resumekit.storage import (
     ComponentRecord,
@@ -30,6 +30,9 @@ from resumekit.storage import (
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
 
+_WRITTEN = frozenset({SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.PER_RANK})
+
+
 @dataclass(frozen=True)
 class Description:
     """What a manifest tells beside the state itself; plain values."""
@@ -41,6 +44,18 @@ class Description:
     capture: CaptureReport
     fingerprint: dict[str, Any]
     details: dict[str, Any]
+
+
+def require_written(components: Sequence[StateComponent]) -> None:
+    """Raises DeclarationError for a sharing pattern that cannot be saved yet."""
+    for component in components:
+        if component.sharing_pattern not in _WRITTEN:
+            assert isinstance(component.sharing_pattern, SharingPattern)
+            raise DeclarationError(
+                component.key,
+                found=f"declared {component.sharing_pattern.value}, which cannot be saved yet",
+                expected=", ".join(sorted(pattern.value for pattern in _WRITTEN)),
+            )
 
 
 def directory_of(component: StateComponent) -> str:

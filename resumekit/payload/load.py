@@ -61,7 +61,7 @@ def _check_size(open_reader: Callable[[], BlockReader], expected: int, where: st
 def _memory(num_bytes: int) -> torch.Tensor:
     # In pages of whatever size the system likes: huge ones, asked for, made a load three times as
     # slow on a virtual machine that had given its unused memory back to the host.
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _runs(places: list[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, list[memoryview]]]:

@@ -92,6 +92,14 @@ def test_lazily_conjugated_and_negated_tensors_come_back_as_what_they_mean(
     assert same(found, [tensor.conj().resolve_conj(), torch.tensor([-2.0, 4.0]), tensor])
 
 
+def test_the_default_device_has_no_say(checkpoints: Any, same: Same) -> None:
+    value = {"w": torch.ones(2, 3), "t": torch.ones(2, 3).t(), "view": torch.ones(3).expand(2, 3)}
+    with torch.device("meta"):
+        found = checkpoints.round_trip(value)
+    assert same(found, value)
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+
+
 def test_the_order_of_dimensions_in_memory_is_kept(checkpoints: Any) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     holes = torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2)[::2]
