@@ -117,8 +117,7 @@ class Checkpointer:
         Args:
             num_epochs: the epochs of the whole run, not of this launch.
         """
-        _require_positive("epochs", num_epochs)
-        self._enter("epochs", {"epochs": num_epochs})
+        self._enter("epochs", {"epochs": _positive("epochs", num_epochs)})
         return Epochs(self, num_epochs)
 
     def batches(
@@ -154,9 +153,8 @@ class Checkpointer:
         else:
             if self._loop == "epochs":
                 raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
-            horizon = {"epochs": epochs} if epochs is not None else {"steps": steps or 0}
-            _require_positive(*horizon.copy().popitem())
-            self._enter("batches", horizon)
+            unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
+            self._enter("batches", {unit: _positive(unit, count)})
         return Batches(self, self._run.position.open(loader, name), epochs=epochs, steps=steps)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
@@ -361,9 +359,10 @@ class Checkpointer:
         self._samples = []
 
 
-def _require_positive(name: str, value: int) -> None:
+def _positive(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(name, found=repr(value), expected="a whole number of at least 1")
+    return value
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:
