@@ -18,6 +18,7 @@ from the builtin that a caller would expect, so ``except ValueError`` keeps work
     ├── CheckpointError
     │   ├── CheckpointNotFoundError (LookupError) a checkpoint named by the user is not there
     │   ├── CorruptCheckpointError           proven damage: a digest, a size, a manifest
+    │   ├── ForeignCheckpointError           whole, and of another run
     │   ├── FormatVersionError               written by a newer version of the format
     │   ├── UnreadableCheckpointError (OSError) an I/O error; it may be fine the next time
     │   └── NoUsableCheckpointError          checkpoints are there, and none can be used
@@ -140,6 +141,10 @@ class CheckpointNotFoundError(CheckpointError, LookupError):
 
 class CorruptCheckpointError(CheckpointError):
     """Proven damage: a digest, a size, a name or the manifest itself is wrong."""
+
+
+class ForeignCheckpointError(CheckpointError):
+    """The checkpoint belongs to another run. Nothing proves it damaged, so it stays in place."""
 
 
 class FormatVersionError(CheckpointError):

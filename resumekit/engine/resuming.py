@@ -18,7 +18,9 @@ from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DirectoryError,
     NoUsableCheckpointError,
+    OwnershipLostError,
     StateMismatchError,
 )
 from resumekit.payload import read_payload
@@ -83,13 +85,13 @@ class Finder:
             outcome = self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected:
-                    self._tell(f"{rejection.name} was passed over: {rejection.reason}")
+                    self._tell(f"passed over {rejection.name}: {rejection.reason}")
                 return Found(outcome.name, outcome.reader, outcome.states, tuple(rejected))
             rejected.append(Rejection(str(name), str(outcome)))
         if rejected:
             raise NoUsableCheckpointError(
                 str(self._store.directory),
-                found="; ".join(f"{each.name}: {each.reason}" for each in rejected),
+                found="; ".join(each.reason.rstrip(".") for each in rejected),
                 expected="at least one checkpoint that verifies",
                 remedy="Restore one from a copy, or start afresh in an empty directory",
             )
@@ -142,9 +144,17 @@ class Finder:
             assert found is not None
             return found
         if isinstance(worst, CorruptCheckpointError):
-            place = self._world.on_first(lambda: str(self._store.quarantine(name, worst)))
-            self._tell(f"{worst} It was moved to {place}")
+            self._tell(self._world.on_first(lambda: self._put_aside(name, worst)))
         return worst
+
+    def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
+        """Moves a damaged checkpoint out of the way; gives what to tell about it."""
+        try:
+            return f"{error} It was moved to {self._store.quarantine(name, error)}"
+        except OwnershipLostError:
+            raise
+        except DirectoryError as trouble:  # an older checkpoint may be good all the same
+            return f"{error} It stays where it is: {trouble}"
 
     def _states(self, reader: StepReader) -> dict[str, Any]:
         wanted: dict[tuple[str, int], list[str]] = {}

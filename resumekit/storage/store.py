@@ -25,6 +25,7 @@ from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
     DirectoryInUseError,
+    ForeignCheckpointError,
     SharedDirectoryError,
 )
 from resumekit.storage.commit import commit
@@ -191,13 +192,14 @@ class Store:
 
         Raises:
             CheckpointNotFoundError: there is no such directory.
-            CorruptCheckpointError: proven damage, or the checkpoint of another run.
+            CorruptCheckpointError: proven damage.
+            ForeignCheckpointError: the checkpoint of another run.
             FormatVersionError: a newer version of resumekit wrote it.
             UnreadableCheckpointError: it could not be read.
         """
         reader = StepReader(self._file_system, self.directory, name)
         if self._run_id is not None and reader.manifest.run_id != self._run_id:
-            raise CorruptCheckpointError(
+            raise ForeignCheckpointError(
                 str(name),
                 found=f"belongs to the run {reader.manifest.run_id}",
                 expected=f"this directory's run {self._run_id}",
@@ -345,9 +347,12 @@ class Store:
 
     def _sweep(self) -> None:
         """Removes what is not in flight from staging; what cannot be removed now is tried again."""
-        staging = self.directory / STAGING
+        staging, keep = self.directory / STAGING, frozenset(self._in_flight)
         with suppress(OSError):
-            remove_children(self._file_system, staging, keep=frozenset(self._in_flight))
+            if any(entry.name not in keep for entry in self._file_system.list(staging)):
+                # A checkpoint that was renamed away must be gone for good before its files go.
+                self._file_system.fsync_dir(self.directory)
+                remove_children(self._file_system, staging, keep=keep)
 
 
 def _known(value: str | None, directory: Path) -> str:

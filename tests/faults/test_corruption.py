@@ -200,10 +200,10 @@ def test_a_resume_passes_over_the_damaged_checkpoint_and_says_so(
         assert rejection.name == NEWEST
         assert damage.path in rejection.reason, damage
         assert rejection.reason in capsys.readouterr().err
-        assert not (copy / NEWEST).exists()
-        assert [path.name[: len(NEWEST)] for path in (copy / "quarantine").glob("*")] == [
-            NEWEST
-        ] * 2
+        is_foreign = "belongs to the run" in rejection.reason  # no damage: it is left in place
+        put_aside = [path.name[: len(NEWEST)] for path in (copy / "quarantine").glob("*")]
+        assert (copy / NEWEST).exists() == is_foreign, damage
+        assert put_aside == ([] if is_foreign else [NEWEST] * 2), damage
         num_damages += 1
     record_property("resumes that passed over the damage", num_damages)
 
@@ -226,6 +226,50 @@ def test_a_resume_without_any_good_checkpoint_changes_nothing_live(
             resumed(copy)  # never afresh over what was put aside
         num_damages += 1
     record_property("resumes refused, nothing live changed", num_damages)
+
+
+def test_the_record_of_another_run_costs_no_checkpoint(
+    run: Path, foreign: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.copy(foreign / "owner.json", copy / "owner.json")
+    with pytest.raises(NoUsableCheckpointError, match="belongs to the run"):
+        resumed(copy)
+    assert not (copy / "quarantine").exists()
+    shutil.copy(run / "owner.json", copy / "owner.json")
+    assert resumed(copy)[0].step == 4
+
+
+def test_a_quarantine_that_cannot_be_made_does_not_stop_a_resume(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "quarantine").write_text("in the way")
+    (copy / NEWEST / "manifest.json").write_text("{}")
+    assert resumed(copy)[0].step == 2
+    assert "It stays where it is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [2, 3, 4, 5, 6])
+def test_a_checkpoint_that_cannot_be_read_now_is_passed_over_and_left_in_place(
+    call: int,
+    run: Path,
+    older_state: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    monkeypatch.setenv("RESUMEKIT_FAILPOINTS", f"open:{call}=EIO")
+    report, state = resumed(copy, keep_latest=1)
+    assert (report.step, state) == (2, older_state)
+    assert [rejection.name for rejection in report.rejected] == [NEWEST]
+    assert not (copy / "quarantine").exists()
+    assert resumed(copy)[0].step == 2  # the same again
+    monkeypatch.delenv("RESUMEKIT_FAILPOINTS")
+    assert resumed(copy)[0].step == 4
 
 
 def test_the_verify_command_names_every_damaged_file_and_moves_nothing(

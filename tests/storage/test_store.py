@@ -14,6 +14,7 @@ from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
     DirectoryError,
+    ForeignCheckpointError,
     FormatVersionError,
     InsufficientSpaceError,
     OwnershipLostError,
@@ -223,7 +224,7 @@ def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
     save(other, 5)
     shutil.copytree(tmp_path / "other" / "step-00000005", run_directory / "step-00000005")
     told = f"belongs to the run {other.run_id}, expected this directory's run {store.run_id}"
-    with pytest.raises(CorruptCheckpointError, match=told):
+    with pytest.raises(ForeignCheckpointError, match=told):
         store.open_step(StepName(5))
     open_store().open_step(StepName(5)).verify()  # who only looks has no run
 

@@ -168,7 +168,7 @@ class CrashModel:
         contents = self._contents(order, done)
         open_files = [number for number, choices in contents.items() if len(choices) > 1]
         sizes = [2] * len(pending) + [len(contents[number]) for number in open_files]
-        for choice in choices_of(sizes, limit=self._limit):
+        for choice in choices_of(sizes, limit=self._limit, seed=len(calls)):
             kept = {i for i, keep in zip(pending, choice, strict=False) if keep}
             chosen = {number: options[-1] for number, options in contents.items()}
             for number, option in zip(open_files, choice[len(pending) :], strict=True):
@@ -244,16 +244,16 @@ class CrashModel:
         return self._settled_names[name]
 
 
-def choices_of(sizes: Sequence[int], *, limit: int) -> Iterator[tuple[int, ...]]:
+def choices_of(sizes: Sequence[int], *, limit: int, seed: int) -> Iterator[tuple[int, ...]]:
     """Picks one option per position: all of them, or within the limit the most telling.
 
-    Option 0 is "lost", the last option is "kept".
+    Option 0 is "lost", the last option is "kept". Another seed gives another sample.
     """
     if math.prod(sizes) <= limit:
         yield from itertools.product(*(range(size) for size in sizes))
         return
     seen: set[tuple[int, ...]] = set()
-    for choice in _telling_choices(sizes):
+    for choice in _telling_choices(sizes, random.Random(seed)):
         if choice not in seen:
             seen.add(choice)
             yield choice
@@ -261,19 +261,18 @@ def choices_of(sizes: Sequence[int], *, limit: int) -> Iterator[tuple[int, ...]]
                 return
 
 
-def _telling_choices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _telling_choices(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, ...]]:
     lost = tuple(0 for _ in sizes)
     kept = tuple(size - 1 for size in sizes)
     yield lost
     yield kept
-    for start in (kept, lost):
-        for position, size in enumerate(sizes):
-            for option in range(size):
-                yield (*start[:position], option, *start[position + 1 :])
-    for length in range(len(sizes)):
-        yield kept[:length] + lost[length:]
-        yield lost[:length] + kept[length:]
-    chance = random.Random(len(sizes))
+    deviations = [
+        (*start[:position], option, *start[position + 1 :])
+        for start in (kept, lost)
+        for position, size in enumerate(sizes)
+        for option in range(size)
+    ]
+    yield from chance.sample(deviations, len(deviations))
     while True:
         yield tuple(chance.randrange(size) for size in sizes)
 

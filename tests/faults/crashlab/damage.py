@@ -176,10 +176,6 @@ def moved_steps(run: Path, newest: str, older: str, foreign: Path) -> Iterator[D
     yield Damage("the step directory is empty", manifest, empty)
 
 
-def _path(path: str) -> Callable[[Path], Path]:
-    return lambda run: run / path
-
-
 def _cut(path: str, length: int) -> Callable[[Path], None]:
     return lambda run: os.truncate(run / path, length)
 

@@ -221,6 +221,8 @@ class Job:
         latest = {name.step: name for name in sorted(kept)}
         newest_first = [latest[step] for step in sorted(latest, reverse=True)]
         chosen = set(newest_first[: self.policy.keep_latest])
+        if self.policy.keep_every is not None:
+            chosen |= {name for name in newest_first if name.step % self.policy.keep_every == 0}
         measured = [name for name in newest_first if name in self._metrics]
         measured.sort(key=lambda name: (self._metrics[name], name))
         chosen |= set(measured[: self.policy.keep_best])
