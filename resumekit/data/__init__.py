@@ -4,12 +4,14 @@ from resumekit.data.map_source import MapSource
 from resumekit.data.position import DataPosition, open_source
 from resumekit.data.replay import ReplaySource
 from resumekit.data.source import Source, announce_epoch
+from resumekit.data.wrapped import WrappedSource
 
 __all__ = [
     "DataPosition",
     "MapSource",
     "ReplaySource",
     "Source",
+    "WrappedSource",
     "announce_epoch",
     "open_source",
 ]

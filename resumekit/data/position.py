@@ -11,6 +11,7 @@ from resumekit.contract import Fidelity
 from resumekit.data.map_source import MapSource
 from resumekit.data.replay import ReplaySource
 from resumekit.data.source import Source
+from resumekit.data.wrapped import INNER, WrappedSource
 from resumekit.errors import ConfigurationError
 
 
@@ -73,10 +74,14 @@ class DataPosition:
 
 def open_source(loader: Any, name: str) -> Source:
     """The source of a loader: exact seeking for map-style DataLoaders, replay for the rest."""
-    if (
+    if _is_map_style(getattr(loader, INNER, None)):
+        return WrappedSource(loader, name)
+    return MapSource(loader, name) if _is_map_style(loader) else ReplaySource(loader, name)
+
+
+def _is_map_style(loader: Any) -> bool:
+    return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
         and not hasattr(loader, "state_dict")
-    ):
-        return MapSource(loader, name)
-    return ReplaySource(loader, name)
+    )

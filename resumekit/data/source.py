@@ -137,8 +137,8 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` on every sampler and on the dataset that have one, each once."""
-    holders = [sampler for _, sampler in samplers_of(loader)]
+    """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
+    holders = [loader, *(sampler for _, sampler in samplers_of(loader))]
     holders.append(getattr(loader, "dataset", None))
     for holder in holders:
         set_epoch = getattr(holder, "set_epoch", None)

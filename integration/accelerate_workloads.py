@@ -1,0 +1,152 @@
+"""Training functions on Accelerate that the conformance kit launches, kills and compares.
+
+They are loops of the kind that people write, on scikit-learn's handwritten digits; the options are
+the factors of the test matrix. None looks at whether it was started before.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
+
+from resumekit.adapters.accelerate import Checkpointer
+
+NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
+BATCH_SIZE = 8
+
+
+class Digits(Dataset[tuple[torch.Tensor, int]]):
+    """A part of the digits; with ``augment`` samples draw from all global generators."""
+
+    def __init__(self, *, augment: bool) -> None:
+        digits = load_digits()
+        self.images = torch.tensor(digits.images[:NUM_SAMPLES], dtype=torch.float32).flatten(1) / 16
+        self.labels = [int(label) for label in digits.target[:NUM_SAMPLES]]
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = self.images[index]
+        if self.augment:
+            image = image * (0.9 + 0.2 * random.random()) + 0.01 * torch.randn(image.shape)
+            image = image + float(np.random.normal(scale=0.01))
+        return image, self.labels[index]
+
+
+class Curriculum:
+    """A user's object of the kind that is given to ``register_for_checkpointing``."""
+
+    def __init__(self) -> None:
+        self.hardest_loss = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"hardest_loss": self.hardest_loss}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.hardest_loss = state["hardest_loss"]
+
+
+def make_loader(augment: bool, kind: str, workers: str) -> DataLoader[Any]:
+    """A loader before it is prepared."""
+    return DataLoader(
+        Digits(augment=augment),
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(11) if kind == "generator" else None,
+        num_workers=0 if workers == "0" else 2,
+        persistent_workers=workers == "persistent",
+    )
+
+
+def train(
+    directory: str,
+    *,
+    loader: str = "shuffle",
+    workers: str = "0",
+    augment: bool = False,
+    accumulate: int = 1,
+    scheduler: str = "prepared",
+    precision: str = "no",
+    scaler: bool = False,
+    loop: str = "batches",
+    report: bool = False,
+    epochs: int = 2,
+    save_every: int = 3,
+) -> None:
+    """Trains a small classifier with dropout, AdamW and averaged weights."""
+    set_seed(0)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulate,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=loader == "seedable"),
+    )
+    if scaler:
+        # accelerate 1.15 accelerator.py makes one for fp16, which it refuses without a GPU.
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+    bare = nn.Sequential(
+        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+    )
+    optim = AdamW(bare.parameters(), lr=1e-2)
+    schedule: Any = OneCycleLR(optim, max_lr=0.02, total_steps=100)
+    curriculum = Curriculum()
+    batches = make_loader(augment, loader, workers)
+    model, optim, batches = accelerator.prepare(bare, optim, batches)
+    if scheduler == "prepared":
+        schedule = accelerator.prepare(schedule)
+    else:
+        accelerator.register_for_checkpointing(schedule)
+    accelerator.register_for_checkpointing(curriculum)
+    average = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
+
+    extras = {"images_seen": 0}
+    checkpointer = Checkpointer(
+        accelerator,
+        directory,
+        ema=average,
+        extras=extras,
+        save_every=save_every,
+        best_metric="loss" if report else None,
+        strict=True,
+    )
+
+    def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:
+        extras["images_seen"] += len(images)
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+            accelerator.backward(loss)
+            optim.step()
+            if scheduler == "prepared" or accelerator.sync_gradients:
+                schedule.step()
+            optim.zero_grad()
+        curriculum.hardest_loss = max(curriculum.hardest_loss, loss.item())
+        if accelerator.sync_gradients:
+            average.update_parameters(bare)
+        checkpointer.step(loss=loss, tokens=images.numel())
+
+    if loop == "batches":
+        for images, labels in checkpointer.batches(batches, epochs=epochs):
+            one_batch(images, labels)
+            if report and checkpointer.progress.step % 5 == 0:
+                checkpointer.report(loss=random.random())
+    else:
+        for _ in checkpointer.epochs(epochs):
+            np.random.random()
+            for images, labels in checkpointer.batches(batches):
+                one_batch(images, labels)
+    checkpointer.close()
+    accelerator.end_training()

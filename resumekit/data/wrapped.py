@@ -1,0 +1,175 @@
+"""A framework's loader around a DataLoader, which fetches batches before it hands them out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.contract import Fidelity
+from resumekit.data.map_source import MapSource
+from resumekit.data.source import Source, announce_epoch
+from resumekit.errors import DataPositionError
+
+# Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
+# DataLoaderAdapter; transformers.Trainer iterates the same class.
+INNER = "base_dataloader"
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A batch that the outer loader has taken and not handed out yet, and where it came from.
+
+    Args:
+        place: the inner source's state before the fetch.
+        random: the random state before the fetch.
+        indices: the batch's sample indices.
+        num_samples: their number.
+    """
+
+    place: dict[str, Any]
+    random: dict[str, Any]
+    indices: Any
+    num_samples: int
+
+
+class WrappedSource(Source):
+    """A loader that draws from a map-style DataLoader and may be some batches ahead of the loop.
+
+    What counts is the place of the inner loader before the first batch that was not handed out. A
+    resume fetches the batches ahead once more, each from the random state that it was fetched from
+    before, and hands them to the outer loader. The user's loader is left as it is; a shallow copy
+    is iterated, around an inner loader of our own.
+    """
+
+    kind = "wrapped"
+
+    def __init__(self, loader: Any, name: str) -> None:
+        super().__init__(loader, name)
+        inner = getattr(loader, INNER)
+        self._inner = MapSource(inner, name)
+        self._outer = _around(loader, _Feed(self, inner))
+        self._ahead: deque[Fetched] = deque()
+        self._again: deque[Any] = deque()  # batches fetched anew, for the outer loader to take
+        self._continues = False  # the epoch under way was begun by another process
+        self._settled: dict[str, Any] = {}  # the random state that it continues from
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        """How exactly the position and the random numbers in it come back, and why not."""
+        return self._inner.fidelity
+
+    def begin(self, epoch: int) -> None:
+        """Starts the epoch, or continues it where the checkpoint stood."""
+        announce_epoch(self._outer, epoch)
+        pending, self._pending = self._pending, None
+        self._ahead.clear()
+        self.epoch, self.batch = epoch, 0
+        self._continues = False
+        if pending is not None and pending["epoch"] == epoch and pending["batch"] > 0:
+            self._begin_again(pending)
+        self._iterator = iter(self._outer)
+
+    def _begin_again(self, pending: Mapping[str, Any]) -> None:
+        """Fetches anew what was ahead; the generators are set afterwards."""
+        self._continues = True
+        self.batch = pending["batch"]
+        self._inner.begin(self.epoch)
+        for random in pending["ahead"]:
+            self._rng.load_state_dict(random)
+            self._again.append(self._fetch())
+
+    def next_batch(self) -> Any:
+        """The next batch as the user's loader would give it.
+
+        Raises:
+            StopIteration: the epoch has no more.
+            DataPositionError: the outer loader made a batch without drawing one.
+        """
+        assert self._iterator is not None
+        if self._continues:
+            self._settled = self._rng.state_dict()
+        batch = next(self._iterator)
+        if not self._ahead:
+            raise DataPositionError(
+                self.name,
+                found=f"a batch of {type(self.loader).__name__} that this rank did not draw",
+                expected="one batch from its inner loader for each that it hands out",
+            )
+        handed_out = self._ahead.popleft()
+        self.indices, self.num_samples = handed_out.indices, handed_out.num_samples
+        self.batch += 1
+        return batch
+
+    def _begin_inner(self) -> None:
+        """The outer loader makes its iterator, at its own first batch."""
+        if self._continues:
+            # What it drew or synchronised just now, it did in the interrupted run as well.
+            self._rng.load_state_dict(self._settled)
+            self._continues = False
+        else:
+            self._inner.begin(self.epoch)
+
+    def _take(self) -> Any:
+        """The next batch for the outer loader."""
+        return self._again.popleft() if self._again else self._fetch()
+
+    def _fetch(self) -> Any:
+        place, random = self._inner.state_dict(), self._rng.state_dict()
+        batch = self._inner.next_batch()
+        fetched = Fetched(place, random, self._inner.indices, self._inner.num_samples)
+        self._ahead.append(fetched)
+        return batch
+
+    def end_epoch(self) -> None:
+        """Moves the place to the start of the next epoch."""
+        super().end_epoch()
+        self._ahead.clear()
+        self._inner.end_epoch()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
+        super().load_state_dict(state)
+        self._inner.load_state_dict(state["inner"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch, and what the batches ahead were fetched from."""
+        if self._pending is not None:
+            return dict(self._pending)
+        return {
+            **self._state(),
+            "inner": self._ahead[0].place if self._ahead else self._inner.state_dict(),
+            "ahead": [fetched.random for fetched in self._ahead],
+        }
+
+
+class _Feed:
+    """What the outer loader takes for its inner one: the same, but every batch comes from us."""
+
+    def __init__(self, source: WrappedSource, loader: Any) -> None:
+        self._source = source
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._source._begin_inner()
+        return self
+
+    def __next__(self) -> Any:
+        return self._source._take()
+
+
+def _around(loader: Any, inner: _Feed) -> Any:
+    """A shallow copy of the loader that draws from ``inner``."""
+    # Not copy.copy: accelerate 1.15 data_loader.py DataLoaderShard.__reduce__ would first build one
+    # from arguments that mean something else.
+    outer = object.__new__(type(loader))
+    vars(outer).update(vars(loader))
+    setattr(outer, INNER, inner)
+    return outer
