@@ -13,37 +13,17 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from sklearn.datasets import load_digits
+from digits import Digits
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate import Checkpointer
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
-
-
-class Digits(Dataset[tuple[torch.Tensor, int]]):
-    """A part of the digits; with ``augment`` samples draw from all global generators."""
-
-    def __init__(self, *, augment: bool) -> None:
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[:NUM_SAMPLES], dtype=torch.float32).flatten(1) / 16
-        self.labels = [int(label) for label in digits.target[:NUM_SAMPLES]]
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self.images[index]
-        if self.augment:
-            image = image * (0.9 + 0.2 * random.random()) + 0.01 * torch.randn(image.shape)
-            image = image + float(np.random.normal(scale=0.01))
-        return image, self.labels[index]
 
 
 class Curriculum:
@@ -62,7 +42,7 @@ class Curriculum:
 def make_loader(augment: bool, kind: str, workers: str) -> DataLoader[Any]:
     """A loader before it is prepared."""
     return DataLoader(
-        Digits(augment=augment),
+        Digits(NUM_SAMPLES, augment=augment),
         batch_size=BATCH_SIZE,
         shuffle=True,
         generator=torch.Generator().manual_seed(11) if kind == "generator" else None,

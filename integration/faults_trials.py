@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from resumekit.prove.verdict import Verdict
 from resumekit.storage import StepName, Store
 from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 from resumekit.testing.launchers import ForkServer
+from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
 
 Result = TypeVar("Result")
@@ -100,14 +100,14 @@ class Trial:
         """
         trace = launch_directory(self.trace, self._num_launches)
         self._num_launches += 1
-        port = _free_port() if world_size > 1 else 0
+        port = free_port() if world_size > 1 else 0
         logs: dict[int, Path] = {}
         for rank in range(world_size):
             environment = {
                 TRACE_VARIABLE: str(trace),
                 KILL_VARIABLE: kill,
                 FAILPOINTS_VARIABLE: failpoints if rank == on_rank else None,
-                **_distributed(rank, world_size, port),
+                **distributed_environment(rank, world_size, port),
             }
             log = self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
             task = Task(target_of(launch), str(self.run), options, environment, str(log))
@@ -212,23 +212,3 @@ class Trials:
         self._pool.shutdown()
         for server in self._servers:
             server.close()
-
-
-def _distributed(rank: int, world_size: int, port: int) -> Mapping[str, str | None]:
-    if world_size == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

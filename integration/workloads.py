@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
+from digits import Digits
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -32,26 +31,6 @@ from resumekit.adapters.torch import Checkpointer
 
 NUM_SAMPLES = 96
 BATCH_SIZE = 8
-
-
-class Digits(Dataset[tuple[torch.Tensor, int]]):
-    """A part of the digits; with ``augment`` samples draw from all global generators."""
-
-    def __init__(self, *, augment: bool) -> None:
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[:NUM_SAMPLES], dtype=torch.float32).flatten(1) / 16
-        self.labels = [int(label) for label in digits.target[:NUM_SAMPLES]]
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self.images[index]
-        if self.augment:
-            image = image * (0.9 + 0.2 * random.random()) + 0.01 * torch.randn(image.shape)
-            image = image + float(np.random.normal(scale=0.01))
-        return image, self.labels[index]
 
 
 class OddThenEven(Sampler[int]):
@@ -143,7 +122,7 @@ def train(
     if world_size > 1:
         torch.distributed.init_process_group("gloo")
         torch.manual_seed(torch.distributed.get_rank() + 1)  # ranks draw different dropout masks
-    data = Digits(augment=augment)
+    data = Digits(NUM_SAMPLES, augment=augment)
     batches = make_loader(data, loader, workers, world_size)
     bare = nn.Sequential(
         nn.Linear(64, 32),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.prove.compare import compare
@@ -24,6 +22,7 @@ from resumekit.prove.variables import (
 from resumekit.prove.verdict import Verdict
 from resumekit.testing.cells import Cell, KillPoint
 from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
+from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task
 
 _KILLED = -9
@@ -216,12 +215,12 @@ class Kit:
     ) -> LaunchResult:
         began = time.monotonic()
         trace = launch_directory(directory / "trace", number)
-        port = _free_port()
+        port = free_port()
         logs: dict[int, Path] = {}
         for rank in range(cell.world_size):
             log = directory / f"launch-{number:05d}-rank-{rank:05d}.log"
             environment = {
-                **_distributed_environment(rank, cell.world_size, port),
+                **distributed_environment(rank, cell.world_size, port),
                 TRACE_VARIABLE: str(trace),
                 KILL_VARIABLE: str(kill) if kill and kill.rank in (None, rank) else None,
                 INJECT_VARIABLE: inject,
@@ -268,24 +267,3 @@ class Kit:
                 str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"
             )
         return statuses
-
-
-def _distributed_environment(rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """What torchrun would set; nothing for a single process."""
-    if world_size == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -100,6 +100,9 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigurationError(str(path), found="not a Python file", expected="a file")
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # it finds the modules beside it, as a script does
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where dataclasses and worker processes look it up
     spec.loader.exec_module(module)
