@@ -11,16 +11,15 @@ Example:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import EmaState, rank_buffer_components, state_components, unwrapped
-from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.capture import one_or_named, registered_components, state_components
+from resumekit.contract import Slot, StateComponent
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import require
 
@@ -35,8 +34,6 @@ require("accelerate")
 
 # accelerate 1.15 utils/dataclasses.py DistributedType: here every rank holds all of the model.
 _REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
-
-_CALLBACKS = Slot.CALLBACKS.value
 
 
 class Accelerator(Protocol):
@@ -93,7 +90,6 @@ class Checkpointer(_Checkpointer):
     ) -> None:
         _check(accelerator)
         self._accelerator = accelerator
-        self._tokens = 0  # of the accumulation window under way
         named = [*(ema.values() if isinstance(ema, Mapping) else [ema]), *(extras or {}).values()]
         super().__init__(
             directory,
@@ -103,22 +99,9 @@ class Checkpointer(_Checkpointer):
             **options,
         )
 
-    def step(self, *, tokens: int = 0, **values: Any) -> None:
-        """Marks one optimizer-step boundary; inside an accumulation window it only adds tokens.
-
-        It may be called after every micro-batch; it counts when ``accelerator.sync_gradients``.
-
-        Args:
-            tokens: the tokens that this rank used since the last call.
-            **values: what to compare in a trace, e.g. ``loss=loss``; read only when tracing.
-
-        Raises:
-            LoopError: no batch has been fetched through ``batches()``.
-        """
-        self._tokens += tokens
-        if self._accelerator.sync_gradients:
-            super().step(tokens=self._tokens, **values)
-            self._tokens = 0
+    def _at_step_boundary(self) -> bool:
+        """Inside an accumulation window there is none."""
+        return self._accelerator.sync_gradients
 
 
 class _Window:
@@ -167,45 +150,17 @@ def _components(
             schedulers.append(each)
         else:
             others.append(each)
-    model = _slot(accelerator._models)
     components = state_components(
-        model=model,
-        optimizer=_slot(optimizers),
-        lr_scheduler=_slot(schedulers),
+        model=one_or_named(accelerator._models),
+        optimizer=one_or_named(optimizers),
+        lr_scheduler=one_or_named(schedulers),
         grad_scaler=accelerator.scaler,
         ema=ema,
         adopt=True,
+        num_ranks=accelerator.num_processes,
     )
-    if accelerator.num_processes > 1:
-        components += rank_buffer_components(model=model, ema=ema)
     return (
         *components,
-        StateComponent(f"{_CALLBACKS}/accelerator", _Window(accelerator)),
-        *(_registered(name, each) for name, each in _by_class_and_ordinal(others).items()),
+        StateComponent(f"{Slot.CALLBACKS.value}/accelerator", _Window(accelerator)),
+        *registered_components(others),
     )
-
-
-def _registered(name: str, given: Any) -> StateComponent:
-    """A registered object as it gives itself; a module like a model."""
-    key = f"{_CALLBACKS}/{name}"
-    is_module = isinstance(given, torch.nn.Module)
-    pattern = SharingPattern.REPLICATED if is_module else SharingPattern.PER_RANK
-    return StateComponent(key, EmaState(given, key=key), pattern)
-
-
-def _slot(objects: Sequence[Any]) -> Any:
-    """What a slot takes: nothing, one object, or a dict of several."""
-    if len(objects) < 2:
-        return objects[0] if objects else None
-    return _by_class_and_ordinal(objects)
-
-
-def _by_class_and_ordinal(objects: Iterable[Any]) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    named: dict[str, Any] = {}
-    for each in objects:
-        bare = unwrapped(each) if isinstance(each, torch.nn.Module) else each
-        kind = type(bare).__name__
-        named[f"{kind}-{counts[kind]}"] = each
-        counts[kind] += 1
-    return named

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import rank_buffer_components, state_components
+from resumekit.capture import state_components
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,9 +63,8 @@ class Checkpointer(_Checkpointer):
             grad_scaler=grad_scaler,
             ema=ema,
             adopt=True,
+            num_ranks=_num_ranks(),
         )
-        if _num_ranks() > 1:
-            components += rank_buffer_components(model=model, ema=ema)
         super().__init__(
             directory, components=components, extras=extras, generators=generators, **options
         )

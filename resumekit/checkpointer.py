@@ -5,18 +5,19 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.contract import Progress, StateComponent
+from resumekit.contract import Progress
 from resumekit.data import Source
 from resumekit.engine.cadence import parse_cadence
+from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.loops import Batches, Epochs
 from resumekit.engine.options import OptionKeywords, Options
 from resumekit.engine.report import ResumeReport, tell
-from resumekit.engine.run import Run
+from resumekit.engine.run import Components, Run
 from resumekit.errors import ConfigurationError, LoopError, SaveError
 from resumekit.prove.trace import rng_digests
 
@@ -37,8 +38,9 @@ class Checkpointer:
 
     Args:
         directory: the run directory; made if missing, one and the same for all ranks.
-        components: the model, optimizers and all else whose state makes up the run; the position in
-            the data, the random state, the progress and the best metric are added here.
+        components: the model, optimizers and all else whose state makes up the run, or a function
+            that gives them, called by ``resume()``; the position in the data, the random state, the
+            progress and the best metric are added here.
         extras: a live dict of your own values. Plain values are replaced under their key, objects
             with ``state_dict`` are loaded in place.
         generators: private random generators by name (torch, NumPy or ``random.Random``).
@@ -53,7 +55,7 @@ class Checkpointer:
         self,
         directory: str | Path,
         *,
-        components: Sequence[StateComponent],
+        components: Components,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
@@ -70,6 +72,7 @@ class Checkpointer:
         self._loop: str | None = None  # the outermost loop, once there is one
         self._active: Source | None = None  # where the last batch came from
         self._samples: list[Any] = []  # of the step under way, when tracing
+        self._tokens = 0  # of the accumulation window under way
         self._unsettled = False  # a batch was handed out since the last settled point
         self._stepped = False  # ... and its step is complete
         self._due = False
@@ -157,13 +160,35 @@ class Checkpointer:
             self._enter("batches", {unit: _positive(unit, count)})
         return Batches(self, self._run.position.open(loader, name), epochs=epochs, steps=steps)
 
+    def drive(self, *, epochs: int | None = None, steps: int | None = None) -> DrivenLoop:
+        """The loop of a framework that iterates by itself. Collective.
+
+        The checkpoint is found, so that ``progress`` and ``finished`` tell where the run goes on;
+        nothing else is restored before ``resume()``.
+
+        Args:
+            epochs: the epochs of the whole run, if that is how far the framework goes.
+            steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
+
+        Raises:
+            DirectoryError: the run directory cannot be used, or another live job owns it.
+            NoUsableCheckpointError: there are checkpoints, and none can be used.
+            DriftError: the interrupted run had another horizon.
+        """
+        self._run.find()
+        asked = {"epochs": epochs, "steps": steps}
+        self._run.accept_horizon({unit: n for unit, n in asked.items() if n is not None})
+        return DrivenLoop(self)
+
     def step(self, *, tokens: int = 0, **values: Any) -> None:
         """Marks one optimizer-step boundary; a save that is due follows at the settled point.
 
-        Call it also when the gradient scaler skipped the update.
+        Call it also when the gradient scaler skipped the update. Where the framework counts
+        accumulation windows itself, it may be called after every micro-batch: inside a window it
+        only adds tokens.
 
         Args:
-            tokens: the tokens that this rank used in the step.
+            tokens: the tokens that this rank used since the last call.
             **values: what to compare in a trace, e.g. ``loss=loss``; read only when tracing.
 
         Raises:
@@ -176,8 +201,12 @@ class Checkpointer:
                 expected="a loop over batches()",
                 remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...)",
             )
+        self._tokens += tokens
+        if not self._at_step_boundary():
+            return
         counters = self._run.counters
-        counters.count_step(tokens)
+        counters.count_step(self._tokens)
+        self._tokens = 0
         self._stepped = True
         self._due = self._due or self._cadence.is_due(counters.progress.step)
         if self._run.trace is not None:
@@ -232,6 +261,15 @@ class Checkpointer:
         else:
             self._run.close()
 
+    # ---------------------------------------------------------------- what an adapter may know
+
+    def _at_step_boundary(self) -> bool:
+        """Whether an optimizer step is complete; asked by ``step()``."""
+        return True
+
+    def _count_taken_step(self) -> None:
+        """Calls ``step()`` if the framework has taken one that the loop did not mark."""
+
     # ---------------------------------------------------------------- what the loops call
 
     def _enter(self, loop: str, horizon: dict[str, int]) -> None:
@@ -244,6 +282,10 @@ class Checkpointer:
             )
         self._run.resume()
         self._run.accept_horizon(horizon)
+        self._begin_loop(loop)
+
+    def _begin_loop(self, loop: str) -> None:
+        """Everything is restored but the random state."""
         if self._loop is None:
             place = self.progress
             self._steps_at_epoch_start = place.step if place.batch == 0 else None
@@ -289,12 +331,13 @@ class Checkpointer:
         """An epoch of ``epochs()`` is over, used up or left by ``break``."""
         self._require_steps()
         for source in self._run.position.sources.values():
-            if source.place()[0] < epoch:
+            if source.used_up or source.place()[0] < epoch:
                 source.end_epoch()
         self._active = None
         self._run.counters.move_to(epoch, 0)
 
     def _require_steps(self) -> None:
+        self._count_taken_step()
         step = self.progress.step
         if self._steps_at_epoch_start == step:
             raise LoopError(
@@ -311,6 +354,7 @@ class Checkpointer:
             finished: why the run is over at this place, or None.
             at_end: the end was found only after the place had been settled once.
         """
+        self._count_taken_step()
         counters = self._run.counters
         finished = self._stop_reason or finished
         if counters.finished is not None or not (self._unsettled or at_end or finished):

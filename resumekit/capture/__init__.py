@@ -9,14 +9,18 @@ back exactly, in words; it is empty when all did. Some have two more:
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case.
 """
 
-from resumekit.capture.components import rank_buffer_components, state_components
-from resumekit.capture.ema import EmaState
+from resumekit.capture.components import (
+    rank_buffer_components,
+    registered_components,
+    state_components,
+)
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
-from resumekit.capture.named import by_key, named_states
+from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
+from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.rng import RngState, generator_state, set_generator_state
 from resumekit.capture.scaler import ScalerState
@@ -24,14 +28,15 @@ from resumekit.capture.scheduler import SchedulerState
 
 __all__ = [
     "Difference",
-    "EmaState",
     "Extras",
     "ModelState",
+    "ObjectState",
     "OptimizerState",
     "RngState",
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "by_class_and_ordinal",
     "by_key",
     "clean_name",
     "clean_names",
@@ -40,8 +45,10 @@ __all__ = [
     "generator_state",
     "horizon",
     "named_states",
+    "one_or_named",
     "parameter_names",
     "rank_buffer_components",
+    "registered_components",
     "set_generator_state",
     "state_components",
     "unwrapped",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from resumekit.capture.buffers import RankBuffers
-from resumekit.capture.ema import EmaState
 from resumekit.capture.model import ModelState
-from resumekit.capture.named import by_key, named_states
+from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
+from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
@@ -26,8 +26,9 @@ def state_components(
     grad_scaler: Any = None,
     ema: Any = None,
     adopt: bool = False,
+    num_ranks: int = 1,
 ) -> tuple[StateComponent, ...]:
-    """The replicated components of a run's objects, each slot one object or a dict of named ones.
+    """The components of a run's replicated objects, each slot one object or a dict of named ones.
 
     Args:
         model: modules; they also name the optimizers' parameters.
@@ -36,6 +37,7 @@ def state_components(
         grad_scaler: gradient scalers.
         ema: averaged models, or objects with ``state_dict``.
         adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
+        num_ranks: with several, each rank's own buffers of the modules are added.
 
     Raises:
         DeclarationError: a slot was given a list, or something without ``state_dict``.
@@ -54,9 +56,26 @@ def state_components(
         **named_states(
             Slot.GRAD_SCALER, grad_scaler, lambda given, key: ScalerState(given, key=key)
         ),
-        **named_states(Slot.EMA, ema, lambda given, key: EmaState(given, key=key)),
+        **named_states(Slot.EMA, ema, lambda given, key: ObjectState(given, key=key)),
     }
-    return tuple(StateComponent(key, stateful) for key, stateful in states.items())
+    replicated = tuple(StateComponent(key, stateful) for key, stateful in states.items())
+    own = rank_buffer_components(model=model, ema=ema) if num_ranks > 1 else ()
+    return (*replicated, *own)
+
+
+def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
+    """The components of objects that a user gave to the framework, by class and ordinal.
+
+    A module is replicated like a model; of anything else each rank keeps its own.
+    """
+    return tuple(
+        StateComponent(
+            f"{Slot.CALLBACKS.value}/{name}",
+            ObjectState(each, key=f"{Slot.CALLBACKS.value}/{name}"),
+            SharingPattern.REPLICATED if isinstance(each, nn.Module) else SharingPattern.PER_RANK,
+        )
+        for name, each in by_class_and_ordinal(objects).items()
+    )
 
 
 def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateComponent, ...]:

@@ -1,10 +1,14 @@
-"""Slots that hold one object or several named ones."""
+"""Slots that hold one object or several, and the names of those that their owner did not name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+from resumekit.capture.names import unwrapped
 from resumekit.contract import Slot, Stateful
 from resumekit.errors import DeclarationError
 
@@ -58,6 +62,25 @@ def named_states(
         DeclarationError: see ``by_key``.
     """
     return {key: wrap(value, key) for key, value in by_key(slot, given).items()}
+
+
+def one_or_named(objects: Sequence[Any]) -> Any:
+    """What a slot takes, from a framework's list: nothing, the one object, or named ones."""
+    if len(objects) < 2:
+        return objects[0] if objects else None
+    return by_class_and_ordinal(objects)
+
+
+def by_class_and_ordinal(objects: Iterable[Any]) -> dict[str, Any]:
+    """Names for objects that a framework keeps in a list: ``Adam-0``, ``Adam-1``, ``Linear-0``."""
+    counts: Counter[str] = Counter()
+    named: dict[str, Any] = {}
+    for each in objects:
+        bare = unwrapped(each) if isinstance(each, nn.Module) else each
+        kind = type(bare).__name__
+        named[f"{kind}-{counts[kind]}"] = each
+        counts[kind] += 1
+    return named
 
 
 def _checked(slot: Slot, name: Any) -> str:

@@ -150,7 +150,7 @@ class Epochs:
         initial: the epochs that were completed before, for a progress bar.
     """
 
-    def __init__(self, run: LoopOwner, num_epochs: int) -> None:
+    def __init__(self, run: LoopOwner, num_epochs: int | None) -> None:
         self._run = run
         self._num_epochs = num_epochs
         self._epoch: int | None = None
@@ -160,7 +160,9 @@ class Epochs:
         return self
 
     def __len__(self) -> int:
-        """The epochs of the whole loop, trained or not."""
+        """The epochs of the whole loop, trained or not. TypeError where nobody here knows."""
+        if self._num_epochs is None:
+            raise TypeError("the number of epochs of this loop is not known")
         return self._num_epochs
 
     def __next__(self) -> int:
@@ -168,9 +170,15 @@ class Epochs:
         epoch = run.progress.epoch if self._epoch is None else self._epoch + 1
         if self._epoch is not None:
             run._close_epoch(epoch)
-        run._settle(f"epochs={self._num_epochs}" if epoch >= self._num_epochs else None)
+        run._settle(self._horizon(epoch))
         if run.finished is not None:
             raise StopIteration
         self._epoch = epoch
         run._open_epoch(epoch)
         return epoch
+
+    def _horizon(self, epoch: int) -> str | None:
+        """Why the run is over before this epoch, or None."""
+        if self._num_epochs is not None and epoch >= self._num_epochs:
+            return f"epochs={self._num_epochs}"
+        return None

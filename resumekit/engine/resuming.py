@@ -63,13 +63,11 @@ class Finder:
         self,
         world: World,
         store: Store,
-        components: Sequence[StateComponent],
         options: Options,
         left_out: frozenset[str],
     ) -> None:
         self._world = world
         self._store = store
-        self._components = components
         self._options = options
         self._left_out = left_out
 
@@ -158,9 +156,8 @@ class Finder:
 
     def _states(self, reader: StepReader) -> dict[str, Any]:
         wanted: dict[tuple[str, int], list[str]] = {}
-        present = {component.key for component in self._components}
         for record in reader.manifest.components:
-            if record.key in present and not names_component(self._left_out, record.key):
+            if not names_component(self._left_out, record.key):
                 source = (record.directory, self._source_rank(record, reader.manifest))
                 wanted.setdefault(source, []).append(record.key)
         states: dict[str, Any] = {}

@@ -42,7 +42,12 @@ from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import RetentionPolicy, StepName, Store
 
-# The order of a restore; the data position and then the random state follow at the first fetch.
+# What a run's components may be given as: a list, or, where the objects do not exist yet when the
+# run begins, a function that gives it.
+Components = Sequence[StateComponent] | Callable[[], Sequence[StateComponent]]
+
+# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
+# position and then the random state follow at the first fetch.
 _RESTORE_ORDER = (
     Slot.MODEL,
     Slot.OPTIMIZER,
@@ -52,7 +57,6 @@ _RESTORE_ORDER = (
     Slot.BEST_METRIC,
     Slot.CALLBACKS,
     Slot.EXTRAS,
-    Slot.PROGRESS,
     Slot.DATA,
 )
 
@@ -65,7 +69,7 @@ class Run:
     def __init__(
         self,
         directory: Path,
-        components: Sequence[StateComponent],
+        components: Components,
         options: Options,
         *,
         extras: dict[str, Any],
@@ -77,14 +81,15 @@ class Run:
         self.position = DataPosition()
         self.selection = BestSelection(options.best_metric, options.mode)
         self.rng = RngState(generators)
-        self.components = check_components(
-            [*components, *self._own_components(extras)],
-        )
-        require_written(self.components)
+        self._own = self._own_components(extras)
+        self._late = components if callable(components) else None
+        self.components = self._with_own(() if callable(components) else components)
         self.world = World.current()
         self.trace = Trace.from_environment(self.world.rank)
         self._store: Store | None = None
         self._saver: Saver | None = None
+        self._looked = False
+        self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
         self._random: dict[str, Any] | None = None  # the random state to set at the first fetch
         self._resumed_step: int | None = None  # until the trace was told
@@ -100,16 +105,38 @@ class Run:
             StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
         ]
 
+    def _with_own(self, components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
+        checked = check_components([*components, *self._own])
+        require_written(checked)
+        return checked
+
     # ---------------------------------------------------------------- the way in
 
+    def find(self) -> None:
+        """Finds the checkpoint to continue from, and takes its progress. Collective, idempotent.
+
+        The rank has then read and verified all that it needs; no object of the user has changed.
+        """
+        if self._looked:
+            return
+        store = self._open()
+        left_out = frozenset(self.options.exclude) | self._injected
+        self._found = Finder(self.world, store, self.options, left_out).find()
+        progress = self._found and self._found.states.get(Slot.PROGRESS.value)
+        if progress:
+            self.counters.load_state_dict(progress)
+        self._looked = True
+
     def resume(self) -> ResumeReport:
-        """Opens the directory and restores all but the random state, once. Collective."""
+        """Restores all but the random state from what was found, once. Collective."""
         if self._report is None:
-            store = self._open()
-            left_out = frozenset(self.options.exclude) | self._injected
-            finder = Finder(self.world, store, self.components, self.options, left_out)
-            found = finder.find()
+            self.find()
+            if self._late is not None:
+                self.components = self._with_own(self._late())
+            self._begin_saving()
+            found = self._found
             report = ResumeReport(resumed=False) if found is None else self._load(found)
+            self._found = None
             self.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
             self._report = report
         return self._report
@@ -128,17 +155,20 @@ class Run:
         else:
             self.world.everywhere(lambda: None)
         self._store = store
+        return store
+
+    def _begin_saving(self) -> None:
+        assert self._store is not None
         options = self.options
         retention = RetentionPolicy(
             keep_latest=options.keep_latest,
             keep_best=options.keep_best,
             keep_every=options.keep_every,
         )
-        self._saver = Saver(self.world, store, self.components, retention)
+        self._saver = Saver(self.world, self._store, self.components, retention)
         self._fingerprint = fingerprint(
             world_size=self.world.world_size, components=self.components
         )
-        return store
 
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest

@@ -1,4 +1,4 @@
-"""Averaged weights: torch's AveragedModel, a plain copy of the model, or a user's own object."""
+"""Averaged weights, and any other object that a user has: a module, or what gives its own state."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from resumekit.capture.mismatch import (
 from resumekit.capture.model import ModelState
 from resumekit.errors import StateMismatchError
 
-_REMEDY = "Build the averaged model as it was when the checkpoint was written"
+_REMEDY = "Build the object as it was when the checkpoint was written"
 
 
-class EmaState:
-    """The state of averaged weights, under wrapper-free names where they are a module's.
+class ObjectState:
+    """The state of one object, under wrapper-free names where it is a module's.
 
     ``AveragedModel`` is stored as its weights and ``n_averaged``; its averaging function is code
     and stays the script's. A module is stored like a model, any other object as it gives itself.
 
     Args:
-        averaged: an ``AveragedModel``, a module, or an object with ``state_dict`` and
+        given: an ``AveragedModel``, a module, or an object with ``state_dict`` and
             ``load_state_dict``.
         key: the component's key, for errors.
     """
 
-    def __init__(self, averaged: Any, *, key: str = "ema") -> None:
-        self.averaged = averaged
+    def __init__(self, given: Any, *, key: str = "ema") -> None:
+        self.given = given
         self.key = key
-        weights = averaged.module if isinstance(averaged, AveragedModel) else averaged
+        weights = given.module if isinstance(given, AveragedModel) else given
         self._weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies."""
         if self._weights is None:
-            return {"class": class_name(self.averaged), "opaque": self.averaged.state_dict()}
+            return {"class": class_name(self.given), "opaque": self.given.state_dict()}
         return {"weights": self._weights.state_dict(), "counters": self._counters()}
 
     def check_state_dict(self, state: Any) -> None:
@@ -52,7 +52,7 @@ class EmaState:
 
         Raises:
             StateMismatchError: the weights do not fit (see ``ModelState``), or the checkpoint's
-                averages were kept by another kind of object.
+                object was of another kind.
         """
         if self._weights is None:
             self._check_opaque(state)
@@ -77,7 +77,7 @@ class EmaState:
             What did not come back exactly: nothing.
         """
         if self._weights is None:
-            self.averaged.load_state_dict(Restorer()(None, state["opaque"]))
+            self.given.load_state_dict(Restorer()(None, state["opaque"]))
             return ()
         live = self._counters()
         restore = Restorer()
@@ -88,16 +88,16 @@ class EmaState:
 
     def _counters(self) -> dict[str, Any]:
         """How many models were averaged; a module that is no AveragedModel does not count."""
-        if not isinstance(self.averaged, AveragedModel):
+        if not isinstance(self.given, AveragedModel):
             return {}
-        return {"n_averaged": self.averaged.n_averaged}
+        return {"n_averaged": self.given.n_averaged}
 
     def _check_opaque(self, state: Any) -> None:
         require_fields(self.key, state, {"class": str, "opaque": object})
-        if not is_same_class(state["class"], class_name(self.averaged)):
+        if not is_same_class(state["class"], class_name(self.given)):
             raise StateMismatchError(
                 self.key,
                 found=f"the checkpoint has the state of a {state['class']}",
-                expected=f"a {class_name(self.averaged)}, as here",
+                expected=f"a {class_name(self.given)}, as here",
                 remedy=_REMEDY,
             )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from resumekit.capture import EmaState
+from resumekit.capture import ObjectState
 from resumekit.errors import StateMismatchError
 
 
@@ -57,20 +57,20 @@ def test_an_averaged_model_continues(kind: str, stored: Any, assert_same: Any) -
     model[1].num_batches_tracked = model[1].num_batches_tracked.float()
     running = average(model, **KINDS[kind])
     drift(model, running, 3)
-    saved, model_then = stored(EmaState(running).state_dict()), copy.deepcopy(model)
+    saved, model_then = stored(ObjectState(running).state_dict()), copy.deepcopy(model)
     drift(model, running, 3)
 
     live_model = copy.deepcopy(model_then)
     live = average(live_model, **KINDS[kind])
-    state = EmaState(live)
+    state = ObjectState(live)
     state.check_state_dict(saved)
     assert state.load_state_dict(saved) == ()
     drift(live_model, live, 3)
-    assert_same(state.state_dict(), stored(EmaState(running).state_dict()))
+    assert_same(state.state_dict(), stored(ObjectState(running).state_dict()))
 
     forgotten = average(model_then, **KINDS[kind])
     drift(model_then, forgotten, 3)
-    found, expected = (stored(EmaState(each).state_dict()) for each in (forgotten, running))
+    found, expected = (stored(ObjectState(each).state_dict()) for each in (forgotten, running))
     assert not torch.equal(found["weights"]["0.weight"], expected["weights"]["0.weight"])
 
 
@@ -80,25 +80,25 @@ def test_names_do_not_depend_on_wrappers(then: str, now: str, stored: Any) -> No
     model = WRAPPERS[then](net())
     running = average(model)
     drift(model, running, 2)
-    saved = stored(EmaState(running).state_dict())
+    saved = stored(ObjectState(running).state_dict())
     assert list(saved["weights"]) == list(net().state_dict())
-    live = EmaState(average(WRAPPERS[now](net())))
+    live = ObjectState(average(WRAPPERS[now](net())))
     live.check_state_dict(saved)
     live.load_state_dict(saved)
-    assert live.averaged.n_averaged.item() == 2
+    assert live.given.n_averaged.item() == 2
 
 
 def test_loading_keeps_the_live_tensors(stored: Any) -> None:
-    live = EmaState(average(net()))
-    counter, weight = live.averaged.n_averaged, live.averaged.module[0].weight
-    live.load_state_dict(stored(EmaState(average(net())).state_dict()))
-    assert live.averaged.n_averaged is counter
-    assert live.averaged.module[0].weight is weight
+    live = ObjectState(average(net()))
+    counter, weight = live.given.n_averaged, live.given.module[0].weight
+    live.load_state_dict(stored(ObjectState(average(net())).state_dict()))
+    assert live.given.n_averaged is counter
+    assert live.given.module[0].weight is weight
 
 
 def test_a_plain_copy_of_the_model_is_stored_like_a_model(stored: Any, assert_same: Any) -> None:
-    saved = stored(EmaState(net()).state_dict())
-    live = EmaState(net())
+    saved = stored(ObjectState(net()).state_dict())
+    live = ObjectState(net())
     live.check_state_dict(saved)
     live.load_state_dict(saved)
     assert_same(live.state_dict(), saved)
@@ -118,16 +118,16 @@ class Shadow:
 
 
 def test_an_object_of_ones_own_is_stored_as_it_gives_itself(stored: Any) -> None:
-    running, live = EmaState(Shadow()), EmaState(Shadow())
-    running.averaged.shadow["weight"] += 1
+    running, live = ObjectState(Shadow()), ObjectState(Shadow())
+    running.given.shadow["weight"] += 1
     saved = stored(running.state_dict())
     live.check_state_dict(saved)
     live.load_state_dict(saved)
     saved["opaque"]["shadow"]["weight"] += 1
-    assert live.averaged.shadow["weight"].tolist() == [1, 1]
+    assert live.given.shadow["weight"].tolist() == [1, 1]
 
 
-def refused(live: EmaState, saved: Any) -> str:
+def refused(live: ObjectState, saved: Any) -> str:
     with pytest.raises(StateMismatchError) as caught:
         live.check_state_dict(saved)
     assert caught.value.remedy
@@ -136,21 +136,21 @@ def refused(live: EmaState, saved: Any) -> str:
 
 def test_another_kind_of_average_is_refused(stored: Any) -> None:
     kinds = {"averaged": average(net()), "module": net(), "own": Shadow()}
-    states = {name: stored(EmaState(each).state_dict()) for name, each in kinds.items()}
-    assert "n_averaged" in refused(EmaState(kinds["averaged"]), states["module"])
-    assert "ema" in refused(EmaState(kinds["averaged"]), states["own"])
-    assert "ema" in refused(EmaState(kinds["own"]), states["averaged"])
+    states = {name: stored(ObjectState(each).state_dict()) for name, each in kinds.items()}
+    assert "n_averaged" in refused(ObjectState(kinds["averaged"]), states["module"])
+    assert "ema" in refused(ObjectState(kinds["averaged"]), states["own"])
+    assert "ema" in refused(ObjectState(kinds["own"]), states["averaged"])
     states["own"]["class"] = "another.Shade"
-    assert "another.Shade" in refused(EmaState(kinds["own"]), states["own"])
+    assert "another.Shade" in refused(ObjectState(kinds["own"]), states["own"])
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(stored: Any) -> None:
-    saved = stored(EmaState(average(net())).state_dict())
-    live = EmaState(average(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))))
+    saved = stored(ObjectState(average(net())).state_dict())
+    live = ObjectState(average(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))))
     assert "ema: 0.weight" in refused(live, saved)
 
 
 @pytest.mark.parametrize("state", [None, {}, {"weights": {}}])
 def test_what_is_no_average_is_refused(state: Any) -> None:
     with pytest.raises(StateMismatchError, match="ema"):
-        EmaState(average(net())).check_state_dict(state)
+        ObjectState(average(net())).check_state_dict(state)

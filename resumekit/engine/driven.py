@@ -1,0 +1,87 @@
+"""A loop that a framework runs, seen from inside: it comes by where a user's loop would turn.
+
+The framework's callbacks and the loader that it iterates are the only places where it can be met.
+What they call here makes of it the same loop that a user writes over ``epochs()`` and
+``batches()``; so the settled points, the position in the data and the order of a restore are the
+same code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from resumekit.contract import Progress
+from resumekit.engine.loops import Batches, Epochs, LoopOwner
+from resumekit.engine.report import ResumeReport
+
+
+class DrivenOwner(LoopOwner, Protocol):
+    """What a driven loop asks of the Checkpointer."""
+
+    def resume(self) -> ResumeReport: ...
+
+    def batches(self, loader: Any, *, name: str = ...) -> Batches: ...
+
+    def _begin_loop(self, loop: str) -> None: ...
+
+
+class DrivenLoop:
+    """What an adapter calls from a framework's loop, in this order.
+
+    ``resume()`` once, when every object exists; ``next_epoch()`` and then ``batches(loader)`` for
+    each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
+    """
+
+    def __init__(self, owner: DrivenOwner) -> None:
+        self._owner = owner
+        self._epochs: Epochs | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run is, or, before ``resume()``, where it will go on."""
+        return self._owner.progress
+
+    @property
+    def finished(self) -> str | None:
+        """Why there is nothing left to train, or None."""
+        return self._owner.finished
+
+    def resume(self) -> ResumeReport:
+        """Restores all but the data position and the random state. Collective, idempotent."""
+        report = self._owner.resume()
+        if self._epochs is None:
+            self._owner._begin_loop("epochs")
+            self._epochs = Epochs(self._owner, None)
+        return report
+
+    def next_epoch(self) -> int:
+        """Settles the epoch that ended, and begins the next one. Collective.
+
+        To be called when all code of the former epoch has run, and nothing of the next one.
+
+        Returns:
+            The absolute number of the epoch that begins.
+
+        Raises:
+            LoopError: the former epoch had no optimizer step.
+        """
+        assert self._epochs is not None, "resume() comes first"
+        return next(self._epochs)
+
+    def batches(self, loader: Any) -> Batches:
+        """The batches of this epoch that are still to be used; the framework iterates them.
+
+        Each ``__next__`` is a settled point: the framework must ask for a batch only when all code
+        of the step before has run.
+
+        Raises:
+            DataPositionError: the loader does not fit the position in the checkpoint.
+        """
+        return self._owner.batches(loader)
+
+    def finish(self, reason: str) -> None:
+        """Records that the framework has ended the run, and saves. Collective, idempotent.
+
+        To be called when all code of the last step has run.
+        """
+        self._owner._settle(reason, at_end=True)
