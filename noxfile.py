@@ -1,7 +1,7 @@
 """The checks of this repository: ``nox`` runs them all, ``nox -s lint`` one of them.
 
 The sessions run in the environment that nox itself was started from, so that torch is installed
-once: ``pip install -c constraints.txt -e ".[dev,accelerate]"`` prepares it.
+once: ``pip install -c constraints.txt -e ".[dev,all]"`` prepares it.
 """
 
 from __future__ import annotations

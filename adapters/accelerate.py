@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import one_or_named, registered_components, state_components
+from resumekit.capture import (
+    AttributeState,
+    one_or_named,
+    registered_components,
+    state_components,
+)
 from resumekit.contract import Slot, StateComponent
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require
+from resumekit.requirements import require, require_replicated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +37,8 @@ __all__ = ["Checkpointer"]
 
 require("accelerate")
 
-# accelerate 1.15 utils/dataclasses.py DistributedType: here every rank holds all of the model.
-_REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+_WINDOW = f"{Slot.CALLBACKS.value}/accelerator"
 
 
 class Accelerator(Protocol):
@@ -104,19 +109,6 @@ class Checkpointer(_Checkpointer):
         return self._accelerator.sync_gradients
 
 
-class _Window:
-    """How many micro-batches ``accelerator.accumulate`` has counted: where its windows end."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._accelerator.step = state["step"]
-
-
 def _check(accelerator: Accelerator) -> None:
     if not accelerator._models:
         raise ConfigurationError(
@@ -124,11 +116,7 @@ def _check(accelerator: Accelerator) -> None:
             found="no model was prepared",
             remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
         )
-    kind = str(accelerator.distributed_type.value)
-    if kind not in _REPLICATED:
-        raise ConfigurationError(
-            "accelerator", found=f"distributed type {kind}, which is not available yet"
-        )
+    require_replicated(accelerator)
 
 
 def _components(
@@ -159,8 +147,6 @@ def _components(
         adopt=True,
         num_ranks=accelerator.num_processes,
     )
-    return (
-        *components,
-        StateComponent(f"{Slot.CALLBACKS.value}/accelerator", _Window(accelerator)),
-        *registered_components(others),
-    )
+    # accelerate 1.15 accelerator.py accumulate: its windows end where this counter says.
+    window = AttributeState(accelerator, ["step"], key=_WINDOW)
+    return (*components, StateComponent(_WINDOW, window), *registered_components(others))

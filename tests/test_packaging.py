@@ -18,7 +18,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 
 REQUIREMENT = re.compile(r"^[A-Za-z0-9._-]+")
-INSTALL_AND_TEST = 'pip install -c constraints.txt -e ".[dev,accelerate]" && nox'
+INSTALL_AND_TEST = 'pip install -c constraints.txt -e ".[dev,all]" && nox'
 
 
 @pytest.fixture(scope="module")

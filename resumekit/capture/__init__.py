@@ -3,12 +3,14 @@
 Every class here offers ``state_dict()`` (references to live tensors, no copies),
 ``check_state_dict(state)`` (raises StateMismatchError before anything is changed) and
 ``load_state_dict(state)``, which loads in place and gives a tuple of remarks: what did not come
-back exactly, in words; it is empty when all did. Some have two more:
+back exactly, in words; it is empty when all did. Some have more:
 
 - ``fingerprint()``: plain values that describe the object, to be compared at a resume;
-- ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case.
+- ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
+- ``comparable_state()``: the state without what was read from a clock, for the judge.
 """
 
+from resumekit.capture.attributes import AttributeState
 from resumekit.capture.components import (
     rank_buffer_components,
     registered_components,
@@ -27,6 +29,7 @@ from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 
 __all__ = [
+    "AttributeState",
     "Difference",
     "Extras",
     "ModelState",

@@ -8,7 +8,11 @@ same code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.contract import Progress
 from resumekit.engine.loops import Batches, Epochs, LoopOwner
@@ -79,9 +83,45 @@ class DrivenLoop:
         """
         return self._owner.batches(loader)
 
+    def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
+        """``batches(loader)`` as a DataLoader, for a framework that takes nothing else.
+
+        It fetches nothing ahead, makes nothing of the batches, and draws no random number of the
+        run.
+
+        Args:
+            loader: the user's loader.
+            num_skipped: how many batches the framework takes and drops by itself, because they were
+                used before; these are placeholders.
+        """
+        return DataLoader(
+            _HandedOver(self, loader, num_skipped),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+        )
+
     def finish(self, reason: str) -> None:
         """Records that the framework has ended the run, and saves. Collective, idempotent.
 
         To be called when all code of the last step has run.
         """
         self._owner._settle(reason, at_end=True)
+
+
+class _HandedOver(IterableDataset[Any]):
+    """The batches of an epoch, after placeholders for those that were used before."""
+
+    def __init__(self, loop: DrivenLoop, loader: Any, num_skipped: int) -> None:
+        self._loop = loop
+        self._loader = loader
+        self._num_skipped = num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._num_skipped):
+            yield None
+        yield from self._loop.batches(self._loader)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

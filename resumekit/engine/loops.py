@@ -36,6 +36,8 @@ class LoopOwner(Protocol):
 
     def _epoch_ended(self, source: Source) -> None: ...
 
+    def _count_taken_step(self) -> None: ...
+
     def _settle(self, finished: str | None, *, at_end: bool = False) -> None: ...
 
 
@@ -129,6 +131,7 @@ class Batches:
 
     def _horizon(self) -> str | None:
         """Why the run is over at this place, or None."""
+        self._run._count_taken_step()
         if self._steps is not None and self._run.progress.step >= self._steps:
             return f"steps={self._steps}"
         if self._epochs is not None and self._source.place()[0] >= self._epochs:

@@ -355,7 +355,7 @@ class Run:
         """Records every component's state, when tracing."""
         if self.trace is not None:
             step = self.counters.progress.step if step is None else step
-            states = {each.key: each.stateful.state_dict() for each in self.components}
+            states = {each.key: _comparable(each.stateful) for each in self.components}
             self.trace.state(event, step, states)
 
     def best(self, make: Callable[[Path, int, float], Best]) -> Best | None:
@@ -384,6 +384,11 @@ class Run:
         """One line to the user, from rank 0."""
         if self.world.is_first:
             tell(message)
+
+
+def _comparable(stateful: Any) -> Any:
+    """What two equal runs have in common: the state, without what was read from a clock."""
+    return getattr(stateful, "comparable_state", stateful.state_dict)()
 
 
 def _words(horizon: Mapping[str, int]) -> str:

@@ -1,0 +1,327 @@
+"""What the Trainer's adapter takes over, what it leaves alone, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import speed_metrics
+from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, Blocks
+
+from resumekit.adapters.transformers import ResumeCallback
+from resumekit.errors import ConfigurationError, DriftError, InexactError
+
+STEPS_PER_EPOCH = 12
+
+
+def make_trainer(
+    directory: Path, *callbacks: TrainerCallback, augment: bool = False, **arguments: Any
+) -> Trainer:
+    set_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    settings: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": BATCH_SIZE,
+        "logging_steps": 5,
+        "save_strategy": "no",
+    }
+    return Trainer(
+        GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=BLOCK_SIZE, **sizes)),
+        TrainingArguments(
+            output_dir=str(directory / "output"),
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            log_level="error",
+            **{**settings, **arguments},
+        ),
+        train_dataset=Blocks(augment=augment),
+        eval_dataset=Blocks(augment=False),
+        callbacks=list(callbacks),
+    )
+
+
+def attach(trainer: Trainer, directory: Path, **options: Any) -> ResumeCallback:
+    callback = ResumeCallback(trainer, directory / "run", **options)
+    trainer.add_callback(callback)
+    return callback
+
+
+def without_clock(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    clock = ("_runtime", "_per_second")
+    return [
+        {key: value for key, value in line.items() if not key.endswith(clock)}
+        for line in log_history
+    ]
+
+
+class StopAt(TrainerCallback):
+    """Raises at a step, as a crash that the process survives."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+class Recorder(TrainerCallback):
+    """Notes what it is called for."""
+
+    def __init__(self) -> None:
+        self.begun_at: list[int] = []
+        self.epochs: list[float] = []
+        self.num_steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun_at.append(state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.epochs.append(state.epoch)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+
+
+def interrupted(directory: Path, step: int, **arguments: Any) -> None:
+    trainer = make_trainer(directory, StopAt(step), **arguments)
+    attach(trainer, directory, save_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_callback_changes_no_bit_of_the_training(tmp_path: Path, workers: int) -> None:
+    runs = {}
+    for name in ("stock", "attached"):
+        trainer = make_trainer(
+            tmp_path, augment=True, dataloader_num_workers=workers, logging_steps=1
+        )
+        if name == "attached":
+            attach(trainer, tmp_path, save_every=5)
+        result = trainer.train()
+        weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+        runs[name] = (without_clock(trainer.state.log_history), result.training_loss, weights)
+    stock, attached = runs["stock"], runs["attached"]
+    assert attached[:2] == stock[:2]
+    assert all(torch.equal(attached[2][key], value) for key, value in stock[2].items())
+
+
+def test_what_the_trainer_returns_and_logs_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    arguments = {"eval_strategy": "epoch", "logging_steps": 7}
+    whole = make_trainer(tmp_path / "whole", **arguments)
+    attach(whole, tmp_path / "whole", save_every=3)
+    expected = whole.train()
+    interrupted(tmp_path, 17, **arguments)
+    trainer = make_trainer(tmp_path, **arguments)
+    attach(trainer, tmp_path, save_every=3)
+    result = trainer.train()
+    assert result.training_loss == expected.training_loss
+    assert result.global_step == expected.global_step == 2 * STEPS_PER_EPOCH
+    assert without_clock(trainer.state.log_history) == without_clock(whole.state.log_history)
+
+
+def test_other_callbacks_see_the_restored_run_and_no_epoch_twice(tmp_path: Path) -> None:
+    interrupted(tmp_path, 17)
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, recorder)
+    attach(trainer, tmp_path, save_every=3)
+    trainer.train()
+    assert recorder.begun_at == [15]
+    assert recorder.epochs == [15 / STEPS_PER_EPOCH]
+    assert recorder.num_steps == 2 * STEPS_PER_EPOCH - 15
+
+
+def test_training_again_after_the_end_does_nothing(tmp_path: Path) -> None:
+    for launch in range(2):
+        recorder = Recorder()
+        trainer = make_trainer(tmp_path, recorder)
+        attach(trainer, tmp_path, save_every=5)
+        trainer.train()
+        weights = trainer.model.state_dict()
+        trainer.train()
+        assert recorder.num_steps == (2 * STEPS_PER_EPOCH if launch == 0 else 0)
+        assert trainer.state.global_step == 2 * STEPS_PER_EPOCH
+        assert all(torch.equal(weights[k], v) for k, v in trainer.model.state_dict().items())
+
+
+def test_a_run_that_a_callback_stops_early_is_finished(tmp_path: Path) -> None:
+    def patient() -> EarlyStoppingCallback:
+        return EarlyStoppingCallback(early_stopping_patience=2)
+
+    arguments = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # the loss falls: nothing ever improves on the first
+        "learning_rate": 1e-2,
+    }
+    trainer = make_trainer(tmp_path, patient(), **arguments)
+    attach(trainer, tmp_path)
+    trainer.train()
+    stopped_at = trainer.state.global_step
+    assert stopped_at == 6
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, patient(), recorder, **arguments)
+    attach(trainer, tmp_path)
+    trainer.train()
+    assert recorder.num_steps == 0
+    assert trainer.state.global_step == stopped_at
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=4)
+    attach(trainer, tmp_path, best_metric="eval_loss", keep_latest=1)
+    trainer.train()
+    losses = {
+        line["step"]: line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line
+    }
+    best = min(losses, key=lambda step: losses[step])
+    assert (tmp_path / "run" / f"step-{best:08}").is_dir()
+
+
+def test_a_callback_of_another_class_may_join_at_a_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(tmp_path, 8, eval_strategy="epoch", metric_for_best_model="eval_loss")
+    trainer = make_trainer(
+        tmp_path,
+        EarlyStoppingCallback(early_stopping_patience=9),
+        eval_strategy="epoch",
+        metric_for_best_model="eval_loss",
+    )
+    attach(trainer, tmp_path)
+    trainer.train()
+    assert trainer.state.global_step == 2 * STEPS_PER_EPOCH
+    assert "has no callbacks/EarlyStoppingCallback-0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [{"num_train_epochs": 3}, {"per_device_train_batch_size": 4}])
+def test_a_changed_horizon_is_refused_before_anything_is_changed(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    interrupted(tmp_path, 8)
+    trainer = make_trainer(tmp_path, **arguments)
+    weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    attach(trainer, tmp_path)
+    with pytest.raises(DriftError, match="horizon"):
+        trainer.train()
+    assert all(torch.equal(weights[k], v) for k, v in trainer.model.state_dict().items())
+
+
+def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        eval_strategy="epoch",
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+    )
+    attach(trainer, tmp_path, strict=True)
+    with pytest.raises(InexactError, match="dataloader_persistent_workers=False"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("setting", ["ignore_data_skip", "auto_find_batch_size"])
+def test_a_setting_that_changes_which_batches_come_next_is_refused(
+    tmp_path: Path, setting: str
+) -> None:
+    trainer = make_trainer(tmp_path, **{setting: True})
+    with pytest.raises(ConfigurationError, match=setting):
+        ResumeCallback(trainer, tmp_path / "run")
+
+
+def test_a_checkpoint_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
+    stock = make_trainer(tmp_path, save_strategy="steps", save_steps=5)
+    stock.train()
+    trainer = make_trainer(tmp_path)
+    attach(trainer, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"trainer\.train"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-5"))
+
+
+def test_a_second_callback_and_a_wrong_option_are_refused_at_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ConfigurationError, match="save_evry"):
+        ResumeCallback(trainer, tmp_path / "run", save_evry=5)  # type: ignore[call-arg]
+    ResumeCallback(trainer, tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="second ResumeCallback"):
+        ResumeCallback(trainer, tmp_path / "other")
+
+
+# What the adapter relies on that transformers does not document. One that fails here has moved.
+
+
+def test_pin_the_methods_that_are_replaced() -> None:
+    begin = inspect.signature(Trainer._init_training_state).parameters
+    assert list(begin) == [
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ]
+    run = inspect.signature(Trainer._run_epoch).parameters
+    assert {
+        "epoch",
+        "train_dataloader",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    } <= set(run)
+    loop = inspect.getsource(Trainer._inner_training_loop)
+    assert loop.index("_init_training_state(") < loop.index("_prepare_for_training(")
+    assert loop.index("on_train_begin(") < loop.index("on_epoch_begin(") < loop.index("_run_epoch(")
+
+
+def test_pin_a_random_state_that_is_not_there_is_not_loaded(tmp_path: Path) -> None:
+    trainer, before = make_trainer(tmp_path), torch.get_rng_state()
+    trainer._load_rng_state(str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pin_the_fields_of_the_state_and_the_sums(tmp_path: Path) -> None:
+    settings = {
+        "max_steps",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "train_batch_size",
+        "num_train_epochs",
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "is_hyper_param_search",
+        "trial_name",
+        "trial_params",
+        "stateful_callbacks",
+    }
+    from resumekit.adapters.transformers import _STATE, _SUMS
+
+    assert set(vars(TrainerState())) == settings | set(_STATE)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert set(_SUMS) <= set(vars(trainer))
+
+
+def test_pin_what_is_read_from_a_clock() -> None:
+    from resumekit.adapters.transformers import _CLOCK_SUFFIXES
+
+    metrics = speed_metrics("eval", 0.0, num_samples=1, num_steps=1, num_tokens=1)
+    assert all(name.endswith(_CLOCK_SUFFIXES) for name in metrics)
