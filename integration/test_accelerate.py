@@ -281,17 +281,36 @@ def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> N
 
 def test_the_script_differs_from_its_stock_twin_by_the_adapters_lines_alone() -> None:
     stock, ours = (
-        (SCRIPTS / name).read_text(encoding="utf-8").splitlines()[1:]
+        (SCRIPTS / name).read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
         for name in ("stock_accelerate.py", "train_accelerate.py")
     )
     assert [line.strip() for line in ours if line and line not in stock] == [
         "from resumekit.adapters.accelerate import Checkpointer",
-        "checkpointer = Checkpointer(accelerator, arguments.directory, ema=ema, save_every=10)",
+        "checkpointer = Checkpointer(",
+        "accelerator, arguments.directory, ema=ema, save_every=arguments.save_every",
         "for epoch in checkpointer.epochs(arguments.epochs):",
         "for inputs, targets in checkpointer.batches(loader):",
         "checkpointer.step(loss=loss)",
     ]
     assert [line.strip() for line in stock if line and line not in ours] == [
-        "for epoch in range(arguments.epochs):",
-        "for inputs, targets in loader:",
+        "from pathlib import Path",
+        "import resumekit",
+        "accelerator.register_for_checkpointing(ema)",
+        "folder = Path(arguments.directory)",
+        'step = max((int(path.name.removeprefix("step_")) for path in folder.glob("step_*")), '
+        "default=0)",
+        "if step:",
+        'accelerator.load_state(str(folder / f"step_{step}"))',
+        "first_epoch, num_used = divmod(step, len(loader))",
+        "for epoch in range(first_epoch, arguments.epochs):",
+        "batches = loader",
+        "if epoch == first_epoch and num_used:",
+        "batches = accelerator.skip_first_batches(loader, num_used)",
+        "for inputs, targets in batches:",
+        "step += 1",
+        "resumekit.trace(",
+        "step, samples=inputs, loss=loss, model=model, optimizer=optimizer, ema=ema",
+        ")",
+        "if step % arguments.save_every == 0:",
+        'accelerator.save_state(str(folder / f"step_{step}"))',
     ]

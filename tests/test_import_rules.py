@@ -25,6 +25,7 @@ FRAMEWORKS = frozenset(
 )
 NUMERICS = frozenset({"torch", "numpy", "safetensors", "xxhash"})
 TERMINAL = frozenset({"rich", "typer"})
+TEST_RUNNER = frozenset({"pytest"})
 
 # Third-party imports by path: the first prefix that matches decides, the core's rule comes last.
 ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
@@ -35,6 +36,8 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/cli", NUMERICS | TERMINAL),
     ("resumekit/demo", NUMERICS | TERMINAL),
     ("resumekit/prove/report", NUMERICS | TERMINAL),
+    # Test files inherit it. It is loaded when it is asked for, and pytest with it.
+    ("resumekit/testing/suite.py", TEST_RUNNER),
     ("resumekit/", NUMERICS),
 )
 
@@ -265,6 +268,13 @@ def test_importing_resumekit_loads_no_framework_and_no_terminal_library() -> Non
     loaded = _modules_loaded_by("import resumekit")
     assert "resumekit" in loaded
     assert not loaded & (FRAMEWORKS | TERMINAL)
+
+
+def test_the_conformance_kit_loads_no_test_runner_until_the_suite_is_asked_for() -> None:
+    loaded = _modules_loaded_by("import resumekit.testing")
+    assert "resumekit" in loaded
+    assert not loaded & {"pytest", "_pytest"}
+    assert "pytest" in _modules_loaded_by("from resumekit.testing import ConformanceSuite")
 
 
 @pytest.mark.parametrize("name", TORCH_FREE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ from resumekit.prove.variables import (
 )
 from resumekit.prove.verdict import Verdict
 from resumekit.testing.cells import Cell, KillPoint
+from resumekit.testing.evidence import work_of_launch
 from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task
@@ -59,14 +60,18 @@ class Run:
     """All launches of one cell.
 
     Args:
+        cell: what was run.
         directory: holds the training's own directory, the trace and the logs.
         trace: the trace of all launches.
         launches: in the order in which they were made.
+        inject: component keys or slots that were not restored, separated by commas.
     """
 
+    cell: Cell
     directory: Path
     trace: Path
     launches: tuple[LaunchResult, ...]
+    inject: str | None = None
 
     @property
     def failure(self) -> str:
@@ -156,6 +161,17 @@ class Kit:
         """
         return self._run(cell, kills=cell.kills, inject=inject)
 
+    def run_again(self, run: Run) -> Run:
+        """The run with one launch more: the identical command, left alone, in its directory.
+
+        Raises:
+            CommandTimeoutError: the launch did not end in time.
+        """
+        if self._uninterrupted.get(run.cell.run_key) is run:
+            del self._uninterrupted[run.cell.run_key]  # from now on it is no single launch
+        result = self._launch(run.cell, run.directory, len(run.launches), None, run.inject)
+        return replace(run, launches=(*run.launches, result))
+
     def judge(self, cell: Cell, *, inject: str | None = None) -> tuple[Verdict, Run]:
         """The verdict on the killed run against the uninterrupted one, and the killed run."""
         reference = self.run_uninterrupted(cell)
@@ -169,13 +185,27 @@ class Kit:
             AssertionError: they differ, a launch failed, or a kill point was never reached.
         """
         verdict, run = self.judge(cell)
-        if run.failure:
-            raise AssertionError(f"{cell}: a launch failed:\n{run.failure}")
-        if run.missed_kills:
-            missed = ", ".join(map(str, run.missed_kills))
-            raise AssertionError(f"{cell}: the run never came to the kill point {missed}")
-        if not verdict.exact:
-            raise AssertionError(f"{cell}: {verdict}")
+        _require_exact(run, verdict)
+        return verdict
+
+    def assert_finished(self, cell: Cell) -> Verdict:
+        """Fails unless the command does nothing when it is given once more after the run's end.
+
+        The run is killed as the cell says and launched until it ends; the further launch must train
+        no step, save nothing and find the end state of the uninterrupted run.
+
+        Raises:
+            AssertionError: it did something, or the run was not exact in the first place.
+        """
+        reference = self.run_uninterrupted(cell)
+        run = self.run_killed(cell)
+        if not run.failure:
+            run = self.run_again(run)
+        verdict = compare(reference.trace, run.trace, expect_resume=bool(cell.kills))
+        work = work_of_launch(run.trace, len(run.launches) - 1)
+        if work and not run.failure:
+            raise AssertionError(f"{cell}: launched again after its end, {work}")
+        _require_exact(run, verdict)
         return verdict
 
     def assert_caught(self, cell: Cell, component: str, *, inject: bool = True) -> Verdict:
@@ -208,7 +238,7 @@ class Kit:
             launches.append(result)
             if result.failure:
                 break
-        return Run(directory, directory / "trace", tuple(launches))
+        return Run(cell, directory, directory / "trace", tuple(launches), inject)
 
     def _launch(
         self, cell: Cell, directory: Path, number: int, kill: KillPoint | None, inject: str | None
@@ -267,3 +297,13 @@ class Kit:
                 str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"
             )
         return statuses
+
+
+def _require_exact(run: Run, verdict: Verdict) -> None:
+    if run.failure:
+        raise AssertionError(f"{run.cell}: a launch failed:\n{run.failure}")
+    if run.missed_kills:
+        missed = ", ".join(map(str, run.missed_kills))
+        raise AssertionError(f"{run.cell}: the run never came to the kill point {missed}")
+    if not verdict.exact:
+        raise AssertionError(f"{run.cell}: {verdict}")

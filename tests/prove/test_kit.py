@@ -15,6 +15,7 @@ import pytest
 import resumekit
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
 from resumekit.prove.processes import is_running
+from resumekit.prove.variables import INJECT_VARIABLE
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
 TRAIN = f"{Path(__file__).parent / 'scripts' / 'plain_training.py'}:train"
@@ -88,6 +89,40 @@ def test_the_uninterrupted_run_is_made_once(kit: Kit) -> None:
     assert kit.run_uninterrupted(Cell(TRAIN, {"num_epochs": 2})) is reference
 
 
+def test_a_finished_run_that_is_launched_again_does_nothing(kit: Kit) -> None:
+    saves_its_end = {"save_every": 3}
+    verdict = kit.assert_finished(Cell(TRAIN, saves_its_end, kills=MID_RUN))
+    assert verdict.num_resumes == 2
+    assert kit.assert_finished(Cell(TRAIN, saves_its_end, world_size=2)).num_resumes == 0
+
+
+def test_a_finished_run_that_trains_again_is_a_failure(kit: Kit) -> None:
+    # It saves every fourth of its 18 steps, and so never its last one.
+    with pytest.raises(AssertionError, match="after its end, rank 0 made a step record of step 17"):
+        kit.assert_finished(Cell(TRAIN, kills=MID_RUN))
+
+
+def test_a_finished_run_that_fails_when_launched_again_is_a_failure(kit: Kit) -> None:
+    with pytest.raises(AssertionError, match=r"a launch failed:\n(.|\n)*it is done"):
+        kit.assert_finished(Cell(fail_when_done))
+
+
+def test_an_uninterrupted_run_that_was_launched_again_is_no_reference_any_more(kit: Kit) -> None:
+    cell = Cell(train_on)
+    reference = kit.run_uninterrupted(cell)
+    again = kit.run_again(reference)
+    assert (len(reference.launches), len(again.launches)) == (1, 2)
+    assert again.trace == reference.trace
+    assert kit.run_uninterrupted(cell).trace != reference.trace
+
+
+def test_a_further_launch_leaves_out_what_the_run_left_out(kit: Kit) -> None:
+    run = kit.run_killed(Cell(show_injection), inject="optimizer")
+    again = kit.run_again(run)
+    shown = (again.directory / "training" / "shown").read_text()
+    assert shown == "optimizer optimizer "
+
+
 def test_a_cold_start_gives_the_same_verdicts(tmp_path: Path) -> None:
     with Kit(tmp_path, cold=True, timeout_seconds=60) as cold:
         verdict = cold.assert_exact(Cell(walk, kills=(KillPoint.step(5),)))
@@ -103,6 +138,28 @@ def walk(directory: str) -> None:
         resumekit.trace(step, place=place)
         if step % 2 == 0:
             saved.write_text(json.dumps([step, place]))
+
+
+def train_on(directory: str) -> None:
+    """Trains three steps, and one more in each launch after the third."""
+    saved = Path(directory) / "done"
+    done = int(saved.read_text()) if saved.exists() else 0
+    for step in range(done + 1, max(done + 1, 3) + 1):
+        resumekit.trace(step, loss=float(step))
+        saved.write_text(str(step))
+
+
+def fail_when_done(directory: str) -> None:
+    done = Path(directory) / "done"
+    if done.exists():
+        raise RuntimeError("it is done")
+    resumekit.trace(1, loss=0.0)
+    done.touch()
+
+
+def show_injection(directory: str) -> None:
+    with (Path(directory) / "shown").open("a") as file:
+        file.write(f"{os.environ[INJECT_VARIABLE]} ")
 
 
 def fail(directory: str) -> None:

@@ -1,0 +1,243 @@
+"""The conformance suite that every adapter inherits, and any third party's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from resumekit.errors import MissingDependencyError
+from resumekit.testing.cells import Cell, KillPoint
+from resumekit.testing.declared import check_declared
+from resumekit.testing.evidence import changing_components, wrong_length
+from resumekit.testing.kills import kill_points, newest_save_before
+from resumekit.testing.kit import DEFAULT_ENVIRONMENT, DEFAULT_PRELOAD, Kit
+from resumekit.testing.matrix import pairwise
+
+try:
+    import pytest
+except ImportError as error:
+    raise MissingDependencyError(
+        "resumekit.testing.ConformanceSuite",
+        found="pytest is not installed",
+        remedy="Install it with: pip install pytest",
+    ) from error
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class ConformanceSuite:
+    """Tests that a training function resumes exactly, and that they would notice if it did not.
+
+    Subclass it in a test file under a name that pytest collects, and say what is so::
+
+        from resumekit.testing import ConformanceSuite
+
+        class TestLightning(ConformanceSuite):
+            function = train
+            steps_per_epoch = 12
+            save_every = 3
+            everything = {"ema": True, "report": True}
+            components = ("model", "optimizer", "ema", "data", "rng", "progress", "best_metric")
+            world_sizes = (1, 2)
+            preload = ("lightning.pytorch", "resumekit.adapters.lightning")
+
+    The training function is called as ``function(directory, save_every=..., **options)`` in
+    processes of its own, always with the same arguments. It starts, resumes or does nothing, as the
+    directory says. It trains ``num_epochs`` epochs with a ``Checkpointer`` or a ``ResumeCallback``.
+
+    On every world size it is
+
+    * killed in each place of ``kill_points()``, and must end with the bits of the run that was not;
+    * killed with one component left out of the restore, which must be caught and named: the
+      negative controls; a component that changes and has no control is a failure;
+    * started, resumed, and started once more after its end, which must do nothing;
+
+    and once it is killed as processes that share nothing (a cold start). What the subclass says
+    about the function is tested too: a boundary that is none would be no test of one.
+
+    Attributes:
+        function: the training function, at the top level of a file, or as ``"module:function"``.
+        steps_per_epoch: optimizer steps of one epoch on one rank, under ``options``; at least 3.
+            Where ranks or options change it otherwise, override ``steps_in_epoch``.
+        save_every: steps from one save to the next; the function gets it as an option. It divides
+            the steps of an epoch on every world size.
+        num_epochs: the epochs that the function trains; at least 2.
+        options: the function's options in every cell; plain JSON values.
+        everything: options, on top of these, under which every one of ``components`` changes.
+        components: keys or slots, one negative control for each.
+        world_sizes: the numbers of ranks.
+        matrices: more cells of your own: for each name, the values of each factor. A test method
+            with an argument of that name is called with every combination that ``pairwise``
+            chooses, a dict of factors; with the whole product if pytest has an option
+            ``--full-matrix`` (``parser.addoption("--full-matrix", action="store_true")`` in a
+            conftest.py) and is given it. ``KILL_PLACES`` are the values for a factor of kills.
+        preload: modules that are imported once for all runs, beside torch and NumPy: the framework
+            and its adapter. They must not start threads.
+        environment: variables for every run, beside the inherited ones and one thread for each
+            process.
+        timeout_seconds: the longest that one launch may take.
+
+    In tests of your own, ``kit`` is the warm kit of the class, ``self.cell(...)`` makes its cells,
+    and the arguments ``kill``, ``component`` and ``world_size`` take all values of the class unless
+    the test has a mark with its own. A test that has no meaning for a function is switched off by
+    ``test_... = None``, with the reason beside it.
+    """
+
+    function: ClassVar[str | Callable[..., Any]]
+    steps_per_epoch: ClassVar[int]
+    save_every: ClassVar[int]
+    num_epochs: ClassVar[int] = 2
+    options: ClassVar[Mapping[str, Any]] = _NOTHING
+    everything: ClassVar[Mapping[str, Any]] = _NOTHING
+    components: ClassVar[Sequence[str]]
+    world_sizes: ClassVar[Sequence[int]] = (1,)
+    matrices: ClassVar[Mapping[str, Mapping[str, Sequence[Any]]]] = _NOTHING
+    preload: ClassVar[Sequence[str]] = ()
+    environment: ClassVar[Mapping[str, str]] = _NOTHING
+    timeout_seconds: ClassVar[float] = 120.0
+
+    # ---------------------------------------------------------------- what a subclass may override
+
+    @classmethod
+    def steps_in_epoch(cls, options: Mapping[str, Any], world_size: int) -> int:
+        """The optimizer steps of one epoch; by default the ranks share those of one rank."""
+        return -(-cls.steps_per_epoch // world_size)
+
+    @classmethod
+    def kill_points(cls, steps_per_epoch: int, save_every: int) -> dict[str, tuple[KillPoint, ...]]:
+        """Where runs are killed, by name; add places of your own to those of ``super()``."""
+        return kill_points(steps_per_epoch, save_every, num_epochs=cls.num_epochs)
+
+    # ---------------------------------------------------------------- what its own tests may call
+
+    @classmethod
+    def cell(
+        cls,
+        kill: str | Sequence[KillPoint] = (),
+        options: Mapping[str, Any] = _NOTHING,
+        *,
+        world_size: int = 1,
+    ) -> Cell:
+        """A cell of the class's function.
+
+        Args:
+            kill: a name of ``kill_points()``, or the points themselves; without it nobody kills.
+            options: on top of the class's ``options``; may change ``save_every`` too.
+            world_size: ranks.
+        """
+        whole = {"save_every": cls.save_every, **cls.options, **options}
+        if isinstance(kill, str):
+            steps = cls.steps_in_epoch(whole, world_size)
+            kill = cls.kill_points(steps, whole["save_every"])[kill]
+        return Cell(cls.function, whole, world_size, tuple(kill))
+
+    @classmethod
+    def new_kit(cls, directory: Path, *, cold: bool = False) -> Kit:
+        """A kit as this class needs it, to be used as a context manager.
+
+        Args:
+            directory: an empty directory for everything that the runs write.
+            cold: start every process as a fresh interpreter.
+        """
+        return Kit(
+            directory,
+            preload=(*DEFAULT_PRELOAD, *cls.preload),
+            environment={**DEFAULT_ENVIRONMENT, **cls.environment},
+            cold=cold,
+            timeout_seconds=cls.timeout_seconds,
+        )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def kit(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+        """The kit of this class, with one warm fork server for all its tests."""
+        with cls.new_kit(tmp_path_factory.mktemp("kit")) as kit:
+            yield kit
+
+    # ---------------------------------------------------------------- the tests
+
+    def test_the_function_is_what_the_suite_was_told(self, kit: Kit, world_size: int) -> None:
+        for options in ({}, self.everything):
+            cell = self.cell(options=options, world_size=world_size)
+            num_steps = self.num_epochs * self.steps_in_epoch(cell.options, world_size)
+            every = cell.options["save_every"]
+            trace = kit.run_uninterrupted(cell).trace
+            wrong = wrong_length(trace, num_steps=num_steps, save_every=every)
+            assert not wrong, f"{cell}: {wrong}"
+
+    def test_a_killed_run_continues_exactly(self, kit: Kit, kill: str, world_size: int) -> None:
+        kit.assert_exact(self.cell(kill, world_size=world_size))
+
+    def test_everything_together_continues_exactly(self, kit: Kit, world_size: int) -> None:
+        kit.assert_exact(self.cell("mid-epoch 1", self.everything, world_size=world_size))
+
+    def test_a_component_left_out_is_caught_and_named(
+        self, kit: Kit, component: str, world_size: int
+    ) -> None:
+        cell = self.cell("mid-epoch 1", self.everything, world_size=world_size)
+        kit.assert_caught(cell, component)
+
+    def test_every_component_that_changes_has_a_control(self, kit: Kit, world_size: int) -> None:
+        cell = self.cell(options=self.everything, world_size=world_size)
+        changing = changing_components(kit.run_uninterrupted(cell).trace)
+        named = set(self.components)
+        missing = [key for key in changing if not named & {key, key.split("/", 1)[0]}]
+        assert not missing, f"no negative control for {', '.join(missing)}"
+
+    def test_the_identical_command_starts_resumes_and_then_does_nothing(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        cell = self.cell("mid-epoch 1", world_size=world_size)
+        (kill,) = cell.kills
+        # The first launch finds an empty directory, the second one without a checkpoint.
+        cell = self.cell((KillPoint.step(1), kill), world_size=world_size)
+        verdict = kit.assert_finished(cell)
+        first = verdict.resumes[0]
+        saved = newest_save_before(kill, cell.options["save_every"])
+        assert first.launch == 2, f"{cell}: {first} before anything was saved"
+        assert first.step >= saved, f"{cell}: {first}, and step {saved} was saved"
+
+    def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
+        with self.new_kit(tmp_path, cold=True) as cold:
+            cold.assert_exact(self.cell("mid-epoch 1", self.everything))
+
+    # ---------------------------------------------------------------- how they are made
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """Gives the tests of this class their cells; pytest calls it."""
+        check_declared(cls)
+        by_mark = {
+            name
+            for mark in metafunc.definition.iter_markers("parametrize")
+            for name in _argument_names(*mark.args[:1], **mark.kwargs)
+        }
+        steps = cls.steps_in_epoch(cls.options, 1)
+        values: dict[str, Sequence[Any]] = {
+            "kill": tuple(cls.kill_points(steps, cls.save_every)),
+            "component": cls.components,
+            "world_size": cls.world_sizes,
+        }
+        full = bool(metafunc.config.getoption("--full-matrix", default=False))
+        for name, factors in cls.matrices.items():
+            if name in metafunc.fixturenames:
+                values[name] = pairwise(factors, full=full)
+        for name, given in values.items():
+            if name in metafunc.fixturenames and name not in by_mark:
+                metafunc.parametrize(name, given, ids=[_id(name, value) for value in given])
+
+
+def _argument_names(argnames: str | Sequence[str], **_: Any) -> list[str]:
+    """The names in the first argument of ``pytest.mark.parametrize``."""
+    names = argnames.split(",") if isinstance(argnames, str) else argnames
+    return [name.strip() for name in names]
+
+
+def _id(name: str, value: Any) -> str:
+    if name == "world_size":
+        return f"{value} rank" if value == 1 else f"{value} ranks"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{factor} {one}" for factor, one in value.items())
+    return str(value)
