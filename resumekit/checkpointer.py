@@ -243,6 +243,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
+        self._count_taken_step()
         if self._due and self._stepped and self.finished is None:
             self._settle(None)
         self._run.close()
@@ -259,6 +260,8 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:
+            # Nor at exit, should somebody catch the error: a step is half done.
+            self._due = self._unsettled = False
             self._run.close()
 
     # ---------------------------------------------------------------- what an adapter may know

@@ -1,0 +1,441 @@
+"""What the DeepSpeed adapter takes over, refuses and leaves alone, and what it relies on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import destroy_process_group
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("deepspeed")
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed_workloads import start_from_weights
+from deepspeed_workloads import train as train_digits
+
+from resumekit.adapters.deepspeed import Checkpointer
+from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
+from resumekit.capture.known import KnownObjects
+from resumekit.errors import (
+    ConfigurationError,
+    InexactError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from resumekit.prove.compare import compare
+from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.storage import Store
+from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
+from resumekit.testing.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "integration" / "scripts"
+PINNED = f"read from deepspeed 0.19, installed is {deepspeed.__version__}"
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+pytestmark = [
+    # deepspeed 0.19 zero/muon/original_muon.py compiles when it is imported, and that imports what
+    # torch 2.13 itself has deprecated.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    # torch 2.13 distributed_c10d.py renamed functions that deepspeed 0.19 comm/torch.py calls.
+    pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def _ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(LAUNCHED, ("0", "0", "1", "127.0.0.1", free_port()), strict=True):
+            patch.setenv(name, str(value))
+        deepspeed.init_distributed("gloo")
+    yield
+    destroy_process_group()
+
+
+@pytest.fixture
+def alone(_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a job."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+def make_engine(
+    stage: int = 1, *, model: nn.Module | None = None, zero: Any = None, **settings: Any
+) -> Any:
+    torch.manual_seed(0)
+    if model is None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        **settings,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def make_loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(48.0).view(12, 4) / 48), 2, shuffle=True)
+
+
+def one_step(engine: Any, batch: torch.Tensor) -> float:
+    loss = engine(batch).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def train(engine: Any, directory: Path, **options: Any) -> list[float]:
+    """Two epochs of six batches."""
+    with Checkpointer(engine, directory, **{"save_every": 2, **options}) as checkpointer:
+        return [
+            one_step(engine, batch) for (batch,) in checkpointer.batches(make_loader(), epochs=2)
+        ]
+
+
+def newest_step(directory: Path) -> Path:
+    return directory / str(Store(directory).step_names()[0])
+
+
+def saved_keys(directory: Path) -> list[str]:
+    store = Store(directory)
+    return [record.key for record in store.open_step(store.step_names()[0]).manifest.components]
+
+
+def test_the_private_attributes_are_where_the_adapter_looks(alone: None) -> None:
+    engine = make_engine(3)
+    for name in ("pipeline_parallelism", "has_moe_layers", "zenflow", "autotp_size"):
+        assert not getattr(engine, name) or not getattr(engine, name)(), PINNED
+    for name in ("zero_nvme_offload_optimizer", "zero_elastic_checkpoint"):
+        assert getattr(engine, name)() is False, PINNED
+    for name in ("curriculum_learning_enabled", "random_ltd_enabled", "load_universal_checkpoint"):
+        assert getattr(engine, name)() is False, PINNED
+    assert engine.zero_load_from_fp32_weights() is True, PINNED
+    assert (engine.mp_world_size, engine.torch_autocast_z0_gradscaler) == (1, None), PINNED
+    assert engine.save_non_zero_checkpoint is True, PINNED
+    assert (engine.global_steps, engine.global_samples) == (0, 0), PINNED
+    assert (engine.micro_steps, engine.skipped_steps) == (0, 0), PINNED
+    shapes = [(name, tuple(shape)) for name, shape in engine._get_zero_param_shapes()[0].items()]
+    assert shapes[0] == ("0.weight", (4, 4)), PINNED
+    assert engine.module[0].weight.ds_tensor.numel() == 16, PINNED
+    for name in ("prologue", "epilogue"):
+        getattr(engine.optimizer, f"checkpoint_event_{name}")()
+    engine.optimizer.refresh_fp32_params()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage {}".format)
+def test_a_checkpoint_holds_the_engine_in_slots_and_nothing_that_was_pickled(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    train(make_engine(stage), tmp_path / "run")
+    assert saved_keys(tmp_path / "run") == [
+        "model",
+        "optimizer",
+        "callbacks/deepspeed",
+        "data",
+        "rng",
+        "progress",
+        "best_metric",
+        "extras",
+    ]
+    files = [path for path in newest_step(tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    for path in files:  # what torch.save writes is a zip archive; a pickle begins with its protocol
+        assert not path.read_bytes().startswith((b"PK", b"\x80")), path
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_checkpoint_without_zero_is_that_of_plain_pytorch(alone: None, tmp_path: Path) -> None:
+    engine = make_engine(0)
+    train(engine, tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plain = PlainCheckpointer(tmp_path, model=model, optimizer=optimizer, exclude={"callbacks"})
+    with plain:
+        assert plain.resume().step == 12
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    moments = zip(optimizer.state.values(), engine.optimizer.state.values(), strict=True)
+    assert all(torch.equal(ours["exp_avg"], theirs["exp_avg"]) for ours, theirs in moments)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("horizon", [{"steps": 3}, {"epochs": 1}], ids=["steps", "epochs"])
+def test_every_step_of_the_engine_is_counted_once_however_often_it_is_marked(
+    alone: None, tmp_path: Path, calls: int, horizon: dict[str, int]
+) -> None:
+    engine = make_engine(0, gradient_accumulation_steps=2)
+    counted = []
+    with Checkpointer(engine, tmp_path) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), **horizon):
+            one_step(engine, batch)
+            for _ in range(calls):
+                checkpointer.step()
+            counted.append(checkpointer.progress.step)
+    assert engine.global_steps == checkpointer.progress.step == 3
+    assert counted == ([0, 1, 1, 2, 2, 3] if calls else [0, 0, 1, 1, 2, 2])
+
+
+def test_steps_before_the_loop_are_none_of_the_loop(alone: None, tmp_path: Path) -> None:
+    engine = make_engine(0, gradient_accumulation_steps=2)
+    counted = []
+    with Checkpointer(engine, tmp_path) as checkpointer:
+        for _ in range(4):
+            one_step(engine, torch.rand(2, 4))
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(engine, batch)
+            checkpointer.step()
+            counted.append(checkpointer.progress.step)
+    assert (engine.global_steps, counted) == (5, [0, 1, 1, 2, 2, 3])
+
+
+def test_a_save_that_a_step_made_due_is_made_when_the_loop_is_left(
+    alone: None, tmp_path: Path
+) -> None:
+    engine = make_engine(0)
+    with Checkpointer(engine, tmp_path, save_every=2) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(engine, batch)
+            if engine.global_steps == 4:
+                break
+    assert newest_step(tmp_path).name == "step-00000004"
+
+
+def test_a_step_that_an_error_broke_off_is_not_saved_later(alone: None, tmp_path: Path) -> None:
+    engine = make_engine(0)
+    checkpointer = Checkpointer(engine, tmp_path, save_every=2)
+
+    def loop() -> None:
+        with checkpointer:
+            for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+                one_step(engine, batch)
+                if engine.global_steps == 4:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    checkpointer.close()
+    assert newest_step(tmp_path).name == "step-00000002"
+
+
+def test_a_resume_brings_the_counters_back_and_tells_a_changed_setting(
+    alone: None, tmp_path: Path
+) -> None:
+    train(make_engine(1), tmp_path)
+    again = make_engine(1, gradient_clipping=0.5)
+    with Checkpointer(again, tmp_path) as checkpointer:
+        report = checkpointer.resume()
+    assert (again.global_steps, again.micro_steps, again.global_samples) == (12, 12, 24)
+    told = [str(difference) for difference in report.differences]
+    assert "callbacks/deepspeed.config.gradient_clipping: was None, now 0.5" in told
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(hidden_size=4, expert=nn.Linear(4, 4), num_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"zero": {"elastic_checkpoint": True}}, "elastic_checkpoint"),
+        ({"zero": {"load_from_fp32_weights": False}}, "load_from_fp32_weights=false"),
+        ({"checkpoint": {"load_universal": True}}, "load_universal"),
+        ({"stage": 0, "model": WithExperts}, "mixture-of-experts layers"),
+        ({"stage": 0, "model": PipelineModule}, "a pipeline module"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_resumed_yet_is_refused_by_name(
+    alone: None, tmp_path: Path, settings: dict[str, Any], found: str
+) -> None:
+    kind = settings.pop("model", None)
+    if kind is PipelineModule:
+        settings["model"] = PipelineModule([nn.Linear(4, 4)], num_stages=1)
+    elif kind is not None:
+        settings["model"] = kind()
+    with pytest.raises(ConfigurationError, match=f"{found}: not available yet"):
+        Checkpointer(make_engine(**settings), tmp_path)
+
+
+def test_another_stage_or_layout_is_refused_before_anything_changes(
+    alone: None, tmp_path: Path
+) -> None:
+    train(make_engine(1), tmp_path)
+    other = make_engine(2)
+    before = [parameter.clone() for parameter in other.module.parameters()]
+    with pytest.raises(StateMismatchError, match=r"optimizer: ZeRO.*stage 1 .*stage 2, as here"):
+        Checkpointer(other, tmp_path).resume()
+    assert all(map(torch.equal, before, other.module.parameters()))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
+    model[3].requires_grad_(False)
+    with pytest.raises(StateMismatchError, match=r"optimizer: 3\.weight.*place 2 of group 0"):
+        Checkpointer(make_engine(1, model=model), tmp_path).resume()
+
+
+def test_an_object_that_no_table_knows_is_refused_by_its_place(alone: None, tmp_path: Path) -> None:
+    engine = make_engine(1)
+    engine.optimizer.clip_grad = nn.Identity()
+    place = r"optimizer\['zero_pp_rank_0_.*'\]\['optimizer_state_dict'\]\['clip_grad'\]"
+    with (
+        Checkpointer(engine, tmp_path) as checkpointer,
+        pytest.raises(UnsupportedValueError, match=f"{place}.*torch.nn.*Identity"),
+    ):
+        checkpointer.save()
+
+
+def test_a_dynamic_loss_scaler_is_made_again_as_it_was() -> None:
+    scaler = DynamicLossScaler(2.0**16, 2, 1.0, 2, False, dtype=torch.float16)
+    overflows = (False, True, True, False, False, False)
+    for overflow in overflows[:3]:
+        scaler.update_scale(overflow)
+    known = KnownObjects(DynamicLossScaler)
+    again = known.live(known.plain(scaler, where="scaler"))
+    assert type(again) is DynamicLossScaler
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        again.update_scale(overflow)
+    assert vars(again) == vars(scaler)
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)
+def test_weights_that_are_tied_come_back_tied(alone: None, tmp_path: Path, stage: int) -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        return model
+
+    engine, again = make_engine(stage, model=tied()), make_engine(stage, model=tied())
+    train(engine, tmp_path)
+    with Checkpointer(again, tmp_path) as checkpointer:
+        checkpointer.resume()
+    batch = torch.rand(2, 4)
+    assert torch.equal(again(batch), engine(batch))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3], ids="stage {}".format)
+def test_the_engines_own_saving_goes_on_beside_the_checkpointer(
+    alone: None, tmp_path: Path, stage: int
+) -> None:
+    def run(directory: str, *, native: bool, save_every: int) -> list[float]:
+        engine, losses = make_engine(stage), []
+        with Checkpointer(engine, tmp_path / directory, save_every=save_every) as checkpointer:
+            for (batch,) in checkpointer.batches(make_loader(), epochs=2):
+                losses.append(one_step(engine, batch))
+                if native:
+                    engine.save_checkpoint(str(tmp_path / "native"))
+        return losses
+
+    alone_losses = run("ours", native=False, save_every=100)
+    assert run("both", native=True, save_every=1) == alone_losses
+    path, _ = make_engine(stage).load_checkpoint(str(tmp_path / "native"))
+    assert path is not None
+    assert Path(path).parent.name == "global_step12"
+
+
+def test_the_loader_that_the_engine_makes_is_refused_when_strict(
+    alone: None, tmp_path: Path
+) -> None:
+    engine = make_engine(0)
+    loader = engine.deepspeed_io(TensorDataset(torch.rand(8, 4)))
+    with (
+        Checkpointer(engine, tmp_path, strict=True) as checkpointer,
+        pytest.raises(InexactError, match="data: equivalent"),
+    ):
+        next(checkpointer.batches(loader, epochs=1))
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    # The second is what the first engine would import.
+    names = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+    preload = (*DEFAULT_PRELOAD, "sklearn.datasets", *names, "resumekit.adapters.deepspeed")
+    with Kit(tmp_path_factory.mktemp("kit"), preload=preload) as kit:
+        yield kit
+
+
+def test_a_damaged_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(kit: Kit) -> None:
+    cell = Cell(train_digits, {"stage": 2, "epochs": 1, "save_every": 2}, world_size=2)
+    damaged = kit.run_uninterrupted(cell)
+    shard = newest_step(damaged.directory / "training") / "state" / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    again = kit.run_again(damaged)
+    assert not again.failure
+    verdict = compare(kit.run_uninterrupted(cell).trace, again.trace)
+    assert verdict.exact, str(verdict)
+    assert [resume.step for resume in verdict.resumes] == [4]
+    told = (damaged.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
+    assert "passed over step-00000006: step-00000006/state/rank-00001.safetensors" in told
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)
+def test_the_weights_alone_can_be_taken_over(kit: Kit, stage: int) -> None:
+    assert not kit.run_uninterrupted(Cell(start_from_weights, {"stage": stage}, 2)).failure
+
+
+class Launch:
+    """One run of a script for two epochs without ZeRO, and what it printed for its epochs."""
+
+    def __init__(self, script: str, directory: Path, **variables: str) -> None:
+        command = [sys.executable, str(SCRIPTS / script), "--directory", str(directory)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        done = subprocess.run(
+            [*command, "--epochs", "2", "--stage", "0"],  # with ZeRO, torch's compiler is imported
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.status, self.told = done.returncode, done.stderr
+        self.epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+
+
+def test_the_script_started_twice_prints_what_its_stock_twin_prints(tmp_path: Path) -> None:
+    stock = Launch("stock_deepspeed.py", tmp_path / "unused")
+    assert len(stock.epochs) == 2, stock.told
+
+    directory = tmp_path / "killed"
+    at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
+    killed = Launch("train_deepspeed.py", directory, **at_step_45)
+    assert (killed.status, killed.epochs) == (-signal.SIGKILL, stock.epochs[:1]), killed.told
+    continued = Launch("train_deepspeed.py", directory)
+    assert "resuming at step 40" in continued.told
+    assert continued.epochs == stock.epochs[1:]
+
+
+def test_the_script_differs_from_its_stock_twin_by_the_resume_alone() -> None:
+    stock, ours = (
+        (SCRIPTS / name).read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
+        for name in ("stock_deepspeed.py", "train_deepspeed.py")
+    )
+    assert [line.strip() for line in ours if line and line not in stock] == [
+        "from resumekit.adapters.deepspeed import Checkpointer",
+        "checkpointer = Checkpointer(",
+        "engine, arguments.directory, ema=ema, save_every=arguments.save_every",
+        "for epoch in checkpointer.epochs(arguments.epochs):",
+        "for inputs, targets in checkpointer.batches(loader):",
+        "checkpointer.step(loss=loss)",
+        "checkpointer.close()",
+    ]
+    gone = [line.strip() for line in stock if line and line not in ours]
+    assert "path, client_state = engine.load_checkpoint(arguments.directory)" in gone
+    assert "sampler.set_epoch(epoch)" in gone
+    assert "if epoch * len(loader) + index < step:" in gone

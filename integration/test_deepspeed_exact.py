@@ -1,0 +1,123 @@
+"""DeepSpeed: killed by SIGKILL and started again, a run ends with the same bits.
+
+The suite trains at ZeRO stage 1 on one rank; beside it stand the other stages, two ranks that draw
+different random numbers, accumulation windows, and every way to feed and train.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from deepspeed_workloads import train
+
+from resumekit.testing import ConformanceSuite, KillPoint, Kit
+
+PLACES = ["mid-epoch 1", "on the boundary", "twice in one epoch"]
+STAGES: dict[str, tuple[int, int]] = {  # the ZeRO stage, and the ranks
+    "no ZeRO on 1 rank": (0, 1),
+    "stage 1 on 2 ranks": (1, 2),
+    "stage 2 on 2 ranks": (2, 2),
+    "stage 3 on 2 ranks": (3, 2),
+}
+STYLES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
+    "in epochs, steps not marked": (1, {"loop": "epochs", "mark": False}),
+    "bf16, gradients in fp32, DeepSpeed's schedule": (
+        1,
+        {"precision": "bf16, gradients in fp32", "scheduler": "deepspeed"},
+    ),
+    "no ZeRO on 2 ranks": (2, {"stage": 0}),
+    "bf16 without ZeRO": (1, {"stage": 0, "precision": "bf16"}),
+    "bf16 at stage 2, offloaded, partly frozen": (
+        2,
+        {"stage": 2, "precision": "bf16", "offload": True, "frozen": True},
+    ),
+    "bf16 at stage 3, partly frozen": (2, {"stage": 3, "precision": "bf16", "frozen": True}),
+}
+
+
+class TestDeepSpeed(ConformanceSuite):
+    function = train
+    steps_per_epoch = 12
+    save_every = 3
+    everything = MappingProxyType({"augment": True, "report": True})
+    components = (
+        "model",
+        "optimizer",
+        "lr_scheduler",
+        "ema",
+        "data",
+        "rng",
+        "progress",
+        "best_metric",
+        "callbacks/deepspeed",
+        "extras",
+    )
+    preload = (
+        "sklearn.datasets",
+        "deepspeed",
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+        "resumekit.adapters.deepspeed",
+    )
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_every_stage_continues_exactly(self, kit: Kit, stage: str, place: str) -> None:
+        number, world_size = STAGES[stage]
+        kit.assert_exact(self.cell(place, {"stage": number}, world_size=world_size))
+
+    @pytest.mark.parametrize(
+        ("stage", "component", "named"),
+        [
+            (2, "model/rank_buffers", "model"),  # rank 1 is left with the buffers of rank 0
+            (2, "optimizer", "optimizer"),
+            (3, "model", "model"),
+        ],
+    )
+    def test_a_part_of_each_rank_left_out_is_caught_and_named(
+        self, kit: Kit, stage: int, component: str, named: str
+    ) -> None:
+        cell = self.cell("mid-epoch 1", {"stage": stage}, world_size=2)
+        verdict, _ = kit.judge(cell, inject=component)
+        assert verdict.divergence is not None
+        assert (verdict.divergence.component, verdict.is_reproducible) == (named, True)
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_windows_of_two_continue_exactly(self, kit: Kit, place: str) -> None:
+        options = {"accumulate": 2, "augment": True, "mark": place == "on the boundary"}
+        kit.assert_exact(self.cell(place, options))
+
+    def test_a_window_that_goes_over_the_end_of_an_epoch_continues_exactly(self, kit: Kit) -> None:
+        # 24 batches in two epochs make windows of 8, and the second is in both epochs.
+        options = {"accumulate": 8, "save_every": 1, "mark": False}
+        kit.assert_exact(self.cell((KillPoint.step(2),), options))
+
+    @pytest.mark.parametrize("style", STYLES)
+    def test_every_way_to_train_continues_exactly(self, kit: Kit, style: str) -> None:
+        world_size, options = STYLES[style]
+        kit.assert_exact(self.cell("mid-epoch 1", options, world_size=world_size))
+
+    def test_a_gradient_scaler_continues_exactly_and_is_caught_when_left_out(
+        self, kit: Kit
+    ) -> None:
+        cell = self.cell("mid-epoch 1", {"stage": 0, "precision": "autocast"})
+        kit.assert_exact(cell)
+        kit.assert_caught(cell, "grad_scaler")
+
+    def test_the_loader_that_the_engine_makes_continues_exactly(self, kit: Kit) -> None:
+        # It is drawn through again, and reported as equivalent.
+        options = {"loader": "own", "augment": True}
+        kit.assert_exact(self.cell("twice in one epoch", options, world_size=2))
+
+    def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
+        with self.new_kit(tmp_path, cold=True) as cold:
+            cold.assert_exact(self.cell("mid-epoch 1", self.everything))
+
+    @classmethod
+    def steps_in_epoch(cls, options: Any, world_size: int) -> int:
+        return super().steps_in_epoch(options, world_size) // options.get("accumulate", 1)
