@@ -100,8 +100,19 @@ def prove(
     command: Annotated[
         list[str], typer.Argument(help="What starts the training, e.g. python train.py.")
     ],
-    kills: Annotated[int, typer.Option(min=0, help="How often the second run is killed.")] = 5,
-    seed: Annotated[int, typer.Option(help="Draws the instants of the kills.")] = 0,
+    kills: Annotated[
+        int | None,
+        typer.Option(min=0, help="How often the second run is killed at a random instant; else 5."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws the random instants; else 0.")] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="EVENT:STEP",
+            help="Kill at this place instead: step:35, right after that step, before its save, or "
+            "checkpoint:40, right after that checkpoint. Repeat it to kill the next launches too.",
+        ),
+    ] = None,
     world: Annotated[
         int, typer.Option(min=1, help="Ranks, started through torch.distributed.run.")
     ] = 1,
@@ -131,6 +142,7 @@ def prove(
         command,
         kills=kills,
         seed=seed,
+        at=at or (),
         world=world,
         inject=inject,
         json_path=json_path,

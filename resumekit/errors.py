@@ -31,7 +31,8 @@ from the builtin that a caller would expect, so ``except ValueError`` keeps work
     ├── TraceError                           a trace is missing or damaged
     └── ProveError                           a command could not be judged
         ├── CommandFailedError               it failed without anybody killing it
-        └── CommandTimeoutError (TimeoutError) it did not end in the time it was given
+        ├── CommandTimeoutError (TimeoutError) it did not end in the time it was given
+        └── PlaceNotReachedError             it never came to the place where it was to be killed
 """
 
 from __future__ import annotations
@@ -197,3 +198,7 @@ class CommandFailedError(ProveError):
 
 class CommandTimeoutError(ProveError, TimeoutError):
     """The command did not end in the time it was given."""
+
+
+class PlaceNotReachedError(ProveError):
+    """The command never came to the place where it was to be killed."""

@@ -1,4 +1,4 @@
-"""Handwritten digits with plain PyTorch: a stock script, plus the Checkpointer's lines."""
+"""Handwritten digits with plain PyTorch: ``stock_torch.py`` with the Checkpointer's lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", default="runs/digits")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=10)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -42,7 +43,7 @@ def main() -> None:
         lr_scheduler=lr_scheduler,
         ema=ema,
         extras=curriculum,
-        save_every=10,
+        save_every=arguments.save_every,
         best_metric="accuracy",
         mode="max",
     )

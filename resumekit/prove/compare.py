@@ -28,7 +28,13 @@ StepKey = tuple[int, int]
 _ORDER = {STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
 
 
-def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> Verdict:
+def compare(
+    reference: Path,
+    candidate: Path,
+    *,
+    expect_resume: bool = True,
+    last_launch: int | None = None,
+) -> Verdict:
     """The verdict on a run that was killed and resumed, against one that was never killed.
 
     Args:
@@ -36,6 +42,8 @@ def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> 
         candidate: the trace of all launches of the other run.
         expect_resume: whether a candidate that never resumed is a divergence; False where nobody
             killed it.
+        last_launch: the number of the last launch of the candidate: it is to blame when something
+            was never done. Without it, that is the last one that traced anything.
 
     Raises:
         TraceError: one of the traces is missing or damaged.
@@ -48,7 +56,7 @@ def compare(reference: Path, candidate: Path, *, expect_resume: bool = True) -> 
         truth = _Truth(attempts, found.get(rank, ()))
         own_values.update(dict.fromkeys(truth.own_values()))
         divergences += _execution_divergences(truth, rank, found.get(rank, ()))
-        divergences += _missing_parts(truth.run, rank, found.get(rank, ()))
+        divergences += _missing_parts(truth.run, rank, found.get(rank, ()), last_launch)
     divergences += [_extra_rank(rank) for rank in found if rank not in expected]
     first_rank = min(expected)
     resumes = _resumes(found.get(first_rank, ()))
@@ -70,7 +78,7 @@ class _LogicalRun:
     """The last execution of each step of one rank."""
 
     steps: dict[StepKey, Record] = field(default_factory=dict)
-    checkpoints: dict[int, Record] = field(default_factory=dict)
+    checkpoints: dict[int, list[Record]] = field(default_factory=dict)
     end: Record | None = None
 
     def rewind(self, step: int) -> None:
@@ -83,7 +91,7 @@ class _LogicalRun:
         if record.kind == STEP:
             self.steps[record.step, ordinal] = record
         elif record.kind == CHECKPOINT:
-            self.checkpoints[record.step] = record
+            self.checkpoints.setdefault(record.step, []).append(record)
         elif record.kind == END:
             self.end = record
 
@@ -139,9 +147,11 @@ class _Truth:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [Difference(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
-        expected = self.run.checkpoints.get(record.step)
-        if expected is not None:
-            return self._state_differences(record, expected)
+        # Of a step there are two where an epoch ends that nobody could see the end of: the one that
+        # was due, and the one that records the end.
+        all_expected = self.run.checkpoints.get(record.step)
+        if all_expected:
+            return min((self._state_differences(record, each) for each in all_expected), key=len)
         # A save on the clock may fall on another step in the reference run. What was resumed is
         # then held against what this run itself had saved.
         own = self._own_checkpoints.get(record.step)
@@ -150,7 +160,7 @@ class _Truth:
     def own_values(self) -> list[str]:
         """The names of what the judged run is held against itself for."""
         first = next(iter(self.run.checkpoints.values()), None)
-        leaves = {} if first is None else first.components
+        leaves = first[0].components if first else {}
         return [
             f"{key}: {leaf}"
             for (key, leaf), value in self._own.items()
@@ -185,11 +195,13 @@ def _execution_divergences(
 
 
 def _missing_parts(
-    truth: _LogicalRun, rank: int, attempts: tuple[Attempt, ...]
+    truth: _LogicalRun, rank: int, attempts: tuple[Attempt, ...], last_launch: int | None
 ) -> Iterator[Divergence]:
     """What the reference did and the logical run of the candidate did not."""
     logical = _logical_run(attempts)
-    launch = max((attempt.launch for attempt in attempts), default=1)
+    launch = last_launch
+    if launch is None:
+        launch = max((attempt.launch for attempt in attempts), default=1)
     for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
         yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
     if truth.end is not None and logical.end is None:

@@ -109,6 +109,7 @@ class TraceTail:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._offsets: dict[Path, int] = {}
+        self.events: set[tuple[str, int]] = set()  # kind and step of all that was recorded
         self.newest_step: int | None = None
         self.num_files = 0
 
@@ -123,6 +124,7 @@ class TraceTail:
             self._offsets[path] = offset + complete
             for line in data[:complete].splitlines():
                 record = _parse(path, 0, line)
+                self.events.add((record.kind, record.step))
                 if record.kind == STEP:
                     self.newest_step = max(record.step, self.newest_step or record.step)
         self.num_files = len(self._offsets)

@@ -56,7 +56,7 @@ def _launch_table(trial: Trial) -> Table:
 
 def _end_of(launch: LaunchSummary) -> str:
     if launch.was_killed:
-        return f"SIGKILL after step {launch.killed_after_step}"
+        return f"SIGKILL {launch.where}"
     return "by itself" if launch.exit_status == 0 else f"exit status {launch.exit_status}"
 
 

@@ -37,6 +37,7 @@ class LaunchSummary:
         was_killed: whether it was killed.
         exit_status: its exit status; negative is a signal.
         seconds: its wall-clock time.
+        at: the chosen place at which it was to be killed; None for a random instant.
     """
 
     number: int
@@ -44,6 +45,12 @@ class LaunchSummary:
     was_killed: bool
     exit_status: int
     seconds: float
+    at: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Where it was killed, in words."""
+        return f"after step {self.killed_after_step}" if self.at is None else f"at {self.at}"
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,9 @@ class ProveResult:
     Args:
         command: as the user wrote it.
         world: ranks.
-        seed: what the instants of the kills were drawn from.
-        num_kills_asked: kills per plain trial.
+        at: the chosen places of the kills; empty when they were random instants.
+        seed: what the random instants were drawn from; None when there were none.
+        num_kills_asked: kills per trial.
         num_steps: steps of the uninterrupted run.
         reference_seconds: its wall-clock time.
         reference_digests: one digest per component of its last state.
@@ -96,7 +104,8 @@ class ProveResult:
 
     command: tuple[str, ...]
     world: int
-    seed: int
+    at: tuple[str, ...]
+    seed: int | None
     num_kills_asked: int
     num_steps: int
     reference_seconds: float

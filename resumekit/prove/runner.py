@@ -12,26 +12,36 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from resumekit.errors import ConfigurationError, ProveError, TraceError
+from resumekit.errors import ConfigurationError, PlaceNotReachedError, ProveError, TraceError
 from resumekit.prove.compare import compare
 from resumekit.prove.own_values import constant_leaves, last_digests
+from resumekit.prove.places import KillPlace
 from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace
 from resumekit.prove.result import Outcome, ProveResult, Trial
-from resumekit.prove.running import FinishedRun, Plan, execute, execute_uninterrupted
-from resumekit.prove.schedule import kill_instants
+from resumekit.prove.running import FinishedRun, Kill, Plan, execute, execute_uninterrupted
+from resumekit.prove.schedule import (
+    chosen_places,
+    first_saved,
+    kill_instants,
+    require_reached,
+)
 from resumekit.prove.verdict import Verdict
 
 EVERY_COMPONENT = "all"
 
-# Kills of a run in which a component is left out: the first resume shows it.
+_KILLS = 5
+_SEED = 0
+
+# Random kills of a run in which a component is left out: the first resume shows it.
 _KILLS_WITH_INJECTION = 1
 
 
 def prove(
     command: Sequence[str],
     *,
-    kills: int = 5,
-    seed: int = 0,
+    kills: int | None = None,
+    seed: int | None = None,
+    at: Sequence[str] = (),
     world: int = 1,
     inject: str | None = None,
     json_path: Path | None = None,
@@ -41,19 +51,23 @@ def prove(
 ) -> ProveResult:
     """Whether a training command resumes exactly, found out by killing it.
 
-    Runs the command once uninterrupted, and once with every process killed by SIGKILL at random
-    instants and launched again with the same words; then compares the two traces. The command's
-    own run directories are not touched: a ``Checkpointer`` is relocated, and a script of its own
-    puts ``{dir}`` where it writes to.
+    Runs the command once uninterrupted, and once with every process killed by SIGKILL, at random
+    instants or at chosen places, and launched again with the same words; then compares the two
+    traces. The command's own run directories are not touched: a ``Checkpointer`` is relocated, and
+    a script of its own puts ``{dir}`` where it writes to.
 
     Args:
         command: program and arguments, e.g. ``["python", "train.py"]``.
-        kills: how often the second run is killed; 0 compares two uninterrupted runs.
-        seed: what the instants are drawn from.
+        kills: how often the second run is killed at a random instant; 5 without it, 0 compares two
+            uninterrupted runs.
+        seed: what the instants are drawn from; 0 without it.
+        at: places instead of random instants, one launch killed at each of them in this order:
+            ``"step:35"``, right after that step was recorded, before it could be saved, or
+            ``"checkpoint:40"``, right after that checkpoint was committed.
         world: ranks; more than one starts ``python x.py`` through ``torch.distributed.run``.
         inject: a component key or slot that every relaunch is told not to restore (a negative
             control: it must be found and named), or ``"all"`` for each component in turn. Such a
-            run is killed once, late.
+            run is killed once, late, or at the chosen places.
         json_path: where to write the whole answer as JSON.
         keep: an absent or empty directory that keeps files, logs and traces of every run; without
             it they are removed.
@@ -64,25 +78,42 @@ def prove(
         ConfigurationError: an argument is wrong, or the program is not there.
         CommandFailedError: the command fails with nobody killing it.
         CommandTimeoutError: a launch did not end in time.
+        PlaceNotReachedError: the command never comes to one of the chosen places.
         ProveError: the command writes no trace, is too short, or ends before a kill can hit.
     """
-    if kills < 0:
+    places = chosen_places(at, kills=kills, seed=seed)
+    num_kills = _KILLS if kills is None else kills
+    if num_kills < 0:
         raise ConfigurationError("kills", found=str(kills), expected="0 or more")
+    if inject is not None:
+        num_kills = _KILLS_WITH_INJECTION
+    if not places and seed is None:
+        seed = _SEED
     plan = Plan(tuple(command), world, timeout_seconds, 0.0, on_event)
     with _workplace(keep) as directory:
         on_event("the run that nobody kills")
         reference = execute_uninterrupted(plan, directory / "reference")
         attempts = _first_rank(reference, plan.command)
         plan = replace(plan, step_seconds=_step_seconds(attempts))
-        num_kills = kills if inject is None else _KILLS_WITH_INJECTION
-        judge = _Judge(plan, directory, reference, attempts, num_kills, seed)
+        chosen: Sequence[Kill] = places
+        if places:
+            require_reached(places, read_trace(reference.trace), " ".join(plan.command))
+        else:
+            chosen = kill_instants(
+                _steps(attempts),
+                num_kills,
+                first_saved=first_saved(attempts),
+                rng=random.Random(seed),
+            )
+        judge = _Judge(plan, directory, reference, attempts, chosen)
         components = _injected_components(inject, attempts)
         trials = tuple(judge.trial(component) for component in components)
         result = ProveResult(
             command=plan.command,
             world=world,
+            at=tuple(map(str, places)),
             seed=seed,
-            num_kills_asked=num_kills,
+            num_kills_asked=len(chosen),
             num_steps=len(_steps(attempts)),
             reference_seconds=sum(launch.seconds for launch in reference.launches),
             reference_digests=last_digests(attempts, besides=constant_leaves(attempts)),
@@ -102,25 +133,19 @@ class _Judge:
         directory: Path,
         reference: FinishedRun,
         attempts: Sequence[Attempt],
-        num_kills: int,
-        seed: int,
+        kills: Sequence[Kill],
     ) -> None:
         self._plan = plan
         self._directory = directory
         self._reference = reference
         self._constant = constant_leaves(attempts)
-        self._instants = kill_instants(
-            _steps(attempts),
-            num_kills,
-            first_saved=_first_saved(attempts),
-            rng=random.Random(seed),
-        )
+        self._kills = kills
 
     def trial(self, component: str | None) -> Trial:
         """One killed run, with or without a component left out, and its verdict."""
         what = "killed" if component is None else f"without-{component.replace('/', '-')}"
         self._plan.on_event(f"the run that is {what.replace('-', ' ')}")
-        run = execute(self._plan, self._directory / what, kills=self._instants, inject=component)
+        run = execute(self._plan, self._directory / what, kills=self._kills, inject=component)
         num_kills = sum(launch.was_killed for launch in run.launches)
         verdict = self._verdict(run, expect_resume=num_kills > 0)
         trial = Trial(
@@ -132,22 +157,39 @@ class _Judge:
             num_left_behind=run.num_left_behind,
             digests=self._digests(run) if verdict else {},
         )
-        if self._instants and not num_kills and trial.outcome in (Outcome.EXACT, Outcome.MISSED):
+        if trial.outcome in (Outcome.EXACT, Outcome.MISSED):
+            self._require_kills(num_kills)
+        self._plan.on_event(f"{trial.outcome.value}")
+        return trial
+
+    def _require_kills(self, num_kills: int) -> None:
+        """A run that was not killed as it should have been is no proof."""
+        missed = self._kills[num_kills:]
+        if missed and isinstance(missed[0], KillPlace):
+            raise PlaceNotReachedError(
+                " ".join(self._plan.command),
+                found=f"the killed run never came to {missed[0]}",
+                expected="one launch killed at each place, in the order in which they are given",
+            )
+        if self._kills and not num_kills:
             raise ProveError(
                 " ".join(self._plan.command),
                 found="ended before the first kill could hit",
                 expected="a run that can be interrupted",
                 remedy="Train longer",
             )
-        self._plan.on_event(f"{trial.outcome.value}")
-        return trial
 
     def _digests(self, run: FinishedRun) -> dict[str, str]:
         return last_digests(read_trace(run.trace).get(0, ()), besides=self._constant)
 
     def _verdict(self, run: FinishedRun, *, expect_resume: bool) -> Verdict | None:
         try:
-            return compare(self._reference.trace, run.trace, expect_resume=expect_resume)
+            return compare(
+                self._reference.trace,
+                run.trace,
+                expect_resume=expect_resume,
+                last_launch=run.launches[-1].number,
+            )
         except TraceError:
             return None  # every launch failed before it could trace anything
 
@@ -228,11 +270,6 @@ def _step_seconds(attempts: Sequence[Attempt]) -> float:
     times = [r.time_ns for attempt in attempts for r in attempt.records if r.kind == STEP]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) / 1e9 if gaps else 0.0
-
-
-def _first_saved(attempts: Sequence[Attempt]) -> int | None:
-    steps = [r.step for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
-    return min(steps, default=None)
 
 
 def _checkpointed_components(attempts: Sequence[Attempt]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
 from resumekit.prove.commands import prepared
+from resumekit.prove.places import KillPlace
 from resumekit.prove.processes import Launch, Marker
 from resumekit.prove.records import TraceTail, launch_directory
 from resumekit.prove.result import LaunchSummary
@@ -22,6 +23,9 @@ from resumekit.prove.variables import (
 )
 
 _POLL_SECONDS = 0.001
+
+# When a launch is killed: at a random instant, or at a chosen place.
+Kill = KillInstant | KillPlace
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class FinishedRun:
 
 
 def execute(
-    plan: Plan, directory: Path, *, kills: Sequence[KillInstant] = (), inject: str | None = None
+    plan: Plan, directory: Path, *, kills: Sequence[Kill] = (), inject: str | None = None
 ) -> FinishedRun:
     """Launches the command until it ends by itself.
 
@@ -82,7 +86,8 @@ def execute(
         number = len(launches)
         trace = launch_directory(directory / "trace", number)
         began = time.monotonic()
-        launch = _start(plan, directory, number, trace, inject)
+        place = kill if isinstance(kill, KillPlace) else None
+        launch = _start(plan, directory, number, trace, place, inject)
         try:
             was_killed, newest = _watch(plan, launch, TraceTail(trace), kill)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
@@ -90,9 +95,10 @@ def execute(
             raise
         status = launch.poll() or 0
         seconds = time.monotonic() - began
-        launches.append(LaunchSummary(number, newest, was_killed, status, seconds))
+        at = None if place is None else str(place)
+        launches.append(LaunchSummary(number, newest, was_killed, status, seconds, at))
         if was_killed:
-            plan.on_event(f"launch {number}: killed after step {newest}, {seconds:.1f} s")
+            plan.on_event(f"launch {number}: killed {launches[-1].where}, {seconds:.1f} s")
             continue
         plan.on_event(f"launch {number}: ended with status {status}, {seconds:.1f} s")
         failure = "" if status == 0 else f"exit status {status}: {launch.log_tail()}"
@@ -115,7 +121,14 @@ def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
     return run
 
 
-def _start(plan: Plan, directory: Path, number: int, trace: Path, inject: str | None) -> Launch:
+def _start(
+    plan: Plan,
+    directory: Path,
+    number: int,
+    trace: Path,
+    place: KillPlace | None,
+    inject: str | None,
+) -> Launch:
     environment = {
         **os.environ,
         TRACE_VARIABLE: str(trace),
@@ -124,6 +137,8 @@ def _start(plan: Plan, directory: Path, number: int, trace: Path, inject: str | 
     }
     for name in (KILL_VARIABLE, INJECT_VARIABLE):
         environment.pop(name, None)
+    if place is not None:
+        environment[KILL_VARIABLE] = str(place)
     if inject is not None:
         environment[INJECT_VARIABLE] = inject
     words = prepared(plan.command, world=plan.world, directory=directory / "files")
@@ -141,18 +156,19 @@ def _start(plan: Plan, directory: Path, number: int, trace: Path, inject: str | 
 
 
 def _watch(
-    plan: Plan, launch: Launch, tail: TraceTail, kill: KillInstant | None
+    plan: Plan, launch: Launch, tail: TraceTail, kill: Kill | None
 ) -> tuple[bool, int | None]:
-    """Whether the launch is to die now, and the newest step; otherwise it has ended by itself."""
+    """Whether the launch was killed, and then its newest step; otherwise it ended by itself."""
     deadline = time.monotonic() + plan.timeout_seconds
     while launch.poll() is None:
-        if kill is not None:
-            newest = tail.poll()
-            if newest is not None and newest >= kill.step:
-                time.sleep(kill.fraction * plan.step_seconds)
-                if launch.poll() is None:
-                    launch.kill()
-                    return True, tail.poll()
+        newest = tail.poll() if kill is not None else None
+        if isinstance(kill, KillInstant) and newest is not None and newest >= kill.step:
+            time.sleep(kill.fraction * plan.step_seconds)
+            if launch.poll() is None:
+                launch.kill()
+                return True, tail.poll()
+        if _is_at(kill, tail):
+            break
         if time.monotonic() > deadline:
             raise CommandTimeoutError(
                 " ".join(plan.command),
@@ -161,4 +177,13 @@ def _watch(
                 remedy="Give it more time (timeout_seconds), or make the training shorter",
             )
         time.sleep(_POLL_SECONDS)
-    return False, None
+    newest = tail.poll() if kill is not None else None
+    if not _is_at(kill, tail):
+        return False, None
+    # The process that came there killed itself; a launcher and other ranks may live on for a while.
+    launch.kill()
+    return True, newest
+
+
+def _is_at(kill: Kill | None, tail: TraceTail) -> bool:
+    return isinstance(kill, KillPlace) and (kill.event, kill.step) in tail.events

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from resumekit.errors import ConfigurationError
+from resumekit.prove.places import KillPlace
 from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 
 StateEvent = Literal["checkpoint", "resumed", "end"]
@@ -46,7 +46,7 @@ class Trace:
         self.directory = directory
         self.rank = rank
         self.pid = os.getpid()
-        self._kill = _parse_kill(kill)
+        self._kill = KillPlace.parse(kill, where=KILL_VARIABLE) if kill else None
         directory.mkdir(parents=True, exist_ok=True)
         started = time.time_ns()
         path = directory / f"{started:020d}-{self.pid}-rank-{rank:05d}.jsonl"
@@ -84,7 +84,7 @@ class Trace:
         batch: int | None = None,
         values: Mapping[str, Any] | None = None,
         lr: Sequence[Any] | None = None,
-        samples: Sequence[Any] | None = None,
+        samples: Sequence[Any] | torch.Tensor | None = None,
         rng: Mapping[str, str] | None = None,
         components: Mapping[str, Any] | None = None,
     ) -> None:
@@ -136,7 +136,8 @@ class Trace:
         rest = memoryview(line.encode())
         while rest:
             rest = rest[os.write(self._handle, rest) :]
-        if self._kill == (record["kind"], record.get("step")):
+        kill = self._kill
+        if kill is not None and (kill.event, kill.step) == (record["kind"], record.get("step")):
             os.kill(self.pid, signal.SIGKILL)
 
     def _is_for(self, directory: Path, rank: int) -> bool:
@@ -162,7 +163,7 @@ _process = _ProcessTrace()
 def trace(
     step: int,
     *,
-    samples: Sequence[Any] | None = None,
+    samples: Sequence[Any] | torch.Tensor | None = None,
     lr: Sequence[Any] | None = None,
     epoch: int | None = None,
     batch: int | None = None,
@@ -176,7 +177,7 @@ def trace(
 
     Args:
         step: the optimizer step, counted over the whole run, from 1.
-        samples: the ids of the samples used in this step.
+        samples: the ids of the samples used in this step, or a tensor of its batch, digested.
         lr: learning rates; without it those of every given object with ``param_groups``.
         epoch: the epoch of this step.
         batch: the index of the batch in its epoch.
@@ -284,14 +285,3 @@ def _component_digests(components: Mapping[str, Any]) -> dict[str, dict[str, str
     from resumekit.payload import leaf_digests  # see _plain
 
     return {key: dict(leaf_digests(state)) for key, state in components.items()}
-
-
-def _parse_kill(text: str | None) -> tuple[str, int] | None:
-    if not text:
-        return None
-    kind, _, step = text.partition(":")
-    if kind not in ("step", "checkpoint") or not step.isdigit():
-        raise ConfigurationError(
-            KILL_VARIABLE, found=repr(text), expected="'step:<n>' or 'checkpoint:<n>'"
-        )
-    return kind, int(step)

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from resumekit.cli import main
 from resumekit.errors import (
     CommandFailedError,
     CommandTimeoutError,
     ConfigurationError,
+    PlaceNotReachedError,
     ProveError,
 )
 from resumekit.prove import Outcome, ProveResult, prove
@@ -34,7 +36,8 @@ PLAIN = (sys.executable, str(SCRIPTS / "plain_training.py"), "{dir}")
 def tiny(*options: str, **arguments: Any) -> ProveResult:
     """Judges the job of the standard library."""
     command = [sys.executable, str(SCRIPTS / "tiny_job.py"), "{dir}", *options]
-    return prove(command, **{"kills": 3, "timeout_seconds": 30, **arguments})
+    kills = {} if "at" in arguments else {"kills": 3}
+    return prove(command, **{**kills, "timeout_seconds": 30, **arguments})
 
 
 def text_of(result: ProveResult) -> str:
@@ -141,6 +144,125 @@ def test_a_relaunch_that_fails_is_not_exact() -> None:
     (trial,) = result.trials
     assert (trial.outcome, result.exit_code) == (Outcome.FAILED, 1)
     assert "state-0.json: cannot be understood" in text_of(result)
+
+
+def test_a_relaunch_that_fails_before_it_traces_anything_is_not_called_irreproducible() -> None:
+    words = f"test ! -e {{dir}}/state-0.json && {sys.executable} {SCRIPTS / 'tiny_job.py'} {{dir}}"
+    result = prove(["sh", "-c", words], at=("step:5",), timeout_seconds=30)
+    (trial,) = result.trials
+    assert (trial.outcome, result.exit_code) == (Outcome.FAILED, 1), text_of(result)
+    assert trial.verdict is not None
+    assert trial.verdict.divergence is not None
+    assert (trial.verdict.divergence.launch, trial.verdict.is_reproducible) == (1, True)
+
+
+# -------------------------------------------------------------------------------- chosen places
+
+
+def test_each_launch_is_killed_at_the_next_chosen_place(tmp_path: Path) -> None:
+    result = tiny(at=("step:5", "checkpoint:9", "step:11"), json_path=tmp_path / "answer.json")
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.EXACT, text_of(result)
+    assert [launch.killed_after_step for launch in trial.launches] == [5, 9, 11, None]
+    assert [launch.exit_status for launch in trial.launches] == [-9, -9, -9, 0]
+    assert trial.verdict is not None
+    assert [resume.step for resume in trial.verdict.resumes] == [3, 9, 9]
+    assert "SIGKILL at checkpoint:9" in text_of(result)
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["at"] == ["step:5", "checkpoint:9", "step:11"]
+    assert (answer["seed"], answer["num_kills_asked"]) == (None, 3)
+
+
+def test_one_place_may_be_chosen_twice() -> None:
+    trial = tiny(at=("step:5", "step:5")).trials[0]
+    assert (trial.outcome, trial.num_kills) == (Outcome.EXACT, 2)
+
+
+def test_a_process_that_does_not_kill_itself_is_killed_soon_after_the_place() -> None:
+    """The trace is watched too, as a launcher may outlive the process that came to the place."""
+    result = tiny("--lives-on", "--pause-seconds", "0.05", at=("step:4",))
+    (launch, _) = result.trials[0].launches
+    assert (result.trials[0].outcome, launch.was_killed) == (Outcome.EXACT, True)
+    assert launch.killed_after_step is not None
+    assert 4 <= launch.killed_after_step < 12
+
+
+def test_a_launcher_goes_with_the_process_that_came_to_the_place() -> None:
+    words = f"{sys.executable} {SCRIPTS / 'tiny_job.py'} {{dir}} || sleep 60"
+    began = time.monotonic()
+    result = prove(["sh", "-c", words], at=("step:5",), timeout_seconds=30)
+    assert result.trials[0].outcome is Outcome.EXACT, text_of(result)
+    assert time.monotonic() - began < 30
+
+
+def test_all_ranks_go_when_one_comes_to_a_chosen_place(tmp_path: Path) -> None:
+    result = tiny("--pause-seconds", "0.05", at=("checkpoint:6",), world=2, keep=tmp_path / "runs")
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.EXACT, text_of(result)
+    assert trial.verdict is not None
+    assert (trial.verdict.num_ranks, trial.verdict.resumes[0].step) == (2, 6)
+    assert marked_processes(str(tmp_path)) == []
+
+
+def test_a_component_is_left_out_at_chosen_places_too() -> None:
+    result = tiny(at=("step:8",), inject="optimizer")
+    assert (result.trials[0].outcome, result.exit_code) == (Outcome.CAUGHT, 0), text_of(result)
+    assert result.trials[0].launches[0].at == "step:8"
+
+
+def test_a_place_that_no_run_comes_to_is_an_error_of_its_own() -> None:
+    with pytest.raises(PlaceNotReachedError, match=r"never comes to step:13, .* to step:12"):
+        tiny(at=("step:5", "step:13"))
+
+
+def test_a_place_that_lies_before_the_resume_is_an_error_and_not_exact() -> None:
+    with pytest.raises(PlaceNotReachedError, match="the killed run never came to step:5"):
+        tiny(at=("step:8", "step:5"))
+
+
+def test_a_run_that_diverged_stays_so_when_a_later_place_is_never_reached() -> None:
+    result = tiny("--deaf-to", "model", at=("step:8", "step:5"), inject="optimizer")
+    assert (result.trials[0].outcome, result.trials[0].num_kills) == (Outcome.CAUGHT, 1)
+
+
+def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at() -> None:
+    with pytest.raises(PlaceNotReachedError, match="saves through a Checkpointer"):
+        prove(PLAIN, at=("checkpoint:4",))
+
+
+@pytest.mark.parametrize("place", ["step:2", "step:3"])
+def test_a_place_before_everything_that_is_saved_is_refused(place: str) -> None:
+    with pytest.raises(ProveError, match=r"has saved nothing .* checkpoint:3 or later"):
+        tiny(at=(place,))
+
+
+def test_of_several_places_the_first_may_lie_before_everything_that_is_saved() -> None:
+    trial = tiny(at=("step:2", "checkpoint:3")).trials[0]
+    assert (trial.outcome, trial.num_kills) == (Outcome.EXACT, 2)
+
+
+@pytest.mark.parametrize("random", [{"kills": 2}, {"seed": 0}])
+def test_places_exclude_random_instants(random: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match=f"given together with {next(iter(random))}"):
+        prove(["anything"], at=("step:5",), **random)
+
+
+@pytest.mark.parametrize("place", ["", "step", "step:", "step:x", "step:-1", "epoch:1", "step:1 "])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected 'step:<n>' or 'checkpoint:<n>'"):
+        prove(["anything"], at=(place,))
+
+
+def test_places_are_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [sys.executable, str(SCRIPTS / "tiny_job.py"), "{dir}"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["prove", "--at", "step:5", "--at", "checkpoint:9", "--", *job])
+    told = capsys.readouterr()
+    assert "killed at checkpoint:9" in told.err
+    assert "EXACT: 12 steps, 2 resumes" in told.out
+    with pytest.raises(SystemExit, match="2"):
+        main(["prove", "--at", "step:5", "--kills", "1", "--", *job])
+    assert "given together with kills" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------- negative controls

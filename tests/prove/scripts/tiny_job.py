@@ -1,8 +1,8 @@
 """A job of the standard library alone, so that a launch takes a moment.
 
-It "trains" an integer, keeps its state in a JSON file, writes its own trace lines, and goes wrong
-on request. Its components are ``model``, ``optimizer`` and ``extras``, the last of which is the
-same from the first step to the last.
+It "trains" an integer, keeps its state in a JSON file, writes its own trace lines, dies at a chosen
+place, and goes wrong on request. Its components are ``model``, ``optimizer`` and ``extras``, the
+last of which is the same from the first step to the last.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=0)
 parser.add_argument("--fail-on-relaunch", action="store_true")
 parser.add_argument("--hang-at", type=int, default=0)
+parser.add_argument("--lives-on", action="store_true", help="chosen places do not kill it")
 parser.add_argument("--leave-child", choices=["marked", "unmarked"])
 parser.add_argument("--deaf-to", default="", help="a component whose injection is ignored")
 parser.add_argument("--breaks", default="", help="a component that every injection breaks")
@@ -37,6 +39,9 @@ file = os.open(trace / f"{time.time_ns():020d}-{os.getpid()}.jsonl", os.O_CREAT 
 def write(kind: str, **fields: Any) -> None:
     line = json.dumps({"kind": kind, "time_ns": time.time_ns(), **fields})
     os.write(file, line.encode() + b"\n")
+    place = f"{kind}:{fields.get('step')}"
+    if os.environ.get("RESUMEKIT_TRACE_KILL") == place and not args.lives_on:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digests() -> dict[str, dict[str, str]]:
