@@ -1,7 +1,8 @@
 """GPT-2 on source code with the Trainer, as people write it; ``train_transformers.py`` is its twin.
 
 The resume is the Trainer's own: ``train(resume_from_checkpoint=...)`` with the newest checkpoint of
-the output directory. The averaged weights are kept in a callback. ``Judged`` with its line of
+the output directory. The averaged weights are kept in a callback; what the Trainer can save of a
+callback (``ExportableState``) is plain JSON, no tensors. ``Judged`` with its line of
 ``resumekit.trace`` lets the judge look on, and does nothing without it; the Trainer shows no loss
 to a callback there.
 """

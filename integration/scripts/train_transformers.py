@@ -1,10 +1,4 @@
-"""GPT-2 on source code with the Trainer, as people write it; ``train_transformers.py`` is its twin.
-
-The resume is the Trainer's own: ``train(resume_from_checkpoint=...)`` with the newest checkpoint of
-the output directory. The averaged weights are kept in a callback. ``Judged`` with its line of
-``resumekit.trace`` lets the judge look on, and does nothing without it; the Trainer shows no loss
-to a callback there.
-"""
+"""GPT-2 on source code with the Trainer: ``stock_transformers.py`` with the ResumeCallback."""
 
 from __future__ import annotations
 

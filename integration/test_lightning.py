@@ -1,0 +1,622 @@
+"""What the Lightning adapter takes over, what it leaves alone, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
+
+from resumekit.adapters.lightning import ResumeCallback
+from resumekit.errors import ConfigurationError, DriftError, InexactError
+from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.storage import Store
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "integration" / "scripts"
+PINNED = f"read from lightning 2.6, installed is {lightning.__version__}"
+STEPS_PER_EPOCH = 12
+
+pytestmark = [
+    # Lightning's class for advice that may not apply: more workers, a validation loader, and so on.
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    # lightning 2.6 utilities/_pytree.py and utilities/combined_loader.py with torch 2.13
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+]
+
+
+class CrashError(Exception):
+    """Raised by a callback: the process survives it, the fit does not."""
+
+
+class Recorder(Callback):
+    """Notes what it is called for, and crashes at a step."""
+
+    def __init__(self, crash_at: int | None = None) -> None:
+        self.crash_at = crash_at
+        self.losses: list[float] = []
+        self.events: list[str] = []
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self.events.append("sanity check")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.events.append(f"start at step {trainer.global_step} of epoch {trainer.current_epoch}")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.events.append(f"epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(outputs["loss"].item())
+        if len(self.losses) == self.crash_at:
+            raise CrashError
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.events.append("end")
+
+
+class Planned(Classifier):
+    """Asks for the number of steps, and so for the loader, before the fit begins."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = OneCycleLR(optimizer, max_lr=0.02, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class PlateauInSteps(Classifier):
+    """Its learning rate follows each of several validations in an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+        settings = {"interval": "step", "frequency": 2, "monitor": "val_loss"}
+        return [optimizer], [{"scheduler": plateau, **settings}]
+
+
+class LogsAtFirst(Classifier):
+    """The first batches of an epoch have an average of their own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 3:
+            self.log("first_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+class WithLoader(Classifier):
+    def train_dataloader(self) -> Any:
+        return make_loader(True, "shuffle", "0", NUM_SAMPLES)
+
+
+class WithCollection(Classifier):
+    """Its metrics keep their state once for both, and have it computed at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        metrics = {"precision": MulticlassPrecision(10), "recall": MulticlassRecall(10)}
+        self.collection = MetricCollection(metrics)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.collection.update(self.layers(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.collection.compute())
+        self.collection.reset()
+
+
+class Data(LightningDataModule):
+    """A data module with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+
+    def train_dataloader(self) -> Any:
+        self.num_requests += 1
+        return make_loader(True, "shuffle", "0", NUM_SAMPLES)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_requests": self.num_requests}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.num_requests = state_dict["num_requests"]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.rand(64), torch.randint(10, ())
+
+
+def validation(workers: str = "0") -> DataLoader[Any]:
+    return make_loader(False, "in order", workers, 20)
+
+
+def fit(
+    *callbacks: Callback,
+    module: Callable[[], LightningModule] = Classifier,
+    loader: Any = None,
+    val: Any = None,
+    **settings: Any,
+) -> Trainer:
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        callbacks=list(callbacks),
+        **{"max_epochs": 2, "enable_checkpointing": False, **QUIET, **settings},
+    )
+    if loader is None and module is not WithLoader:
+        loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
+    trainer.fit(module(), loader, val)
+    return trainer
+
+
+def crashed(directory: Path, at: int, *callbacks: Callback, **settings: Any) -> None:
+    with pytest.raises(CrashError):
+        fit(*callbacks, Recorder(at), ResumeCallback(directory, save_every=2), **settings)
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    weights = {key: value.clone() for key, value in trainer.lightning_module.state_dict().items()}
+    metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return {**weights, **metrics, "step": trainer.global_step, "epoch": trainer.current_epoch}
+
+
+def is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        for key, value in one.items()
+    )
+
+
+def saved_steps(directory: Path) -> list[int]:
+    return [name.step for name in Store(directory).step_names()]
+
+
+def saved_keys(directory: Path) -> list[str]:
+    store = Store(directory)
+    manifest = store.open_step(store.step_names()[0]).manifest
+    return [record.key for record in manifest.components]
+
+
+# ---------------------------------------------------------------- what is private in Lightning
+
+
+def test_the_private_attributes_are_where_the_adapter_looks() -> None:
+    averaging = EMAWeightAveraging()
+    trainer = fit(averaging, Recorder(), max_steps=1, val=validation())
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    assert "dataloader" in vars(type(fit_loop._data_source)), PINNED
+    assert "epoch_loop.batch_progress" in fit_loop.state_dict(), PINNED
+    assert (fit_loop._restarting, epoch_loop.restarting) == (False, False), PINNED
+    assert type(epoch_loop._results) is _ResultCollection, PINNED
+    assert epoch_loop._results["training_step.loss"].is_tensor, PINNED
+    assert set(epoch_loop._results["training_step.loss"].metric_state) == {
+        "value",
+        "cumulated_batch_size",
+    }, PINNED
+    assert trainer.callback_metrics is trainer._logger_connector._callback_metrics, PINNED
+    assert epoch_loop.val_loop._combined_loader.flattened, PINNED
+    assert averaging._average_model is not None, PINNED
+    assert trainer.lightning_module.accuracy._update_count == 0, PINNED  # of this epoch
+
+
+def test_a_sized_loader_is_asked_for_a_batch_when_all_code_of_the_step_before_has_run() -> None:
+    order: list[str] = []
+
+    class Read(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            order.append("fetch")
+            return super().__getitem__(index)
+
+    class Listener(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            order.append(f"validated, fetched {trainer.fit_loop._data_fetcher.fetched}")
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            order.append("epoch")
+
+    data = Read((torch.rand(64), 1) for _ in range(6))
+    settings = {"num_sanity_val_steps": 0, "val_check_interval": 2, "val": validation()}
+    fit(Listener(), loader=DataLoader(data, batch_size=2), **settings)
+    validated = [f"validated, fetched {fetched}" for fetched in (2, 2)]
+    epoch = ["epoch", *["fetch"] * 4, validated[0], *["fetch"] * 2]
+    assert order == epoch * 2, PINNED
+
+
+# ---------------------------------------------------------------- what does not change
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("module", [Classifier, Planned, WithLoader])
+def test_the_callback_changes_no_bit_of_the_training(
+    tmp_path: Path, module: Any, workers: str
+) -> None:
+    runs = []
+    for callbacks in ([], [ResumeCallback(tmp_path, save_every=5)]):
+        recorder = Recorder()
+        loader = None
+        if module is not WithLoader:
+            loader = make_loader(True, "shuffle", workers, NUM_SAMPLES)
+        trainer = fit(recorder, *callbacks, module=module, loader=loader, val=validation())
+        runs.append((recorder.losses, recorder.events, outcome(trainer)))
+    stock, followed = runs
+    assert followed[:2] == stock[:2]
+    assert is_equal(followed[2], stock[2])
+
+
+def test_other_callbacks_see_the_restored_run_and_nothing_twice(tmp_path: Path) -> None:
+    whole, recorder = Recorder(), Recorder()
+    fit(whole, val=validation())
+    crashed(tmp_path, 17, val=validation())
+    fit(ResumeCallback(tmp_path), recorder, val=validation())
+    assert whole.events[:2] == ["sanity check", "start at step 0 of epoch 0"]
+    assert recorder.events == ["start at step 16 of epoch 1", "end"]
+    assert recorder.losses == whole.losses[16:]
+
+
+@pytest.mark.parametrize("averaging", [[], [EMAWeightAveraging]])
+def test_a_finished_run_trains_nothing_and_stays_as_it_was(
+    tmp_path: Path, averaging: list[Any]
+) -> None:
+    def run(recorder: Recorder) -> dict[str, Any]:
+        callbacks = [each(decay=0.9) for each in averaging]
+        return outcome(fit(ResumeCallback(tmp_path), recorder, *callbacks, val=validation()))
+
+    first, again = Recorder(), Recorder()
+    ended = run(first)
+    assert is_equal(run(again), ended)
+    assert (again.events, again.losses) == ([], [])
+    assert saved_steps(tmp_path) == [2 * STEPS_PER_EPOCH]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_lightnings_own_saving_goes_on_beside_the_callback(tmp_path: Path) -> None:
+    def own() -> ModelCheckpoint:
+        folder = tmp_path / "own"
+        return ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, every_n_train_steps=5)
+
+    settings = {"enable_checkpointing": True, "val_check_interval": 5, "val": validation()}
+    crashed(tmp_path / "run", 17, own(), **settings)
+    saving = own()
+    fit(ResumeCallback(tmp_path / "run"), saving, **settings)
+    assert len(saving.best_k_models) == 2
+    assert "callbacks/ModelCheckpoint-0" in saved_keys(tmp_path / "run")
+
+
+def test_a_trial_run_leaves_the_run_directory_alone(tmp_path: Path) -> None:
+    fit(ResumeCallback(tmp_path / "run"), fast_dev_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
+    "fewer batches than there are": (lambda: {"limit_train_batches": 5}, (3, 5)),
+    "fewer batches, on the boundary": (lambda: {"limit_train_batches": 6}, (7,)),
+    "a schedule that asks for the steps": (lambda: {"module": Planned}, (17,)),
+    "a loader of the module": (lambda: {"module": WithLoader}, (17,)),
+    "a loader of a data module": (lambda: {"loader": Data()}, (17,)),
+    "a loader by name": (
+        lambda: {"loader": CombinedLoader(make_loader(True, "shuffle", "0", NUM_SAMPLES))},
+        (17,),
+    ),
+    "a stream of which so many batches are used": (
+        lambda: {"loader": DataLoader(Stream(), batch_size=4), "limit_train_batches": 6},
+        (9,),
+    ),
+    "windows that change with the epoch": (
+        lambda: {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+        (17,),
+    ),
+    "a validation every second epoch": (
+        lambda: {
+            "callbacks": [EarlyStopping("val_loss", patience=3, strict=False)],
+            "check_val_every_n_epoch": 2,
+            "max_epochs": 4,
+            "val": validation("persistent"),
+        },
+        (31,),
+    ),
+    "a first validation after the resume": (
+        lambda: {"num_sanity_val_steps": 0, "val": validation("persistent")},
+        (9,),
+    ),
+    "a validation of any step of the run": (
+        lambda: {"check_val_every_n_epoch": None, "val_check_interval": 7, "val": validation()},
+        (17,),
+    ),
+    "a validation and a plateau at each saved step": (
+        lambda: {"module": PlateauInSteps, "val_check_interval": 2, "val": validation()},
+        (5, 10),
+    ),
+    "an average of the first batches": (lambda: {"module": LogsAtFirst, "max_epochs": 3}, (17,)),
+    "a stop that has to wait": (
+        lambda: {
+            "callbacks": [EarlyStopping("val_loss", patience=1, min_delta=5.0)],
+            "min_epochs": 3,
+            "max_epochs": 6,
+            "val": validation(),
+        },
+        (20, 5),
+    ),
+    "a stop on an average of the epoch": (
+        lambda: {
+            "callbacks": [EarlyStopping("loss", patience=1, min_delta=0.4)],
+            "max_epochs": 6,
+        },
+        (17, 12),
+    ),
+    "a collection of metrics": (lambda: {"module": WithCollection}, (4, 15)),
+    "fitted to a few batches": (lambda: {"overfit_batches": 4}, (7,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")  # it turns off the shuffling
+@pytest.mark.parametrize("name", EXACT)
+def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None:
+    make, crashes = EXACT[name]
+
+    def run(directory: Path, recorder: Recorder) -> dict[str, Any]:
+        settings = make()
+        callbacks = settings.pop("callbacks", [])
+        saving = ResumeCallback(directory, save_every=2)
+        return outcome(fit(*callbacks, recorder, saving, **settings))
+
+    whole, rest, again = Recorder(), Recorder(), Recorder()
+    expected = run(tmp_path / "whole", whole)
+    for crash in crashes:
+        with pytest.raises(CrashError):
+            run(tmp_path / "crashed", Recorder(crash))
+    found = run(tmp_path / "crashed", rest)
+    assert 0 < len(rest.losses) < len(whole.losses)
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert is_equal(found, expected)
+    assert is_equal(run(tmp_path / "crashed", again), expected)
+    assert again.events == []
+
+
+def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
+    counting = Counting({"num_batches": 0})
+    callbacks = (counting, EarlyStopping("loss"), EMAWeightAveraging(), ResumeCallback(tmp_path))
+    fit(*callbacks, module=partial(Classifier, "step"), loader=Data(), max_epochs=1)
+    assert saved_keys(tmp_path) == [
+        "model",
+        "optimizer",
+        "lr_scheduler",
+        "ema",
+        "callbacks/lightning",
+        "callbacks/hooks",
+        "callbacks/Counting-0",
+        "callbacks/EarlyStopping-0",
+        "callbacks/EMAWeightAveraging-0",
+        "callbacks/Data-0",
+        "data",
+        "rng",
+        "progress",
+        "best_metric",
+        "extras",
+    ]
+
+
+def test_callbacks_in_another_order_come_back_by_class(tmp_path: Path) -> None:
+    crashed(tmp_path, 5, Counting({"num_batches": 0}), EarlyStopping("loss"))
+    counting = Counting({"num_batches": 0})
+    fit(ResumeCallback(tmp_path), EarlyStopping("loss"), counting)
+    assert counting.num_images == counting.num_labels == 2 * NUM_SAMPLES
+
+
+def test_an_early_stop_is_the_end_of_the_run(tmp_path: Path) -> None:
+    def run() -> list[float]:
+        recorder = Recorder()
+        stopping = EarlyStopping("val_loss", patience=1, min_delta=5.0)
+        callbacks = (stopping, recorder, ResumeCallback(tmp_path))
+        fit(*callbacks, val=validation(), max_epochs=9)
+        return recorder.losses
+
+    assert len(run()) == 2 * STEPS_PER_EPOCH
+    assert run() == []
+
+
+def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
+    values: list[float] = []
+
+    class Listener(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                values.append(trainer.callback_metrics["val_loss"].item())
+
+    saving = ResumeCallback(tmp_path, best_metric="val_loss", keep_latest=None)
+    fit(Listener(), saving, val=validation(), val_check_interval=3)
+    best = [step for step in range(8) if values[step] < min(values[:step], default=1e9)]
+    assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
+
+
+def test_another_horizon_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    fit(ResumeCallback(tmp_path), max_epochs=1)
+    with pytest.raises(DriftError, match="epochs=2, expected epochs=1"):
+        fit(ResumeCallback(tmp_path))
+    recorder = Recorder()
+    trainer = fit(recorder, ResumeCallback(tmp_path, allow_changes={"horizon"}))
+    assert recorder.events == ["start at step 12 of epoch 1", "epoch 1", "end"]
+    assert trainer.global_step == 2 * STEPS_PER_EPOCH
+
+
+# ---------------------------------------------------------------- what ends otherwise
+
+
+def test_nothing_is_saved_of_a_step_that_an_exception_has_ended(tmp_path: Path) -> None:
+    class Listener(Callback):
+        def __init__(self, saving: ResumeCallback) -> None:
+            self.saving = saving
+            self.checkpointer: Any = None
+
+        def on_validation_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+            if trainer.global_step == 10:  # a save is due, and the module is being validated
+                self.checkpointer = self.saving._checkpointer
+                raise KeyboardInterrupt
+
+    saving = ResumeCallback(tmp_path, save_every=5)
+    listener = Listener(saving)
+    with pytest.raises(SystemExit):
+        fit(saving, listener, val=validation(), val_check_interval=5)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # lightning 2.6 call.py ignores it
+    listener.checkpointer.close()  # as at the exit of the process
+    assert saved_steps(tmp_path) == [5]
+    fit(ResumeCallback(tmp_path, save_every=5), max_epochs=2)  # the directory is free
+    assert saved_steps(tmp_path)[0] == 24
+
+
+def test_one_callback_serves_fit_after_fit_and_nothing_else(tmp_path: Path) -> None:
+    saving = ResumeCallback(tmp_path, save_every=5)
+    trainer = fit(saving)
+    steps = saved_steps(tmp_path)
+    trainer.validate(trainer.lightning_module, validation(), verbose=False)
+    trainer.fit(Classifier(), make_loader(True, "shuffle", "0", NUM_SAMPLES))
+    assert saved_steps(tmp_path) == steps
+    assert trainer.global_step == 2 * STEPS_PER_EPOCH
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class FetchesItself(Classifier):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "ModelParallelStrategy": lambda: {"strategy": ModelParallelStrategy()},
+    "reload_dataloaders_every_n_epochs": lambda: {"reload_dataloaders_every_n_epochs": 1},
+    "BackboneFinetuning": lambda: {"callbacks": [BackboneFinetuning()]},
+    "StochasticWeightAveraging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
+    "dataloader_iter": lambda: {"module": FetchesItself},
+    "several training loaders": lambda: {"loader": [validation(), validation()]},
+    "a training loader without a length": lambda: {"loader": DataLoader(Stream())},
+}
+
+
+@pytest.fixture
+def _no_process_group() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_process_group")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    settings = REFUSED[what]()
+    callbacks = settings.pop("callbacks", [])
+    with pytest.raises(ConfigurationError, match=what):
+        fit(ResumeCallback(tmp_path), *callbacks, **settings)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_checkpoint_of_lightnings_own_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.ckpt"
+    fit(max_epochs=1).save_checkpoint(own)
+    trainer = Trainer(callbacks=[ResumeCallback(tmp_path / "run")], max_epochs=1, **QUIET)
+    with pytest.raises(ConfigurationError, match=r"ckpt_path=.*own\.ckpt"):
+        trainer.fit(Classifier(), make_loader(False, "shuffle", "0", 16), ckpt_path=own)
+
+
+def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="save_evry"):
+        ResumeCallback(tmp_path, save_evry=5)  # type: ignore[call-arg]
+
+
+def test_a_stream_is_told_to_be_less_than_exact_and_refused_when_strict(tmp_path: Path) -> None:
+    loader = DataLoader(Stream(), batch_size=4)
+    with pytest.raises(InexactError, match="data: equivalent"):
+        fit(ResumeCallback(tmp_path, strict=True), loader=loader, limit_train_batches=6)
+
+
+# ---------------------------------------------------------------- the script
+
+
+class Launch:
+    """One run of the script with ``--epochs 2``."""
+
+    def __init__(self, directory: Path, **variables: str) -> None:
+        command = [sys.executable, str(SCRIPTS / "train_lightning.py"), "--epochs", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        done = subprocess.run(
+            [*command, "--directory", str(directory)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.status, self.told = done.returncode, done.stderr
+
+
+def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
+    at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
+    killed = Launch(tmp_path / "run", **at_step_45)
+    assert killed.status == -signal.SIGKILL, killed.told
+    assert "starting fresh" in killed.told
+    continued = Launch(tmp_path / "run")
+    assert continued.status == 0, continued.told
+    assert "resuming at step 40" in continued.told
+    finished = Launch(tmp_path / "run")
+    assert finished.status == 0, finished.told
+    assert "the run finished at step 58" in finished.told
+    assert "(epochs=2)" in finished.told
+
+
+def test_the_script_differs_from_its_stock_twin_by_the_adapters_lines_alone() -> None:
+    stock, ours = (
+        (SCRIPTS / name).read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
+        for name in ("stock_lightning.py", "train_lightning.py")
+    )
+    assert [line.strip() for line in ours if line and line not in stock] == [
+        "from lightning.pytorch.callbacks import Callback",
+        "from resumekit.adapters.lightning import ResumeCallback",
+        "saving = ResumeCallback(arguments.directory, ema=averaging.ema, "
+        "save_every=arguments.save_every)",
+        "callbacks=[averaging, saving],",
+        "enable_checkpointing=False,",
+        "trainer.fit(module, loader)",
+    ]
+    left_out = [line.strip() for line in stock if line and line not in ours]
+    assert left_out[:2] == [
+        "from lightning.pytorch.callbacks import Callback, ModelCheckpoint",
+        "import resumekit",
+    ]
+    assert 'trainer.fit(module, loader, ckpt_path="last")' in left_out

@@ -1,0 +1,116 @@
+"""Lightning: killed by SIGKILL and started again, a run ends with the same bits.
+
+Beside the cells of the suite stand those in which every two values of two factors meet;
+``--full-matrix`` runs the whole product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning_workloads import train, train_stock
+
+from resumekit.testing import Cell, ConformanceSuite, KillPoint, Kit
+
+FEEDS: dict[str, dict[str, Any]] = {
+    "shuffled": {},
+    "from a generator": {"loader": "generator"},
+    "augmented": {"augment": True},
+    "augmented by 2 workers": {"augment": True, "workers": "2"},
+    "augmented by persistent workers": {"augment": True, "workers": "persistent"},
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "by hand, bf16": {"manual": True, "ema": "given", "precision": "bf16-mixed"},
+    "scheduled, averaged by Lightning": {
+        "scheduler": "step",
+        "ema": "callback",
+        "validate": True,
+        "val_check_interval": 5,
+    },
+    "plateau": {"scheduler": "plateau", "validate": True},
+}
+# The other places are those of the suite's own cells.
+KILLS = ("on the boundary", "on the last step", "twice in one epoch")
+TWICE = (KillPoint.step(5), KillPoint.step(16))
+
+
+class TestLightning(ConformanceSuite):
+    function = train
+    steps_per_epoch = 12
+    save_every = 3
+    everything = {
+        "augment": True,
+        "ema": "given",
+        "scheduler": "plateau",
+        "validate": True,
+        "val_check_interval": 4,
+        "precision": "scaled",
+    }
+    components = (
+        "model",
+        "optimizer",
+        "lr_scheduler",
+        "grad_scaler",
+        "ema",
+        "data",
+        "rng",
+        "progress",
+        "best_metric",
+        "callbacks/lightning",
+        "callbacks/hooks",
+        "callbacks/Counting-0",
+        "callbacks/EarlyStopping-0",
+        "extras",
+    )
+    world_sizes = (1, 2)
+    preload = ("sklearn.datasets", "lightning.pytorch", "resumekit.adapters.lightning")
+    matrices = {"combination": {"kill": KILLS, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
+
+    def test_every_way_to_feed_and_train_continues_exactly(
+        self, kit: Kit, combination: dict[str, str]
+    ) -> None:
+        options = {**FEEDS[combination["feed"]], **STYLES[combination["style"]]}
+        kit.assert_exact(self.cell(combination["kill"], options))
+
+    @pytest.mark.parametrize("accumulate", [2, 5])
+    @pytest.mark.parametrize("place", ["mid-epoch", "boundary"])
+    def test_an_accumulated_run_continues_exactly(
+        self, kit: Kit, accumulate: int, place: str
+    ) -> None:
+        # 12 batches make 6 windows of 2, or windows of 5, 5 and 2: the end of an epoch ends one.
+        epoch = -(-self.steps_per_epoch // accumulate)
+        twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
+        kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
+        options = {"accumulate": accumulate, "augment": True, "save_every": 1}
+        kit.assert_exact(self.cell(kills, options))
+
+    @pytest.mark.parametrize("world_size", [1])  # a rank more finds nothing more here
+    def test_a_component_left_out_is_caught_and_named(
+        self, kit: Kit, component: str, world_size: int
+    ) -> None:
+        super().test_a_component_left_out_is_caught_and_named(kit, component, world_size)
+
+    def test_a_run_that_is_stopped_early_continues_exactly(self, kit: Kit) -> None:
+        options = {"validate": True, "val_check_interval": 5, "patience": 2}
+        kit.assert_finished(self.cell(TWICE, options))
+
+    def test_a_run_that_ends_within_an_epoch_continues_exactly(self, kit: Kit) -> None:
+        kit.assert_finished(self.cell(TWICE, {"max_steps": 18, "validate": True}))
+
+    @pytest.mark.parametrize("kill", ["mid-epoch 0", "on the boundary"])
+    def test_two_ranks_that_average_and_validate_continue_exactly(
+        self, kit: Kit, kill: str
+    ) -> None:
+        # After a validation DDP does not copy the first rank's buffers before the next step.
+        options = {"ema": "callback", "validate": True, "scheduler": "plateau"}
+        kit.assert_exact(self.cell(kill, options, world_size=2))
+
+    def test_lightnings_own_resume_is_not_exact(self, kit: Kit) -> None:
+        verdict, run = kit.judge(Cell(train_stock, kills=(KillPoint.step(17),)))
+        assert (run.failure, run.missed_kills) == ("", ())
+        assert verdict.divergence is not None
+        assert verdict.is_reproducible
