@@ -94,6 +94,7 @@ class ResumeCallback(Callback):
         """The batches of an epoch; Lightning asks for the first one, and all else has run."""
         if self._loop is None:  # a tuner tries some batches before the fit starts
             return iter(loader)
+        _refuse("an epoch more for a run that has finished", self._loop.finished is not None)
         self._place.arrive()
         self._loop.next_epoch()
         return self._loop.batches(loader)
