@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without our settings; what a framework sets in a test, such as RANK, ends with that test."""
+    before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("RESUMEKIT_")]:
         monkeypatch.delenv(name)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
