@@ -21,6 +21,9 @@ nox.options.stop_on_first_error = False
 
 PYTHON = sys.executable
 
+# A class of tests shares one warm server of processes, so its tests stay together.
+PYTEST = (PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadscope")
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -39,13 +42,13 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs one process and no framework."""
-    session.run(PYTHON, "-m", "pytest", "tests", *session.posargs)
+    session.run(*PYTEST, "tests", *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Real frameworks, several ranks, SIGKILL."""
-    session.run(PYTHON, "-m", "pytest", "integration", *session.posargs)
+    session.run(*PYTEST, "integration", *session.posargs)
 
 
 @nox.session

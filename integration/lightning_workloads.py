@@ -247,3 +247,6 @@ def train(
         make_loader(augment, loader, workers, NUM_SAMPLES),
         make_loader(False, "in order", workers, 20),
     )
+    if torch.distributed.is_initialized():
+        # Lightning does it for NCCL alone, and gloo's threads must not outlive the interpreter.
+        torch.distributed.destroy_process_group()
