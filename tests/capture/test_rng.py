@@ -156,7 +156,7 @@ def test_what_is_no_random_state_is_refused(state: Any) -> None:
         RngState().check_state_dict(state)
 
 
-@pytest.mark.parametrize("given", [random.SystemRandom(), 3, np.random.SeedSequence(1)], ids=repr)
+@pytest.mark.parametrize("given", [random.SystemRandom(), 3, np.random.SeedSequence(1)], ids=type)
 def test_what_has_no_state_to_save_is_refused_when_declared(given: Any) -> None:
     with pytest.raises(DeclarationError, match="no state to save"):
         RngState({"mine": given})

@@ -216,7 +216,7 @@ def test_a_newer_format_is_told_apart_from_damage(make_manifest: MakeManifest) -
     [
         {"details": {1: 2}},
         {"details": {"a": float("nan")}},
-        {"progress": {"a": object()}},
+        {"progress": {"a": {1, 2}}},
         {"step": -1},
         {"run_id": "short"},
         {"world_size": 0},

@@ -41,7 +41,7 @@ def test_the_file_is_for_people() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, b"x", {1: 2}, {None: 1}, {1, 2}, object(), 1j, 10**1001],
+    [math.nan, math.inf, b"x", {1: 2}, {None: 1}, {1, 2}, ..., 1j, 10**1001],
     ids=repr,
 )
 def test_a_value_that_json_would_change_is_refused_by_its_path(value: object) -> None:
