@@ -442,15 +442,17 @@ def test_callbacks_in_another_order_come_back_by_class(tmp_path: Path) -> None:
 
 
 def test_an_early_stop_is_the_end_of_the_run(tmp_path: Path) -> None:
-    def run() -> list[float]:
+    def run(**settings: Any) -> list[float]:
         recorder = Recorder()
         stopping = EarlyStopping("val_loss", patience=1, min_delta=5.0)
         callbacks = (stopping, recorder, ResumeCallback(tmp_path))
-        fit(*callbacks, val=validation(), max_epochs=9)
+        fit(*callbacks, val=validation(), max_epochs=9, **settings)
         return recorder.losses
 
     assert len(run()) == 2 * STEPS_PER_EPOCH
     assert run() == []
+    with pytest.raises(ConfigurationError, match="an epoch more for a run that has finished"):
+        run(min_epochs=3)
 
 
 def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
@@ -561,10 +563,18 @@ def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:
         ResumeCallback(tmp_path, save_evry=5)  # type: ignore[call-arg]
 
 
-def test_a_stream_is_told_to_be_less_than_exact_and_refused_when_strict(tmp_path: Path) -> None:
-    loader = DataLoader(Stream(), batch_size=4)
+def test_what_is_no_dataloader_is_told_to_be_less_than_exact_and_refused_when_strict(
+    tmp_path: Path,
+) -> None:
+    class Batches:
+        def __len__(self) -> int:
+            return 6
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((torch.rand(4, 64), torch.tensor([1, 2, 3, 4])) for _ in range(6))
+
     with pytest.raises(InexactError, match="data: equivalent"):
-        fit(ResumeCallback(tmp_path, strict=True), loader=loader, limit_train_batches=6)
+        fit(ResumeCallback(tmp_path, strict=True), loader=Batches())
 
 
 # ---------------------------------------------------------------- the script

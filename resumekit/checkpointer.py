@@ -303,6 +303,9 @@ class Checkpointer:
 
     def _begin(self, source: Source, epoch: int) -> None:
         """A loader's epoch begins or continues: the position first, the random state last."""
+        self._run.tell_changed_loaders()
+        if source.changed and self._active is None:
+            self._run.counters.move_to(*source.place())  # in batches of the size that they have now
         if not self._announced:
             self._announced = True
             self._run.announce()

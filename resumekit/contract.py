@@ -178,6 +178,42 @@ class Layout:
     group_rank: int = 0  # the index of this process's host
 
 
+@dataclass(frozen=True)
+class WorldChange:
+    """A checkpoint of one number of ranks is taken up by another number of them.
+
+    Args:
+        rank: this rank.
+        world_size: the ranks now.
+        former_world_size: the ranks that wrote the checkpoint.
+    """
+
+    rank: int
+    world_size: int
+    former_world_size: int
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the checkpoint has no state of this very rank."""
+        return self.rank >= self.former_world_size
+
+    @property
+    def model_rank(self) -> int:
+        """The former rank that this one is made after: itself, where it existed."""
+        return self.rank % self.former_world_size
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """The former ranks of which this rank alone takes care; each is in one rank's care."""
+        return tuple(range(self.rank, self.former_world_size, self.world_size))
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """The former ranks whose states this rank reads."""
+        two = range(min(2, self.former_world_size))  # two tell whether the ranks were alike
+        return tuple(sorted({*two, self.model_rank, *self.inherited}))
+
+
 def writer_ranks(
     pattern: SharingPattern, world: Sequence[Layout], group_ranks: Sequence[int] | None = None
 ) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> 
         {"save_every": True},
         {"keep_latest": 0},
         {"mode": "best"},
-        {"randomness": "keyed"},
+        {"randomness": "dice"},
         {"on_save_error": "ignore"},
         {"exclude": "optimizer"},
         {"exclude": {"optimiser"}},

@@ -7,7 +7,13 @@ back exactly, in words; it is empty when all did. Some have more:
 
 - ``fingerprint()``: plain values that describe the object, to be compared at a resume;
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
-- ``comparable_state()``: the state without what was read from a clock, for the judge.
+- ``comparable_state()``: the state without what was read from a clock, for the judge;
+- ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
+  changes. ``states`` holds the states of some former ranks by rank: always rank 0's, that of
+  ``change.model_rank``, and those of ``change.inherited``, which no other rank was given (each
+  former rank is inherited by exactly one). It changes nothing, and gives this rank's state and the
+  remarks about it; the state is then checked and loaded like any other. Without this method a
+  PER_RANK component is refused by name when the number of ranks has changed.
 """
 
 from resumekit.capture.attributes import AttributeState
@@ -18,13 +24,14 @@ from resumekit.capture.components import (
 )
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 

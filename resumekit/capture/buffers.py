@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
+from resumekit.contract import WorldChange
+
+# What the key of such a component ends in.
+RANK_BUFFERS = "rank_buffers"
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 
@@ -61,3 +65,17 @@ class RankBuffers:
             for name, buffer in self.state_dict().items():
                 buffer.copy_(state[name])
         return ()
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """They came with the module: a checkpoint of one rank has no others."""
+        return (f"{self.key}: every rank begins with the buffers that were saved with the module",)
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Tensor]], change: WorldChange
+    ) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+        """This rank's buffers in a job with another number of ranks; a new one gets a copy."""
+        remark = f"{self.key}: rank {change.rank} is new, its buffers are those of rank "
+        return (
+            states[change.model_rank],
+            (f"{remark}{change.model_rank}",) if change.is_new else (),
+        )

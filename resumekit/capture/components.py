@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from resumekit.capture.buffers import RankBuffers
+from resumekit.capture.buffers import RANK_BUFFERS, RankBuffers
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
 from resumekit.capture.objects import ObjectState
@@ -87,7 +87,7 @@ def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateCompone
     """
     given = {**by_key(Slot.MODEL, model), **by_key(Slot.EMA, ema)}
     own = {
-        f"{key}/rank_buffers": RankBuffers(value, key=f"{key}/rank_buffers")
+        f"{key}/{RANK_BUFFERS}": RankBuffers(value, key=f"{key}/{RANK_BUFFERS}")
         for key, value in given.items()
         if isinstance(value, nn.Module)
     }

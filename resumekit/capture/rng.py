@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
+from resumekit.capture.generator import (
+    GENERATOR_KINDS,
+    AnyGenerator,
+    generator_state,
+    python_state,
+    set_generator_state,
+    set_python_state,
+)
 from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
+from resumekit.capture.new_rank import states_of_new_rank
+from resumekit.contract import WorldChange
 from resumekit.errors import DeclarationError
 
-AnyGenerator: TypeAlias = (
-    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-)
-
-# random.Random: version 3, 624 words and a position, then half of a pair of normal numbers or None.
-_PYTHON_WORDS = struct.Struct("<625I")
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
 
@@ -39,7 +42,8 @@ class RngState:
         self.generators = dict(generators or {})
         self.key = key
         for name, generator in self.generators.items():
-            if not isinstance(generator, _KINDS) or isinstance(generator, random.SystemRandom):
+            kinds = GENERATOR_KINDS
+            if not isinstance(generator, kinds) or isinstance(generator, random.SystemRandom):
                 raise DeclarationError(
                     f"{key}: {name}",
                     found=f"a {type(generator).__name__}, which has no state to save",
@@ -49,7 +53,7 @@ class RngState:
     def state_dict(self) -> dict[str, Any]:
         """The state of all of them, in plain values; draws nothing."""
         return {
-            "python": _python_state(random),
+            "python": python_state(random),
             "numpy": np.random.get_state(legacy=False),
             "torch": torch.default_generator.get_state(),
             "cuda": [generator.get_state() for generator in _cuda_generators()],
@@ -97,7 +101,7 @@ class RngState:
             a NumPy seed sequence that cannot be counted on.
         """
         remarks: list[str] = []
-        _set_python_state(random, state["python"])
+        set_python_state(random, state["python"])
         np.random.set_state(state["numpy"])
         torch.default_generator.set_state(state["torch"])
         remarks += _restore_cuda(state["cuda"])
@@ -106,46 +110,37 @@ class RngState:
             remarks += [f"{name}: {remark}"] if remark else []
         return tuple(remarks)
 
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """This rank's state in a job with another number of ranks; a new one gets one of its own.
 
-def generator_state(generator: AnyGenerator) -> Any:
-    """The state of one generator, in plain values."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return {
-            **generator.bit_generator.state,
-            "seed_sequence": _seed_sequence(generator.bit_generator),
-        }
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return _python_state(generator)
-
-
-def set_generator_state(generator: AnyGenerator, state: Any) -> str:
-    """Puts one generator where it was; gives what did not come back exactly, or ``""``."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = {k: v for k, v in state.items() if k != "seed_sequence"}
-        return _restore_seed_sequence(generator.bit_generator, state["seed_sequence"])
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        _set_python_state(generator, state)
-    return ""
+        Returns:
+            The state, and what was derived.
+        """
+        if not change.is_new:
+            return dict(states[change.rank]), ()
+        flat = {rank: _flat(state) for rank, state in states.items()}
+        found, derived = states_of_new_rank(flat, change.rank)
+        remark = f"{self.key}: rank {change.rank} is new, "
+        if derived:
+            remark += f"its {', '.join(derived)} derived from the random state of rank 0"
+        else:
+            remark += "it takes the random state that the former ranks had in common"
+        return _unflat(found, states[0]), (remark,)
 
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Every generator's state by name, the private ones beside the others."""
+    common = {name: each for name, each in state.items() if name != "generators"}
+    common = {name: each for name, each in common.items() if name != "cuda" or each}
+    return {**common, **{f"generator {name}": one for name, one in state["generators"].items()}}
 
 
-def _python_state(generator: Any) -> dict[str, Any]:
-    version, words, gauss_next = generator.getstate()
-    return {"version": version, "words": _PYTHON_WORDS.pack(*words), "gauss_next": gauss_next}
-
-
-def _set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
-    words = _PYTHON_WORDS.unpack(state["words"])
-    generator.setstate((state["version"], words, state["gauss_next"]))
+def _unflat(flat: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    private = {name: flat[f"generator {name}"] for name in like["generators"]}
+    common = {name: flat.get(name, like[name]) for name in like if name != "generators"}
+    return {**common, "generators": private}
 
 
 def _kind(state: Any) -> str:
@@ -178,28 +173,3 @@ def _restore_cuda(saved: list[torch.Tensor]) -> list[str]:
             f"{num_devices}: draws on a device differ where it has no counterpart"
         ]
     return []
-
-
-def _seed_sequence(bit_generator: Any) -> dict[str, Any] | None:
-    """What decides the children that ``Generator.spawn`` gives; NumPy's own state leaves it out."""
-    sequence = getattr(bit_generator, "seed_seq", None)
-    if not isinstance(sequence, np.random.SeedSequence):
-        return None
-    entropy = sequence.entropy
-    return {
-        "entropy": entropy if isinstance(entropy, int) else np.asarray(entropy).tolist(),
-        "spawn_key": tuple(sequence.spawn_key),
-        "num_children": sequence.n_children_spawned,
-    }
-
-
-def _restore_seed_sequence(bit_generator: Any, saved: dict[str, Any] | None) -> str:
-    live = _seed_sequence(bit_generator)
-    if saved is None or live == saved:
-        return ""
-    if live is None or {**live, "num_children": saved["num_children"]} != saved:
-        return "its seed sequence is another one, so spawn() gives other children"
-    if live["num_children"] > saved["num_children"]:
-        return "more children were spawned here already, so spawn() gives other ones"
-    bit_generator.seed_seq.spawn(saved["num_children"] - live["num_children"])
-    return ""

@@ -3,14 +3,20 @@
 from resumekit.data.map_source import MapSource
 from resumekit.data.position import DataPosition, open_source
 from resumekit.data.replay import ReplaySource
+from resumekit.data.resumable import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, announce_epoch
+from resumekit.data.stateful import StatefulMapSource, StatefulSource
 from resumekit.data.wrapped import WrappedSource
 
 __all__ = [
     "DataPosition",
+    "DistributedResumableSampler",
     "MapSource",
     "ReplaySource",
+    "ResumableSampler",
     "Source",
+    "StatefulMapSource",
+    "StatefulSource",
     "WrappedSource",
     "announce_epoch",
     "open_source",

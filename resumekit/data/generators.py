@@ -14,6 +14,18 @@ GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, 
 # The attributes by which torch's loaders and samplers hold one another.
 _NESTED = ("batch_sampler", "sampler")
 
+# What the names of generators begin with from which samples draw, and not their order.
+DATASET_PREFIXES = ("dataset.", "collate_fn.")
+
+
+def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
+    """A place inside an epoch, without how far prefetching has drawn the epoch's order."""
+    if not state["batch"]:
+        return state
+    states = state["generators"]
+    of_samples = [name for name in states if name.startswith(DATASET_PREFIXES)]
+    return {**state, "generators": {name: states[name] for name in of_samples}}
+
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
     """Every sampler that a loader draws from, outermost first, as ``(dotted name, object)``."""

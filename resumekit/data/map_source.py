@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from resumekit.contract import Fidelity
+from resumekit.data.elastic import fit, is_reshared, way_in
 from resumekit.data.generators import private_generators
+from resumekit.data.orders import Batching, order_name
 from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
 from resumekit.data.source import Source, announce_epoch
 from resumekit.data.tape import Padding, Taped, TapingCollate, TapingInit, WorkerRandomState
@@ -28,7 +31,15 @@ class MapSource(Source):
         super().__init__(loader, name)
         self._collates = loader.batch_sampler is not None
         index_sampler = loader.batch_sampler if self._collates else loader.sampler
-        self._sampler = RecordingSampler(index_sampler, self._rng, name)
+        self._batching = Batching.of(loader)
+        # What names the order that the loader's own sampler gives in the epoch announced last. No
+        # method of ours: a cycle would keep this source alive, and with it the loader's workers.
+        self._order_name = partial(order_name, self._batching.sampler, self._private)
+        self._sampler = self._new_sampler(index_sampler, self._rng, self._order_name)
+        self._samples = 0  # used in this epoch, by all ranks that share its order
+        self._since = 0  # where this rank's share of it began
+        self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
+        self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, WorkerRandomState] = {}
         self._copy = copy.copy(loader)
@@ -37,6 +48,9 @@ class MapSource(Source):
         self._copy.__dict__["batch_sampler" if self._collates else "sampler"] = self._sampler
         self._copy.__dict__["_iterator"] = None
 
+    def _new_sampler(self, *recording: Any) -> RecordingSampler:
+        return RecordingSampler(*recording)
+
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
         """How exactly the position and the random numbers in it come back, and why not."""
@@ -44,10 +58,16 @@ class MapSource(Source):
         if workers and not getattr(self.loader, "in_order", True):
             return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
         if workers and not self._collates:
-            return Fidelity.LOST, "random numbers in workers of a loader with batch_size=None"
+            what = "random numbers in workers of a loader with batch_size=None"
+            return Fidelity.LOST, f"{what}; exact with randomness='keyed'"
         hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
         if hidden:
             return Fidelity.LOST, f"{', '.join(hidden)} lives in the workers; use num_workers=0"
+        if self._former_workers not in (None, workers):
+            return Fidelity.EQUIVALENT, (
+                f"num_workers was {self._former_workers} and is {workers}, so samples draw other "
+                "random numbers, if they draw any; exact with randomness='keyed'"
+            )
         return Fidelity.EXACT, ""
 
     def begin(self, epoch: int) -> None:
@@ -65,7 +85,8 @@ class MapSource(Source):
             self._before = self._rng.state_dict()
             self._workers = {}
             self._attach_tape({}, num_padding=0)
-        self.batch = 0
+        self.batch = self._samples = self._since = 0
+        self._inherited, self._epoch_batches = {}, None
         self._iterator = iter(self._copy)
 
     def _begin_again(self, pending: Mapping[str, Any]) -> None:
@@ -75,8 +96,11 @@ class MapSource(Source):
         self._workers = {
             int(worker): WorkerRandomState(**state) for worker, state in pending["workers"].items()
         }
+        way = None
         if self.batch:
-            start, num_padding = EpochStart(**pending["start"]), self._num_padding()
+            way = way_in(pending, self._batching, self._order_name, where=self.name)
+            self._samples = pending["samples"]
+            start, num_padding = self._start_again(pending), self._num_padding()
         elif self._workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
             # that the interrupted run's did not draw here.
@@ -85,13 +109,21 @@ class MapSource(Source):
             self._begin_fresh()
             return
         eager = self.loader.num_workers == 0
-        self._sampler.seek(Seek(start, self.batch, pending["order"], num_padding, eager))
+        self._sampler.seek(Seek(start, way, num_padding, eager))
         self._attach_tape(self._workers, num_padding)
         if self._before is not None:
             self._rng.load_state_dict(self._before)
         self._iterator = iter(self._copy)
         self._drop_padding(num_padding)
         self._attach_tape({}, num_padding=0)
+
+    def _start_again(self, pending: Mapping[str, Any]) -> EpochStart:
+        """What the loader's own sampler is to draw the epoch under way from."""
+        if is_reshared(pending):
+            self._since = pending["samples"]
+            self._inherited = {key: pending[key] for key in ("order_name", "start")}
+            return EpochStart()
+        return EpochStart(**(pending["start"] or {}))
 
     def _drop_padding(self, num_padding: int) -> None:
         # Each padding that is taken out lets the loader ask the sampler for one more batch: after
@@ -121,8 +153,10 @@ class MapSource(Source):
         assert self._iterator is not None
         batch = next(self._iterator)
         self.indices = self._sampler.drawn.popleft()
-        self._sampler.order.add(self.indices)
+        if not self._batching.has_random_access:
+            self._sampler.order.add(self.indices)
         self.num_samples = len(self.indices) if self._collates else 1
+        self._samples += self.num_samples * self._batching.num_replicas
         self.batch += 1
         if isinstance(batch, Taped):
             self._workers[batch.worker] = batch.state
@@ -137,8 +171,9 @@ class MapSource(Source):
         under_way = state["batch"] > 0
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
         keep_workers = under_way or persistent
-        state["start"] = self._sampler.start.as_dict() if under_way else None
-        state["order"] = self._sampler.order.hexdigest() if under_way else None
+        state["samples"] = self._samples if under_way else 0
+        state.update(self._epoch_state() if under_way else _NO_EPOCH)
+        state["num_workers"] = self.loader.num_workers
         state["before"] = self._before if keep_workers else None
         state["workers"] = (
             {worker: vars(random) for worker, random in self._workers.items()}
@@ -147,13 +182,55 @@ class MapSource(Source):
         )
         return state
 
+    def _epoch_state(self) -> dict[str, Any]:
+        """What names the order of the epoch under way, and what this rank used of it."""
+        sampler, batching = self._sampler, self._batching
+        by_name = batching.has_random_access
+        return {
+            "order_name": sampler.order_name,
+            "start": None if by_name else sampler.start.as_dict(),
+            **self._inherited,
+            "used": {
+                "since": self._since,
+                "replica": batching.replica,
+                "num_replicas": batching.num_replicas,
+                "digest": None if by_name else sampler.order.hexdigest(),
+            },
+        }
+
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        fitted = fit(
+            state,
+            self._geometry(),
+            self._batching,
+            live_name=self._order_name(),
+            allowed=self.allowed_changes,
+            where=self.name,
+        )
+        self._former_workers = state.get("num_workers")
+        self.changed, self.changes = fitted.changes, fitted.words
+        self._epoch_batches = fitted.num_batches
+        return fitted.state
+
     def _geometry(self) -> dict[str, Any]:
+        batch_sampler = self.loader.batch_sampler
         return {
             **super()._geometry(),
             "num_samples": _length(self.loader.dataset),
-            "batch_size": self.loader.batch_size,
-            "drop_last": self.loader.drop_last,
+            "batch_size": self.loader.batch_size or _number(batch_sampler, "batch_size"),
+            "drop_last": self.loader.drop_last or bool(_number(batch_sampler, "drop_last")),
+            "num_replicas": self._batching.num_replicas,
+            "samples_per_rank": self._batching.samples_per_rank,
         }
+
+
+_NO_EPOCH = {"order_name": None, "start": None, "used": None}
+
+
+def _number(holder: Any, name: str) -> int | None:
+    """A setting of a batch sampler, whoever wrote it; None where it has no such one."""
+    value = getattr(holder, name, None)
+    return value if isinstance(value, int) else None
 
 
 def _length(dataset: Any) -> int | None:

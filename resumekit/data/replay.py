@@ -1,61 +1,170 @@
-"""Any other iterable: drawn through again up to the place where the run was interrupted."""
+"""An iterable is drawn through again, from where its epoch began up to where it was interrupted."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from resumekit.capture import RngState
 from resumekit.contract import Fidelity
+from resumekit.data.content import Contents
+from resumekit.data.fetches import FetchTape, Playback
+from resumekit.data.hidden import held_generators
+from resumekit.data.kinds import (
+    INNER,
+    around,
+    is_hugging_face,
+    is_stateful_data_loader,
+    length_is_a_guess,
+    shallow_copy,
+    stream_loader,
+)
+from resumekit.data.patience import Patience, warn
+from resumekit.data.persistent import PersistentWorkers
 from resumekit.data.source import Source, announce_epoch
 from resumekit.errors import DataPositionError
 
+_CONDITION = (
+    "the used batches of an epoch are made once more; as long as nothing but random numbers, what "
+    "it was built with and set_epoch() shapes the dataset"
+)
+_OTHER_BATCHES = (
+    "drawn through again, the loader gave other batches than those that were used, so samples may "
+    "come twice or never; let nothing but random numbers and set_epoch() shape the dataset, and "
+    "hold its generators as attributes"
+)
+_UNKNOWN = (
+    "is drawn through again from the start of the epoch; exact only when nothing but random "
+    "numbers of this process shapes it"
+)
+
 
 class ReplaySource(Source):
-    """Any other iterable: an epoch is begun again from its random state and drawn through.
+    """Any iterable: an epoch is begun again from its random state and drawn through to the place.
 
-    The batches that were used are made once more and dropped, so a resume costs the time they took.
+    What the loader draws in this process, it draws again from the states that it drew from before;
+    workers are started from the seed that they were started from, and persistent ones with the
+    states that they began the epoch with. The batches that come out are held against a digest of
+    those that were used.
+
+    A torch DataLoader, also inside a framework's loader, is iterated as a shallow copy.
     """
 
     kind = "replay"
 
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
+        self._stream = stream_loader(loader)
+        self._held = _held_generators(loader, self._stream)
+        self._persistent: PersistentWorkers | None = None
+        self._iterated = self._copied(loader)
+        workers = 0 if self._stream is None else self._stream.num_workers
+        if not workers:
+            self._private = _merged(self._private, self._held)
+            self._rng = RngState(self._private)
+        # A framework's loader may draw here although its workers do as well.
+        self._fetches = FetchTape() if not workers or hasattr(loader, INNER) else None
+        self._contents = Contents()
         self._start: dict[str, Any] | None = None
+        self._at_end = False
+        self._ran_ahead = False  # persistent workers did, in an epoch that was left early
+        self._differs = False  # drawn again, the batches were others
+
+    def _copied(self, loader: Any) -> Any:
+        """What is iterated."""
+        if self._stream is None:
+            return loader
+        inner = shallow_copy(self._stream)
+        if inner.num_workers and inner.persistent_workers:
+            self._persistent = PersistentWorkers(inner, self.name)
+        return around(loader, inner) if hasattr(loader, INNER) else inner
 
     @property
     def num_batches(self) -> int | None:
         """The batches of one epoch, or None: the length of an iterable dataset is only a guess."""
-        is_guess = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-        return None if is_guess else super().num_batches
+        return None if length_is_a_guess(self.loader) else super().num_batches
+
+    # ---------------------------------------------------------------- how exact it is
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position comes back, and why not."""
-        return (
-            Fidelity.EQUIVALENT,
-            f"{type(self.loader).__name__} is drawn through again from the start of the epoch; "
-            "exact only when nothing but its own random numbers shapes it",
-        )
+        """How exactly the position and its random numbers come back, and on what condition."""
+        if self._differs:
+            return Fidelity.LOST, _OTHER_BATCHES
+        if self._stream is None and not isinstance(self.loader, IterableDataset):
+            return Fidelity.EQUIVALENT, f"{type(self.loader).__name__} {_UNKNOWN}; {self._remedy()}"
+        if self._stream is not None and self._stream.num_workers:
+            lost = self._lost_in_workers(self._stream)
+            if lost:
+                return Fidelity.LOST, lost
+        if self._fetches is not None and self._fetches.overflowed:
+            return Fidelity.EQUIVALENT, (
+                f"the dataset and the training step both draw from {self._fetches.overflowed}'s "
+                "global generator, and the epoch is too long to keep all of its states; give the "
+                "dataset a generator of its own: self.rng = random.Random(seed)"
+            )
+        return Fidelity.EXACT, _CONDITION
+
+    def _lost_in_workers(self, stream: DataLoader[Any]) -> str:
+        """What cannot be repeated of what the workers do; empty if all can."""
+        if not getattr(stream, "in_order", True):
+            return "in_order=False delivers in an order that no record can repeat"
+        # datasets 5.2 iterable_dataset.py shuffles with copies of the generators that it holds.
+        if self._persistent and self._held and not is_hugging_face(stream.dataset):
+            names = ", ".join(self._held)
+            return f"{names} lives on in persistent workers; use persistent_workers=False"
+        if self._ran_ahead:
+            return (
+                "an epoch was left early, while persistent workers were ahead of the loop; "
+                "use persistent_workers=False"
+            )
+        return ""
+
+    def _remedy(self) -> str:
+        if is_stateful_data_loader(getattr(self.loader, INNER, None)):
+            return "use_stateful_dataloader=False makes it exact"
+        return "a torch DataLoader over an IterableDataset is exact"
+
+    # ---------------------------------------------------------------- an epoch
 
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or draws it through up to where the checkpoint stood."""
-        announce_epoch(self.loader, epoch)
         pending, self._pending = self._pending, None
-        resumed = pending is not None and pending["epoch"] == epoch and pending["batch"] > 0
-        if resumed:
-            assert pending is not None
+        if pending is not None and pending["epoch"] != epoch:
+            pending = None
+        if pending is not None and pending["workers"] and self._persistent is not None:
+            self._begin_workers_again(self._persistent, pending["workers"])
+        announce_epoch(self._iterated, epoch)
+        used = pending["batch"] if pending is not None else 0
+        if pending is not None and used:
             self._rng.load_state_dict(pending["start"])
         self._start = self._rng.state_dict()
-        self._iterator = iter(self.loader)
+        if self._persistent is not None:
+            self._persistent.begin(epoch, self._start)
+        self._iterator = iter(self._iterated)
         self.epoch, self.batch = epoch, 0
-        if resumed:
-            assert pending is not None
-            self._draw_through(pending["batch"])
+        self._at_end = self._ran_ahead = False
+        self._contents = Contents()
+        if self._fetches is not None:
+            self._fetches.begin()
+        if pending is not None and used:
+            self._draw_through(pending)
 
-    def _draw_through(self, num_batches: int) -> None:
+    def _begin_workers_again(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
+        settled = self._rng.state_dict()
+        self._rng.load_state_dict(state["birth"]["rng"])
+        workers.begin_again(state)
+        self._rng.load_state_dict(settled)
+
+    def _draw_through(self, pending: Mapping[str, Any]) -> None:
+        num_batches = pending["batch"]
+        playback = Playback(pending["fetches"] or {})
+        patience = Patience(f"drawing the used batches of {self.name!r} again", num_batches)
         for number in range(num_batches):
+            playback.before(number)
             try:
                 self.next_batch()
             except StopIteration:
@@ -64,6 +173,12 @@ class ReplaySource(Source):
                     found=f"an epoch of {number} batches",
                     expected=f"at least the {num_batches} that were already used",
                 ) from None
+            patience.at(self.batch)
+        patience.done()
+        expected = pending["contents"]
+        self._differs = expected is not None and expected != self._contents.hexdigest()
+        if self._differs:
+            warn(f"the position in {self.name!r} is lost: {_OTHER_BATCHES}")
 
     def next_batch(self) -> Any:
         """The next batch.
@@ -72,21 +187,57 @@ class ReplaySource(Source):
             StopIteration: the epoch has no more.
         """
         assert self._iterator is not None
-        batch = next(self._iterator)
+        if self._fetches is not None:
+            self._fetches.before()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._at_end = True
+            raise
+        if self._fetches is not None:
+            self._fetches.after(self.batch)
+        self._contents.add(batch)
         self.batch += 1
-        self.num_samples = _first_dimension(batch)
+        self.num_samples = first_dimension(batch)
         return batch
 
+    def end_epoch(self) -> None:
+        """Moves the place to the start of the next epoch."""
+        self._ran_ahead = self._persistent is not None and self.begun and not self._at_end
+        super().end_epoch()
+
+    # ---------------------------------------------------------------- what is saved
+
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and the random state that the epoch began with."""
+        """The place of the next batch and all that the epoch is to be drawn through again from."""
         if self._pending is not None:
             return dict(self._pending)
         state = self._state()
-        state["start"] = self._start if state["batch"] else None
+        under_way = state["batch"] > 0
+        fetches = self._fetches if under_way else None
+        complete = under_way and not (fetches is not None and fetches.overflowed)
+        state["start"] = self._start if under_way else None
+        state["fetches"] = None if fetches is None else fetches.state_dict()
+        state["contents"] = self._contents.hexdigest() if complete else None
+        state["workers"] = self._state_of_workers(under_way=under_way)
+        if not under_way and self._persistent is None:
+            del state["geometry"]["num_workers"]  # the next epoch may have another number
         return state
 
+    def _state_of_workers(self, *, under_way: bool) -> dict[str, Any] | None:
+        if self._persistent is None or self._start is None or self._ran_ahead:
+            return None
+        return self._persistent.state_dict(under_way=under_way)
 
-def _first_dimension(batch: Any) -> int:
+    def _geometry(self) -> dict[str, Any]:
+        geometry = super()._geometry()
+        # What a worker reads depends on how many there are, and so does the order of the batches.
+        for setting in ("num_workers", "batch_size", "drop_last", "persistent_workers"):
+            geometry[setting] = getattr(self._stream, setting, None)
+        return geometry
+
+
+def first_dimension(batch: Any) -> int:
     """The samples in a batch of unknown make: the length of its first tensor, else 1."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
@@ -94,3 +245,20 @@ def _first_dimension(batch: Any) -> int:
         batch = batch[0]
     shape = getattr(batch, "shape", None)
     return int(shape[0]) if shape is not None and len(shape) else 1
+
+
+def _held_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str, Any]:
+    """The generators that a stream and the function that collates it hold, however deep."""
+    dataset = loader if stream is None else stream.dataset
+    if not isinstance(dataset, IterableDataset):
+        return {}
+    holders = {"dataset": dataset, "dataset.__iter__": getattr(type(dataset), "__iter__", None)}
+    if stream is not None:
+        holders["collate_fn"] = stream.collate_fn
+    held = held_generators(holders).items()
+    return {name: each for name, each in held if not isinstance(each, random.SystemRandom)}
+
+
+def _merged(private: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    known = {id(generator) for generator in private.values()}
+    return {**private, **{name: each for name, each in held.items() if id(each) not in known}}

@@ -1,18 +1,21 @@
 """A stand-in for a loader's index sampler that can begin an epoch again where it was left.
 
 It yields what the user's sampler yields. On a resume it draws the same permutation from the same
-random numbers and passes over the batches that were used, without touching the dataset.
+random numbers and passes over what was used, without touching the dataset; a sampler with random
+access begins at the place, and draws and passes over nothing.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import xxhash
+from torch.utils.data import BatchSampler
 
 from resumekit.capture import RngState
 from resumekit.errors import DataPositionError
@@ -45,7 +48,7 @@ class Order:
     _digest: Any = field(default_factory=xxhash.xxh3_128)
 
     def add(self, indices: Any) -> None:
-        """Takes in one batch's indices."""
+        """Takes in the indices of one batch, or of several in a row."""
         self._digest.update(_index_bytes(indices))
 
     def hexdigest(self) -> str:
@@ -54,12 +57,144 @@ class Order:
 
 
 def _index_bytes(indices: Any) -> bytes:
+    """The bytes of each index after the other, however they come in batches."""
     if hasattr(indices, "tolist"):
         indices = indices.tolist()
+    if not isinstance(indices, (list, tuple)):
+        indices = [indices]
     try:
-        return array("q", indices if isinstance(indices, (list, tuple)) else [indices]).tobytes()
+        return array("q", indices).tobytes()
     except (TypeError, OverflowError):
-        return repr(indices).encode()
+        return b"".join(map(_one_index_bytes, indices))
+
+
+def _one_index_bytes(index: Any) -> bytes:
+    if isinstance(index, (list, tuple)):  # one index of a loader that does not collate
+        return _index_bytes(index)
+    try:
+        return array("q", [index]).tobytes()
+    except (TypeError, OverflowError):
+        return repr(index).encode() + b"\n"
+
+
+# The indices that are passed over at once.
+_CHUNK = 1 << 16
+
+
+class WayIn(Protocol):
+    """How an epoch is begun at a place: ``rest`` gives the batches from there on."""
+
+    def rest(self, drawn: Iterator[Any], order: Order) -> Iterator[Any]:
+        """The batches that are left.
+
+        Args:
+            drawn: the user's sampler, at the start of the epoch.
+            order: takes in what is passed over.
+
+        Raises:
+            DataPositionError: the place is not in the epoch that the sampler gives.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PassBatches:
+    """Draws batches until the place is reached, which any sampler can do.
+
+    Args:
+        where: the loader's name, for errors.
+        num_batches: the batches that were used.
+        digest: of their indices.
+    """
+
+    where: str
+    num_batches: int
+    digest: str | None
+
+    def rest(self, drawn: Iterator[Any], order: Order) -> Iterator[Any]:
+        """The batches that are left."""
+        for number in range(self.num_batches):
+            try:
+                order.add(next(drawn))
+            except StopIteration:
+                raise _too_short(self.where, number, self.num_batches, "batches") from None
+        require_order(self.where, order, self.digest, f"{self.num_batches} batches")
+        return drawn
+
+
+@dataclass(frozen=True)
+class PassSamples:
+    """Draws single indices until the place is reached: fast, and whatever the batch size was.
+
+    Args:
+        where: the loader's name, for errors.
+        num_samples: the samples that this rank used.
+        digest: of their indices.
+        batching: the loader's batch sampler; None for a loader that does not collate.
+    """
+
+    where: str
+    num_samples: int
+    digest: str | None
+    batching: BatchSampler | None
+
+    def rest(self, drawn: Iterator[Any], order: Order) -> Iterator[Any]:
+        """The batches that are left."""
+        indices = drawn if self.batching is None else iter(self.batching.sampler)
+        left = self.num_samples
+        while left:
+            passed = list(islice(indices, min(left, _CHUNK)))
+            if not passed:
+                used = self.num_samples
+                raise _too_short(self.where, used - left, used, "samples")
+            order.add(passed)
+            left -= len(passed)
+        require_order(self.where, order, self.digest, f"{self.num_samples} samples")
+        return in_batches(indices, self.batching)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Goes to the place at once.
+
+    Args:
+        indices: gives this rank's indices from there on.
+        batching: the loader's batch sampler; None for a loader that does not collate.
+    """
+
+    indices: Callable[[], Iterator[int]]
+    batching: BatchSampler | None
+
+    def rest(self, drawn: Iterator[Any], order: Order) -> Iterator[Any]:
+        """The batches that are left."""
+        return in_batches(self.indices(), self.batching)
+
+
+def in_batches(indices: Iterator[int], batching: BatchSampler | None) -> Iterator[Any]:
+    """The indices in batches as this batch sampler makes them, or one by one without it."""
+    if batching is None:
+        return indices
+    return iter(BatchSampler(indices, batching.batch_size, batching.drop_last))
+
+
+def require_order(where: str, order: Order, digest: str | None, what: str) -> None:
+    """Raises DataPositionError unless what was passed over is what the interrupted run used."""
+    if digest is not None and order.hexdigest() != digest:
+        raise DataPositionError(
+            where,
+            found=f"the sampler gives another order for the first {what}",
+            expected="the order of the interrupted run",
+            remedy="Draw the whole order when the epoch begins, or from a generator that is an "
+            "attribute of the sampler",
+        )
+
+
+def _too_short(where: str, found: int, expected: int, unit: str) -> DataPositionError:
+    return DataPositionError(
+        where,
+        found=f"an epoch of {found} {unit}",
+        expected=f"at least the {expected} that were already used",
+    )
 
 
 @dataclass(frozen=True)
@@ -68,16 +203,14 @@ class Seek:
 
     Args:
         start: the random state to draw the epoch's order from.
-        num_batches: the batches that were used.
-        order: the digest of their indices.
+        way_in: how to get to the place; None is the start of the epoch.
         num_padding: the empty batches to yield first, which keep each worker's turn.
         eager: whether to go there when the iterator is made. A loader without workers asks its
             sampler only for the first batch, when the generators stand at the settled point.
     """
 
     start: EpochStart
-    num_batches: int = 0
-    order: str | None = None
+    way_in: WayIn | None = None
     num_padding: int = 0
     eager: bool = False
 
@@ -97,16 +230,19 @@ class RecordingSampler:
     Args:
         inner: the user's batch sampler, or sampler for a loader that does not collate.
         rng: the random state that the order may be drawn from.
-        where: the loader's name, for errors.
+        describe: gives the name of the order that ``inner`` is about to draw.
     """
 
-    def __init__(self, inner: Any, rng: RngState, where: str) -> None:
+    def __init__(
+        self, inner: Any, rng: RngState, describe: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         self.inner = inner
-        self.where = where
         self.drawn: deque[Any] = deque()
         self.start = EpochStart()
         self.order = Order()
+        self.order_name: dict[str, Any] = {}
         self._rng = rng
+        self._describe = describe
         self._seek: Seek | None = None
 
     def seek(self, seek: Seek) -> None:
@@ -130,51 +266,30 @@ class RecordingSampler:
             self._rng.load_state_dict(seek.start.at_iter)
         self.start = EpochStart(at_iter=self._rng.state_dict())
         inner = iter(self.inner)
-        if seek is not None and seek.eager:
-            self._find_place(inner)
+        place = self._find_place(inner) if seek is not None and seek.eager else None
         if after is not None:
             self._rng.load_state_dict(after)
-        return self._indices(inner)
+        return self._indices(inner, place)
 
-    def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
-        if self.start.at_first is None:
-            yield from self._padding(self._find_place(inner))
-        for indices in inner:
+    def _indices(
+        self, inner: Iterator[Any], place: tuple[int, Iterator[Any]] | None
+    ) -> Iterator[Any]:
+        num_padding, rest = self._find_place(inner) if place is None else place
+        for _ in range(num_padding):
+            padding = PaddingIndices()
+            self.drawn.append(padding)
+            yield padding
+        for indices in rest:
             self.drawn.append(indices)
             yield indices
 
-    def _find_place(self, inner: Iterator[Any]) -> int:
-        """Goes to where the epoch begins for us; gives the number of padding batches due first."""
+    def _find_place(self, inner: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        """The padding batches that are due first, and the batches from where the epoch begins."""
         seek, self._seek = self._seek, None
         if seek is not None and seek.start.at_first is not None:
             self._rng.load_state_dict(seek.start.at_first)
         self.start.at_first = self._rng.state_dict()
-        if seek is None:
-            return 0
-        self._pass_over(inner, seek)
-        return seek.num_padding
-
-    def _padding(self, count: int) -> Iterator[Any]:
-        for _ in range(count):
-            padding = PaddingIndices()
-            self.drawn.append(padding)
-            yield padding
-
-    def _pass_over(self, inner: Iterator[Any], seek: Seek) -> None:
-        for number in range(seek.num_batches):
-            try:
-                self.order.add(next(inner))
-            except StopIteration:
-                raise DataPositionError(
-                    self.where,
-                    found=f"an epoch of {number} batches",
-                    expected=f"at least the {seek.num_batches} that were already used",
-                ) from None
-        if seek.order is not None and self.order.hexdigest() != seek.order:
-            raise DataPositionError(
-                self.where,
-                found=f"the sampler gives another order for the first {seek.num_batches} batches",
-                expected="the order of the interrupted run",
-                remedy="Draw the whole order when the epoch begins, or from a generator that is an "
-                "attribute of the sampler",
-            )
+        self.order_name = self._describe()
+        if seek is None or seek.way_in is None:
+            return 0, inner
+        return seek.num_padding, seek.way_in.rest(inner, self.order)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import Fidelity
+from resumekit.data.elastic import fit_boundary
 from resumekit.data.generators import loader_generators, samplers_of
 from resumekit.errors import DataPositionError
 
@@ -21,9 +22,13 @@ class Source(ABC):
         batch: its index in the epoch; ``place()`` gives both with an epoch's end normalised.
         indices: the sample indices of the last batch, None where the loader does not tell.
         num_samples: the number of samples in the last batch.
+        allowed_changes: what of the loader's geometry the user allows to change.
+        changed: which of it did change, once a checkpoint's place was taken.
+        changes: the same in words.
     """
 
     kind: ClassVar[str]
+    keyed: ClassVar[bool] = False  # whether samples draw from keys, and so not from the run's state
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -32,6 +37,10 @@ class Source(ABC):
         self.batch = 0
         self.indices: Any = None
         self.num_samples = 0
+        self.allowed_changes: frozenset[str] = frozenset()
+        self.changed: tuple[str, ...] = ()
+        self.changes: tuple[str, ...] = ()
+        self._epoch_batches: int | None = None  # of the epoch under way, if not as many as ever
         self._private = loader_generators(loader)
         self._rng = RngState(self._private)  # all that the order may be drawn from
         self._iterator: Iterator[Any] | None = None
@@ -68,6 +77,11 @@ class Source(ABC):
             return None
 
     @property
+    def epoch_batches(self) -> int | None:
+        """The batches of the epoch under way; they may differ after a change of geometry."""
+        return self.num_batches if self._epoch_batches is None else self._epoch_batches
+
+    @property
     def begun(self) -> bool:
         """Whether an epoch is under way in this process."""
         return self._iterator is not None
@@ -75,13 +89,14 @@ class Source(ABC):
     @property
     def used_up(self) -> bool:
         """Whether the epoch under way is known to have no more batches."""
-        return self.begun and self.num_batches is not None and self.batch >= self.num_batches
+        return self.begun and self.epoch_batches is not None and self.batch >= self.epoch_batches
 
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
         self.close()
         self.epoch += 1
         self.batch = 0
+        self._epoch_batches = None
 
     def close(self) -> None:
         """Lets go of the iterator; the place stays."""
@@ -90,8 +105,10 @@ class Source(ABC):
     def restore_generators(self) -> None:
         """Sets the private generators to what they were at the checkpoint."""
         if self._generators is not None:
+            in_place = {id(generator) for generator in self.drawn_again()}
             for name, state in self._generators.items():
-                set_generator_state(self._private[name], state)
+                if id(self._private[name]) not in in_place:
+                    set_generator_state(self._private[name], state)
             self._generators = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,23 +117,32 @@ class Source(ABC):
             raise DataPositionError(
                 self.name, found=f"a {self.kind} loader", expected=f"a {state['kind']} loader"
             )
-        changed = _changes(state["geometry"], self._geometry())
-        if changed:
-            raise DataPositionError(
-                self.name,
-                found="; ".join(f"{key} {now!r}" for key, (_, now) in changed.items()),
-                expected="; ".join(f"{key} {then!r}" for key, (then, _) in changed.items()),
-                remedy="Restore the former settings of this loader",
-            )
+        state = self._fitted(state)
         self.epoch, self.batch = state["epoch"], state["batch"]
         self._pending = dict(state)
         self._generators = state["generators"]
 
     def place(self) -> tuple[int, int]:
         """Epoch and batch, the end of an epoch being the start of the next."""
-        if self.num_batches and self.batch >= self.num_batches:
+        if self.epoch_batches and self.batch >= self.epoch_batches:
             return self.epoch + 1, 0
         return self.epoch, self.batch
+
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint's place in the geometry of this loader.
+
+        Raises:
+            DataPositionError: the geometry changed, and it is not allowed or cannot be followed.
+        """
+        return fit_boundary(state, self._geometry(), allowed=self.allowed_changes, where=self.name)
+
+    def comparable_state(self) -> dict[str, Any]:
+        """What two equal runs have in common: the state, without how far ahead workers are."""
+        return self.state_dict()
+
+    def drawn_again(self) -> tuple[Any, ...]:
+        """The private generators that are in place already: the order was drawn from them again."""
+        return ()
 
     def _geometry(self) -> dict[str, Any]:
         return {"num_batches": self.num_batches, "generators": sorted(self._private)}
@@ -130,10 +156,6 @@ class Source(ABC):
             "geometry": self._geometry(),
             "generators": {name: generator_state(g) for name, g in self._private.items()},
         }
-
-
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (then[key], now.get(key)) for key in then if then[key] != now.get(key)}
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:

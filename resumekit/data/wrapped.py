@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resumekit.contract import Fidelity
+from resumekit.data.elastic import RANKS, follow
+from resumekit.data.generators import without_prefetch
+from resumekit.data.kinds import INNER, around
 from resumekit.data.map_source import MapSource
 from resumekit.data.source import Source, announce_epoch
 from resumekit.errors import DataPositionError
-
-# Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
-# DataLoaderAdapter; transformers.Trainer iterates the same class.
-INNER = "base_dataloader"
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,13 @@ class Fetched:
 
     Args:
         place: the inner source's state before the fetch.
-        random: the random state before the fetch.
+        random: the random state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
     """
 
     place: dict[str, Any]
-    random: dict[str, Any]
+    random: dict[str, Any] | None
     indices: Any
     num_samples: int
 
@@ -41,15 +40,22 @@ class WrappedSource(Source):
     resume fetches the batches ahead once more, each from the random state that it was fetched from
     before, and hands them to the outer loader. The user's loader is left as it is; a shallow copy
     is iterated, around an inner loader of our own.
+
+    Args:
+        loader: the framework's loader.
+        name: what the run calls it.
+        open_inner: gives the source of the loader inside.
     """
 
     kind = "wrapped"
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(
+        self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
+    ) -> None:
         super().__init__(loader, name)
         inner = getattr(loader, INNER)
-        self._inner = MapSource(inner, name)
-        self._outer = _around(loader, _Feed(self, inner))
+        self._inner = open_inner(inner, name)
+        self._outer = around(loader, _Feed(self, inner))
         self._ahead: deque[Fetched] = deque()
         self._again: deque[Any] = deque()  # batches fetched anew, for the outer loader to take
         self._continues = False  # the epoch under way was begun by another process
@@ -69,6 +75,8 @@ class WrappedSource(Source):
         self._continues = False
         if pending is not None and pending["epoch"] == epoch and pending["batch"] > 0:
             self._begin_again(pending)
+        else:
+            self._epoch_batches = None
         self._iterator = iter(self._outer)
 
     def _begin_again(self, pending: Mapping[str, Any]) -> None:
@@ -77,7 +85,10 @@ class WrappedSource(Source):
         self.batch = pending["batch"]
         self._inner.begin(self.epoch)
         for random in pending["ahead"]:
-            self._rng.load_state_dict(random)
+            if self._inner.used_up:
+                break  # batches are larger now, and fewer
+            if random is not None:
+                self._rng.load_state_dict(random)
             self._again.append(self._fetch())
 
     def next_batch(self) -> Any:
@@ -116,11 +127,23 @@ class WrappedSource(Source):
         return self._again.popleft() if self._again else self._fetch()
 
     def _fetch(self) -> Any:
-        place, random = self._inner.state_dict(), self._rng.state_dict()
+        place = self._inner.state_dict()
+        random = None if self._inner.keyed else self._rng.state_dict()
         batch = self._inner.next_batch()
         fetched = Fetched(place, random, self._inner.indices, self._inner.num_samples)
         self._ahead.append(fetched)
         return batch
+
+    def comparable_state(self) -> dict[str, Any]:
+        """What two equal runs have in common: the state, without how far ahead workers are."""
+        state = self.state_dict()
+        if not self._inner.keyed:
+            return state
+        return {**without_prefetch(state), "inner": without_prefetch(state["inner"])}
+
+    def drawn_again(self) -> tuple[Any, ...]:
+        """The private generators that are in place already: the order was drawn from them again."""
+        return self._inner.drawn_again()
 
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
@@ -128,10 +151,19 @@ class WrappedSource(Source):
         self._ahead.clear()
         self._inner.end_epoch()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
-        super().load_state_dict(state)
-        self._inner.load_state_dict(state["inner"])
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        inner = self._inner
+        inner.allowed_changes = self.allowed_changes
+        place = {**state["inner"], **{key: state[key] for key in (RANKS,) if key in state}}
+        inner.load_state_dict(place)
+        self.changed, self.changes = inner.changed, inner.changes
+        self._epoch_batches = inner._epoch_batches
+        return follow(
+            {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
+            self._geometry(),
+            needed=inner.changed,
+            where=self.name,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, and what the batches ahead were fetched from."""
@@ -163,13 +195,3 @@ class _Feed:
 
     def __next__(self) -> Any:
         return self._source._take()
-
-
-def _around(loader: Any, inner: _Feed) -> Any:
-    """A shallow copy of the loader that draws from ``inner``."""
-    # Not copy.copy: accelerate 1.15 data_loader.py DataLoaderShard.__reduce__ would first build one
-    # from arguments that mean something else.
-    outer = object.__new__(type(loader))
-    vars(outer).update(vars(loader))
-    setattr(outer, INNER, inner)
-    return outer

@@ -10,7 +10,7 @@ from resumekit.contract import Slot
 from resumekit.engine.cadence import parse_cadence
 from resumekit.errors import ConfigurationError
 
-CHANGES = frozenset({"horizon"})
+CHANGES = frozenset({"horizon", "batch_size", "world_size"})
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -43,11 +43,14 @@ class Options:
         keep_every: checkpoints at multiples of this many steps are kept for ever.
         best_metric: the keyword of ``report()`` that selects the best checkpoint.
         mode: ``"min"`` or ``"max"``: which values of it are better.
-        randomness: ``"tape"`` records the run's random numbers as they are.
+        randomness: ``"tape"`` records the run's random numbers as they are; ``"keyed"`` seeds each
+            sample and collation from a key, so that they are the same for any number of workers.
+            See docs/data.md.
         strict: refuse at start a run of which any part would not come back exactly.
         exclude: components (keys or slots) that a resume leaves as they are; recorded.
         allow_missing: components that the checkpoint may lack; they keep their live state.
-        allow_changes: changes that a resume accepts: ``"horizon"``.
+        allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
+            ``"world_size"``. See docs/data.md.
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to tell and train on; the old checkpoint stays
             either way.
@@ -83,9 +86,7 @@ class Options:
         parse_cadence(self.save_every)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
-        if self.randomness == "keyed":
-            raise ConfigurationError("randomness", found="'keyed', which is not available yet")
-        _one_of("randomness", self.randomness, ("tape",))
+        _one_of("randomness", self.randomness, ("tape", "keyed"))
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)

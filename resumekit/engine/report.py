@@ -28,6 +28,7 @@ class ResumeReport:
         path: the checkpoint's directory, or None.
         components: each component of the checkpoint and how exactly it came back.
         differences: what differs between the run that saved and this one.
+        changes: what became of the ranks' own states where the number of ranks has changed.
         rejected: newer checkpoints that were passed over.
         finished: why the run is over, if it is.
     """
@@ -37,6 +38,7 @@ class ResumeReport:
     path: Path | None = None
     components: tuple[CaptureLine, ...] = ()
     differences: tuple[Difference, ...] = ()
+    changes: tuple[str, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     finished: str | None = None
 

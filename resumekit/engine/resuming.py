@@ -7,10 +7,11 @@ the next one is tried. Nothing live changes before every check has passed on eve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.capture.buffers import RANK_BUFFERS
+from resumekit.contract import SharingPattern, Slot, StateComponent, WorldChange
 from resumekit.distributed import World
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.report import Rejection, tell
@@ -38,12 +39,15 @@ class Found:
         name: its directory's name.
         reader: the open step directory.
         states: the states this rank needs, by component key.
+        former: of components of which each rank has its own, the states of former ranks by rank,
+            where the number of ranks has changed; ``resplit`` makes this rank's states of them.
         rejected: newer checkpoints that were passed over.
     """
 
     name: StepName
     reader: StepReader
     states: dict[str, Any]
+    former: dict[str, dict[int, Any]]
     rejected: tuple[Rejection, ...]
 
     @property
@@ -84,7 +88,7 @@ class Finder:
             if isinstance(outcome, Found):
                 for rejection in rejected:
                     self._tell(f"passed over {rejection.name}: {rejection.reason}")
-                return Found(outcome.name, outcome.reader, outcome.states, tuple(rejected))
+                return replace(outcome, rejected=tuple(rejected))
             rejected.append(Rejection(str(name), str(outcome)))
         if rejected:
             raise NoUsableCheckpointError(
@@ -133,7 +137,7 @@ class Finder:
         error: CheckpointError | None = None
         try:
             reader = self._store.open_step(name)
-            found = Found(name, reader, self._states(reader), ())
+            found = Found(name, reader, *self._states(reader), ())
         except CheckpointError as problem:
             error = problem
         errors = self._world.gather(error)
@@ -154,38 +158,106 @@ class Finder:
         except DirectoryError as trouble:  # an older checkpoint may be good all the same
             return f"{error} It stays where it is: {trouble}"
 
-    def _states(self, reader: StepReader) -> dict[str, Any]:
+    def _states(self, reader: StepReader) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
         wanted: dict[tuple[str, int], list[str]] = {}
+        former: dict[str, dict[int, Any]] = {}
         for record in reader.manifest.components:
-            if not names_component(self._left_out, record.key):
-                source = (record.directory, self._source_rank(record, reader.manifest))
-                wanted.setdefault(source, []).append(record.key)
+            if names_component(self._left_out, record.key):
+                continue
+            ranks = self._source_ranks(record, reader.manifest)
+            if ranks is None:
+                former[record.key] = {}
+                ranks = self._change(reader.manifest).readable
+            for rank in ranks:
+                wanted.setdefault((record.directory, rank), []).append(record.key)
         states: dict[str, Any] = {}
         for (directory, rank), keys in wanted.items():
-            states.update(read_payload(reader, directory, rank, keys))
-        return states
+            for key, state in read_payload(reader, directory, rank, keys).items():
+                if key in former:
+                    former[key][rank] = state
+                else:
+                    states[key] = state
+        return states, former
 
-    def _source_rank(self, record: ComponentRecord, manifest: Manifest) -> int:
+    def _source_ranks(self, record: ComponentRecord, manifest: Manifest) -> tuple[int, ...] | None:
+        """Who wrote what this rank needs; None where it takes several of another job's ranks."""
         if record.pattern != SharingPattern.PER_RANK.value:
-            return record.writers[0]
-        if manifest.world_size != self._world.world_size:
+            return record.writers[:1]
+        if manifest.world_size == self._world.world_size:
+            return (self._world.rank,)
+        if "world_size" not in self._options.allow_changes:
             raise StateMismatchError(
                 record.key,
                 found=f"a job of {self._world.world_size} ranks",
                 expected=f"{manifest.world_size} ranks, as in the checkpoint",
-                remedy=f"Launch with {manifest.world_size} ranks",
+                remedy=f"Launch with {manifest.world_size} ranks, or pass "
+                "allow_changes={'world_size'}",
             )
-        return self._world.rank
+        return None
+
+    def _change(self, manifest: Manifest) -> WorldChange:
+        return WorldChange(self._world.rank, self._world.world_size, manifest.world_size)
 
     def _tell(self, message: str) -> None:
         if self._world.is_first:
             tell(message)
 
 
+def resplit(found: Found, components: Sequence[StateComponent], world: World) -> tuple[str, ...]:
+    """Makes this rank's states of those of the former ranks; gives the remarks of all. Collective.
+
+    Raises:
+        StateMismatchError: the number of ranks has changed, and a component cannot follow.
+        DataPositionError: the former ranks were not at one place in the data.
+    """
+    change = WorldChange(world.rank, world.world_size, found.manifest.world_size)
+    if change.world_size == change.former_world_size:
+        return ()
+
+    def of_this_rank() -> tuple[str, ...]:
+        remarks: list[str] = []
+        for component in components:
+            if component.key in found.former:
+                state, own = _resplit(component, found.former[component.key], change)
+                found.states[component.key] = state
+                remarks.extend(own)
+        return tuple(remarks)
+
+    words = f"number of ranks was {change.former_world_size}, now {change.world_size}"
+    return (words, *(remark for own in world.everywhere(of_this_rank) for remark in own))
+
+
+def _resplit(
+    component: StateComponent, former: Mapping[int, Any], change: WorldChange
+) -> tuple[Any, tuple[str, ...]]:
+    method = getattr(component.stateful, "resplit_state_dict", None)
+    if method is None:
+        raise StateMismatchError(
+            component.key,
+            found=f"a state of its own on each of {change.former_world_size} ranks, for a job of "
+            f"{change.world_size}",
+            expected="a method resplit_state_dict, which makes of them the state of another rank",
+            remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch with "
+            f"{change.former_world_size} ranks",
+        )
+    state, remarks = method(former, change)
+    return state, tuple(remarks)
+
+
 def check_fit(
-    manifest: Manifest, components: Sequence[StateComponent], options: Options
+    manifest: Manifest,
+    components: Sequence[StateComponent],
+    options: Options,
+    *,
+    world_size: int,
 ) -> tuple[str, ...]:
     """The components that start from their live state because the checkpoint has none.
+
+    Args:
+        manifest: the checkpoint's.
+        components: of this run.
+        options: of this run.
+        world_size: the ranks of this run.
 
     Raises:
         StateMismatchError: a component on one side only, and nothing allows it.
@@ -199,6 +271,7 @@ def check_fit(
         if key in saved or names_component(options.exclude, key):
             continue
         allowed = names_component(options.allow_missing, key)
+        allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
         if not (allowed or component.slot in _MAY_START_FRESH or not component.required):
             raise StateMismatchError(
                 key,
@@ -208,7 +281,8 @@ def check_fit(
             )
         fresh.append(key)
     for key in sorted(saved - live):
-        if not names_component(options.exclude, key):
+        goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
+        if not (names_component(options.exclude, key) or goes_without):
             raise StateMismatchError(
                 key,
                 found=f"{checkpoint} has {key}, and this run has none",
@@ -216,6 +290,11 @@ def check_fit(
                 remedy=f"Give it to the Checkpointer, or pass exclude={{{key!r}}} to leave it out",
             )
     return tuple(fresh)
+
+
+def _is_rank_buffers(key: str) -> bool:
+    """Whether a component exists in runs of several ranks alone; one rank's are in the module."""
+    return key.rpartition("/")[2] == RANK_BUFFERS
 
 
 def check_states(states: Mapping[str, Any], components: Sequence[StateComponent]) -> None:

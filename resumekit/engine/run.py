@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -19,6 +20,8 @@ from resumekit.capture import (
     Severity,
     differences,
     fingerprint,
+    generator_state,
+    set_generator_state,
 )
 from resumekit.contract import (
     Absent,
@@ -30,17 +33,18 @@ from resumekit.contract import (
     check_components,
 )
 from resumekit.data import DataPosition
+from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.report import ResumeReport, tell
-from resumekit.engine.resuming import Finder, Found, check_fit, check_states
+from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
 from resumekit.engine.saving import Description, Saver, require_written
 from resumekit.engine.selection import BestSelection
 from resumekit.errors import CheckpointError, DriftError
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
-from resumekit.storage import RetentionPolicy, StepName, Store
+from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
@@ -78,7 +82,9 @@ class Run:
         self.directory = _relocated(directory)
         self.options = options
         self.counters = Counters()
-        self.position = DataPosition()
+        keyed = options.randomness == "keyed"
+        self.seed = RunSeed(generators.values()) if keyed else None
+        self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
         self.selection = BestSelection(options.best_metric, options.mode)
         self.rng = RngState(generators)
         self._own = self._own_components(extras)
@@ -94,10 +100,16 @@ class Run:
         self._random: dict[str, Any] | None = None  # the random state to set at the first fetch
         self._resumed_step: int | None = None  # until the trace was told
         self._fingerprint: dict[str, Any] = {}
+        self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
+        self._history: list[dict[str, Any]] = []  # of changes that a resume followed
         self._injected = frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
 
     def _own_components(self, extras: dict[str, Any]) -> list[StateComponent]:
+        seeds = (
+            [] if self.seed is None else [StateComponent(SEED, self.seed, SharingPattern.GLOBAL)]
+        )
         return [
+            *seeds,
             StateComponent(Slot.DATA.value, self.position, SharingPattern.PER_RANK),
             StateComponent(Slot.RNG.value, self.rng, SharingPattern.PER_RANK),
             StateComponent(Slot.PROGRESS.value, self.counters, SharingPattern.GLOBAL),
@@ -137,6 +149,8 @@ class Run:
             found = self._found
             report = ResumeReport(resumed=False) if found is None else self._load(found)
             self._found = None
+            if self.seed is not None and self.seed.value is None:
+                self.seed.value = self.world.broadcast(torch.initial_seed())
             self.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
             self._report = report
         return self._report
@@ -172,9 +186,14 @@ class Run:
 
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest
+        if not names_component(self.options.exclude, SEED):
+            check_randomness({each.key for each in manifest.components}, self.options.randomness)
         changed = differences(manifest.fingerprint, self._fingerprint)
         self._accept_drift(changed)
-        fresh = check_fit(manifest, self.components, self.options)
+        fresh = check_fit(manifest, self.components, self.options, world_size=self.world.world_size)
+        self._take_history(manifest)
+        changes = resplit(found, self.components, self.world)
+        self._tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
         for difference in changed:
@@ -193,9 +212,25 @@ class Run:
                 restored[record.key] for record in manifest.components if record.key in found.states
             ),
             differences=tuple(changed),
+            changes=changes,
             rejected=found.rejected,
             finished=self.counters.finished,
         )
+
+    def _take_history(self, manifest: Manifest) -> None:
+        """The changes that earlier resumes followed, and room for those of this one."""
+        earlier = manifest.details.get("changes", [])
+        self._history = [*earlier, {"step": manifest.step, "changes": []}]
+
+    def _tell_changes(self, changes: Sequence[str]) -> None:
+        for change in changes:
+            self.tell(change)
+            self._history[-1]["changes"].append(change)
+
+    def tell_changed_loaders(self) -> None:
+        """Tells and records what changed in the loaders that were opened since the last call."""
+        changes, self.position.changes = self.position.changes, []
+        self._tell_changes(changes)
 
     def _accept_drift(self, changed: Sequence[Difference]) -> None:
         """Refuses a changed horizon; where it is allowed, schedulers keep the live one.
@@ -245,8 +280,11 @@ class Run:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
         self.position.restore_generators()
         if self._random is not None:
+            in_place = [(each, generator_state(each)) for each in self.position.drawn_again()]
             for remark in self.rng.load_state_dict(self._random):
                 self.tell(remark)
+            for generator, state in in_place:  # the user may have named a loader's own as well
+                set_generator_state(generator, state)
             self._random = None
         if self._resumed_step is not None:
             self.trace_state("resumed", self._resumed_step)
@@ -289,7 +327,7 @@ class Run:
                 progress=progress.as_dict(),
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
-                capture=self.capture_report(),
+                capture=self._capture(),
                 fingerprint=self._fingerprint,
                 details=self._details(),
             )
@@ -311,6 +349,9 @@ class Run:
             details["exclude"] = sorted(self.options.exclude)
         if self.options.resume_from is not None:
             details["resume_from"] = self.options.resume_from
+        history = [entry for entry in self._history if entry["changes"]]
+        if history:
+            details["changes"] = history
         return details
 
     # ---------------------------------------------------------------- what it tells
@@ -324,7 +365,23 @@ class Run:
         report = self.capture_report()
         if self.options.strict:
             report.require_exact()
+        self._told = {(line.key, line.fidelity) for line in report.lines}
         self.tell(f"each checkpoint holds: {report}")
+
+    def _capture(self) -> CaptureReport:
+        """What the checkpoint that is being made holds; tells what was found out since the start.
+
+        Raises:
+            InexactError: ``strict=True``, and a part turned out not to come back exactly.
+        """
+        report = self.capture_report()
+        if self.options.strict and self._told:
+            self.world.everywhere(report.require_exact)
+        for line in report.inexact:
+            if self._told and (line.key, line.fidelity) not in self._told:
+                self._told.add((line.key, line.fidelity))
+                self.tell(f"from this checkpoint on: {line}")
+        return report
 
     def capture_report(self) -> CaptureReport:
         """One line for each component and each empty slot."""
@@ -337,7 +394,7 @@ class Run:
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:
         """The component with the fidelity that the loaders allow, if it is the data position."""
-        if component.slot != Slot.DATA.value:
+        if component.stateful is not self.position:
             return component
         fidelity, reason = self.position.fidelity
         return replace(component, fidelity=fidelity, reason=reason)

@@ -161,15 +161,33 @@ class Kit:
         """
         return self._run(cell, kills=cell.kills, inject=inject)
 
-    def run_again(self, run: Run) -> Run:
-        """The run with one launch more: the identical command, left alone, in its directory.
+    def new_run(self, cell: Cell, *, inject: str | None = None) -> Run:
+        """A run without any launch; ``run_again`` makes them, one by one.
+
+        Args:
+            cell: what to run.
+            inject: component keys or slots that are not to be restored, separated by commas.
+        """
+        self._num_runs += 1
+        directory = self._directory / f"run-{self._num_runs:04d}"
+        (directory / "training").mkdir(parents=True)
+        return Run(cell, directory, directory / "trace", (), inject)
+
+    def run_again(self, run: Run, *, kill: KillPoint | None = None) -> Run:
+        """The run with one launch more, in its directory: the identical command, left alone.
+
+        Put another cell into the run, and the launch has other options or another number of ranks.
+
+        Args:
+            run: what was launched so far.
+            kill: where this launch is to be killed; None lets it run to its end.
 
         Raises:
             CommandTimeoutError: the launch did not end in time.
         """
         if self._uninterrupted.get(run.cell.run_key) is run:
             del self._uninterrupted[run.cell.run_key]  # from now on it is no single launch
-        result = self._launch(run.cell, run.directory, len(run.launches), None, run.inject)
+        result = self._launch(run.cell, run.directory, len(run.launches), kill, run.inject)
         return replace(run, launches=(*run.launches, result))
 
     def judge(self, cell: Cell, *, inject: str | None = None) -> tuple[Verdict, Run]:
@@ -229,16 +247,12 @@ class Kit:
         return verdict
 
     def _run(self, cell: Cell, *, kills: tuple[KillPoint, ...], inject: str | None) -> Run:
-        self._num_runs += 1
-        directory = self._directory / f"run-{self._num_runs:04d}"
-        (directory / "training").mkdir(parents=True)
-        launches: list[LaunchResult] = []
+        run = self.new_run(cell, inject=inject)
         for kill in (*kills, None):
-            result = self._launch(cell, directory, len(launches), kill, inject)
-            launches.append(result)
-            if result.failure:
+            run = self.run_again(run, kill=kill)
+            if run.failure:
                 break
-        return Run(cell, directory, directory / "trace", tuple(launches), inject)
+        return run
 
     def _launch(
         self, cell: Cell, directory: Path, number: int, kill: KillPoint | None, inject: str | None

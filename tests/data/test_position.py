@@ -21,7 +21,12 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
-from resumekit.data import DataPosition, open_source
+from resumekit.data import (
+    DataPosition,
+    DistributedResumableSampler,
+    ResumableSampler,
+    open_source,
+)
 from resumekit.errors import ConfigurationError, DataPositionError
 
 EPOCHS = 3
@@ -103,6 +108,13 @@ LOADERS: dict[str, Callable[[Any, Any], DataLoader[Any]]] = {
         d, BATCH_SIZE, sampler=WeightedRandomSampler([1.0] * NUM_SAMPLES, 18), **kw
     ),
     "distributed": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=distributed(d), **kw),
+    "resumable": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=ResumableSampler(d), **kw),
+    "distributed resumable": lambda d, kw: DataLoader(
+        d,
+        BATCH_SIZE,
+        sampler=DistributedResumableSampler(d, num_replicas=2, rank=1, seed=2),
+        **kw,
+    ),
     "own sampler": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=Halves(), **kw),
     "in two parts": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=TwoParts(), **kw),
     "even epochs": lambda d, kw: DataLoader(d, 2, shuffle=True, generator=generator(), **kw),
@@ -203,7 +215,8 @@ def test_without_workers_every_settled_point_continues_bit_for_bit(kind: str) ->
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
 @pytest.mark.parametrize(
-    "kind", ["shuffle", "even epochs", "replacement", "in two parts", "eager batch sampler"]
+    "kind",
+    ["shuffle", "even epochs", "replacement", "resumable", "in two parts", "eager batch sampler"],
 )
 def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str) -> None:
     expected, stops = uninterrupted(kind, workers)
@@ -227,8 +240,8 @@ def test_the_loop_draws_what_a_stock_loop_draws(kind: str) -> None:
         loader = LOADERS[kind](Noisy(), WORKERS[workers])
         stock = []
         for epoch in range(EPOCHS):
-            if kind == "distributed":
-                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
             stock.extend(train_on(batch) for batch in loader)
         assert watched == stock, workers
 

@@ -157,6 +157,20 @@ def test_every_kind_of_state_is_compared(
     )
 
 
+def test_a_step_that_is_saved_twice_may_be_resumed_from_either_save(
+    reference: Path, tmp_path: Path
+) -> None:
+    due, ended = (state("checkpoint", 6, data={"batch": name}) for name in ("last", "none"))
+    records = [*reference_records()[:-2], due, ended, state("end", 6)]
+    write_launch(tmp_path / "twice", 0, records)
+    write_launch(tmp_path / "resumed", 0, records[:-2])
+    write_launch(tmp_path / "resumed", 1, [{**due, "kind": "resumed"}, *records[-2:]])
+    verdict = compare(tmp_path / "twice", tmp_path / "resumed")
+    assert verdict.exact, str(verdict)
+    write_launch(tmp_path / "resumed", 1, [{**due, "kind": "resumed"}, {**ended, **due, "step": 4}])
+    assert not compare(tmp_path / "twice", tmp_path / "resumed").exact
+
+
 def test_a_component_that_is_missing_is_named(reference: Path, tmp_path: Path) -> None:
     relaunch = good_relaunch()
     del relaunch[0]["components"]["optimizer"]

@@ -1,0 +1,129 @@
+"""What do keys cost a batch of 32 without workers? Interleaved rounds of the same loop.
+
+    python benchmarks/keyed_cost.py
+
+Prints, for samples that cost nothing and for samples that are augmented, the median time of a batch
+from a stock loader, through a Checkpointer with ``randomness="tape"`` and with ``"keyed"``. A ratio
+is the median of the rounds' ratios to the stock loader. With workers the same work is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from resumekit.adapters.torch import Checkpointer
+
+BATCH_SIZE = 32
+NUM_BATCHES = 300
+ROUNDS = 9
+MODES = ("stock", "tape", "keyed")
+
+
+class Nothing(Dataset[torch.Tensor]):
+    """Samples that are ready, and draw nothing: all that is measured is overhead."""
+
+    def __init__(self) -> None:
+        self.sample = torch.zeros(1)
+
+    def __len__(self) -> int:
+        return NUM_BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+class Augmented(Nothing):
+    """Small images, flipped, scaled and with noise: the least that is done to images."""
+
+    def __init__(self) -> None:
+        self.sample = torch.zeros(3, 32, 32)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image = self.sample.flip(2) if random.random() < 0.5 else self.sample
+        image = image * (0.9 + 0.2 * float(np.random.rand()))
+        return image + 0.01 * torch.randn(image.shape)
+
+
+class Large(Augmented):
+    """The same at the size of photographs."""
+
+    def __init__(self) -> None:
+        self.sample = torch.zeros(3, 224, 224)
+
+
+DATASETS: dict[str, tuple[Callable[[], Dataset[Any]], int]] = {
+    "ready-made": (Nothing, NUM_BATCHES),
+    "3x32x32, augmented": (Augmented, NUM_BATCHES),
+    "3x224x224, augmented": (Large, 12),
+}
+
+
+def seconds_per_batch(data: Dataset[Any], mode: str, num_batches: int) -> float:
+    """Seconds that the loop waits for one batch."""
+    loader = DataLoader(data, BATCH_SIZE, shuffle=True)
+    with contextlib.ExitStack() as stack:
+        batches: Iterator[Any]
+        if mode == "stock":
+            batches = iter(loader)
+            step = _nothing
+        else:
+            model = nn.Linear(1, 1)
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            run = Checkpointer(
+                directory,
+                model=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                randomness=mode,
+                save_every=10**9,
+            )
+            stack.callback(run._run.close)
+            batches = iter(run.batches(loader, epochs=2))
+            step = run.step
+        next(batches)
+        step()
+        started = time.perf_counter()
+        for _ in range(num_batches - 1):
+            next(batches)
+            step()
+        return (time.perf_counter() - started) / (num_batches - 1)
+
+
+def _nothing() -> None:
+    """A stock loop marks no steps."""
+
+
+def main() -> None:
+    """Prints the table."""
+    table = Table("samples", *(f"{mode} µs" for mode in MODES), "tape / stock", "keyed / stock")
+    for name, (make, num_batches) in DATASETS.items():
+        data = make()
+        rounds = [
+            [seconds_per_batch(data, mode, num_batches) for mode in MODES] for _ in range(ROUNDS)
+        ]
+        medians = [statistics.median(column) * 1e6 for column in zip(*rounds, strict=True)]
+        ratios = [statistics.median(each[i] / each[0] for each in rounds) for i in (1, 2)]
+        table.add_row(
+            name,
+            *(f"{median:.0f}" for median in medians),
+            *(f"{ratio:.2f}x" for ratio in ratios),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""How long does it take to find the middle of an epoch again, and what is read on the way?
+
+Each contender really goes through half an epoch of a shuffled loader, in one process. In a fresh
+one a new loader is sent to that place, and the time until it delivers the next batch is taken:
+
+* ours with ``ResumableSampler``, whose order has random access;
+* ours with a stock ``shuffle=True``, which draws its permutation once more;
+* accelerate's ``skip_first_batches``, which is also what the Hugging Face Trainer calls;
+* torchdata's ``StatefulDataLoader``, with its own state;
+* for scale: drawing a stock RandomSampler's permutation once.
+
+    python benchmarks/seek.py [--lengths 1000000 ...] [--rounds 3] [--record]
+
+A tool that is not installed is told and left out. At 100 million samples a stock permutation takes
+about 5 GB of memory while it is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, Dataset
+
+from resumekit.data import DataPosition, ResumableSampler
+
+RESULTS = Path(__file__).parent / "results"
+LENGTHS = (1_000_000, 10_000_000, 100_000_000)
+BATCH_SIZE = 256
+
+
+class Counting(Dataset[int]):
+    """As cheap as a dataset can be; it counts the samples that are read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        """All samples of a batch at once."""
+        self.num_reads += len(indices)
+        return indices
+
+    def __getitem__(self, index: int) -> int:
+        return self.__getitems__([index])[0]
+
+
+def generator() -> torch.Generator:
+    """The same permutation for every stock contender."""
+    return torch.Generator().manual_seed(0)
+
+
+def settings(length: int) -> dict[str, Any]:
+    """A loader's arguments, without its order."""
+    return {"dataset": Counting(length), "batch_size": BATCH_SIZE, "collate_fn": list}
+
+
+def make_resumable(length: int) -> DataLoader[Any]:
+    """A loader whose order has random access."""
+    arguments = settings(length)
+    return DataLoader(**arguments, sampler=ResumableSampler(arguments["dataset"]))
+
+
+def make_stock(length: int) -> DataLoader[Any]:
+    """A stock loader."""
+    return DataLoader(**settings(length), shuffle=True, generator=generator())
+
+
+def make_torchdata(length: int) -> Any:
+    """The loader of torchdata."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(**settings(length), shuffle=True, generator=generator())
+
+
+def place_of_ours(make: Callable[[int], DataLoader[Any]], length: int, num_batches: int) -> Any:
+    """What a Checkpointer saves in the middle of the epoch."""
+    position = DataPosition()
+    source = position.open(make(length), "train")
+    source.begin(0)
+    for _ in range(num_batches):
+        source.next_batch()
+    return position.state_dict()
+
+
+def seek_ours(loader: Any, place: Any) -> list[int]:
+    """What a Checkpointer's loop does on a resume."""
+    position = DataPosition()
+    position.load_state_dict(place)
+    source = position.open(loader, "train")
+    source.begin(0)
+    batch: list[int] = source.next_batch()
+    return batch
+
+
+def seek_accelerate(loader: Any, place: int) -> list[int]:
+    """As a script does that counts its batches; it must bring the permutation back by itself."""
+    from accelerate import skip_first_batches
+
+    batch: list[int] = next(iter(skip_first_batches(loader, place)))
+    return batch
+
+
+def place_of_torchdata(length: int, num_batches: int) -> Any:
+    """The loader's own state in the middle of the epoch."""
+    loader = make_torchdata(length)
+    batches = iter(loader)
+    for _ in range(num_batches):
+        next(batches)
+    return loader.state_dict()
+
+
+def seek_torchdata(loader: Any, place: Any) -> list[int]:
+    """By the loader's own state."""
+    loader.load_state_dict(place)
+    batch: list[int] = next(iter(loader))
+    return batch
+
+
+def draw_once(loader: Any, place: Any) -> list[int]:
+    """What any stock shuffled epoch costs before its first sample."""
+    next(iter(loader.sampler))
+    return []
+
+
+def number_of(length: int, num_batches: int) -> int:
+    """The place of whoever counts batches."""
+    return num_batches
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to find the middle of an epoch.
+
+    Args:
+        make: a fresh loader.
+        place: what is known of the place, from having gone there.
+        seek: the next batch, in a process that has a fresh loader and knows the place.
+    """
+
+    make: Callable[[int], Any]
+    place: Callable[[int, int], Any]
+    seek: Callable[[Any, Any], list[int]]
+
+
+def ours(make: Callable[[int], DataLoader[Any]]) -> Contender:
+    """Through the core."""
+    return Contender(make, partial(place_of_ours, make), seek_ours)
+
+
+OURS, STOCK = "ours, ResumableSampler", "ours, shuffle=True"
+ACCELERATE = "accelerate, Trainer: skip_first_batches"
+TORCHDATA = "torchdata StatefulDataLoader"
+SCALE = "a stock permutation, drawn once"
+
+CONTENDERS = {
+    OURS: ours(make_resumable),
+    STOCK: ours(make_stock),
+    ACCELERATE: Contender(make_stock, number_of, seek_accelerate),
+    TORCHDATA: Contender(make_torchdata, place_of_torchdata, seek_torchdata),
+    SCALE: Contender(make_stock, number_of, draw_once),
+}
+NEEDS = {ACCELERATE: "accelerate", TORCHDATA: "torchdata"}
+
+
+def middle(length: int) -> int:
+    """The batches of half an epoch."""
+    return length // BATCH_SIZE // 2
+
+
+def prepare(name: str, length: int, path: Path) -> None:
+    """Goes to the middle of an epoch and writes down the place; in a process of its own."""
+    torch.save(CONTENDERS[name].place(length, middle(length)), path)
+
+
+def seek(name: str, length: int, path: Path) -> dict[str, Any]:
+    """Seconds, samples read and the next batch; in a process of its own."""
+    contender = CONTENDERS[name]
+    place = torch.load(path, weights_only=False)  # written by us a moment ago
+    loader = contender.make(length)
+    if name in NEEDS:
+        import_module(NEEDS[name])
+    began = time.perf_counter()
+    batch = contender.seek(loader, place)
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "num_reads": loader.dataset.num_reads - len(batch),
+        "batch": batch,
+    }
+
+
+def in_child(what: str, name: str, length: int, path: Path) -> str:
+    """What this script prints when a fresh process runs it with these arguments."""
+    # torchdata 0.11 calls something that torch 2.13 has deprecated.
+    command = [sys.executable, "-W", "ignore::UserWarning", __file__, "--child", what, name]
+    command += [str(path), "--lengths", str(length)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+Results = dict[int, dict[str, list[dict[str, Any]]]]
+
+
+def measure(
+    names: Sequence[str], lengths: Sequence[int], num_rounds: int, console: Console
+) -> Results:
+    """Every contender at every length, interleaved."""
+    results: Results = {}
+    with tempfile.TemporaryDirectory(prefix="seek-") as directory:
+        paths = {name: Path(directory) / f"{number}.pt" for number, name in enumerate(names)}
+        for length in lengths:
+            results[length] = {name: [] for name in names}
+            for name in names:
+                in_child("prepare", name, length, paths[name])
+            for number in range(num_rounds):
+                for name in names if number % 2 else reversed(names):
+                    result = json.loads(in_child("seek", name, length, paths[name]))
+                    results[length][name].append(result)
+                    seconds, num_reads = result["seconds"], result["num_reads"]
+                    told = f"{length:,} {name}: {seconds:.4f} s, {num_reads} read"
+                    console.print(told, style="dim")
+            if length == min(lengths):
+                _require_right(results[length], length)
+    return results
+
+
+def _require_right(results: Mapping[str, list[dict[str, Any]]], length: int) -> None:
+    """At the shortest length, that each contender gave the batch of an epoch that goes on."""
+    for name in results.keys() - {SCALE}:
+        right = next(islice(CONTENDERS[name].make(length), middle(length), None))
+        if any(each["batch"] != right for each in results[name]):
+            raise AssertionError(f"{name} came to another place")
+
+
+HEADINGS = ("samples", "", "seconds", "read", "of drawing once", "of ours")
+
+
+def rows_of(results: Results) -> list[tuple[str, ...]]:
+    """Medians, and the medians of the ratios round by round."""
+    rows = []
+    for length, by_name in results.items():
+        seconds = {name: [each["seconds"] for each in got] for name, got in by_name.items()}
+        for name, times in seconds.items():
+            ratios = [
+                statistics.median(a / b for a, b in zip(times, seconds[other], strict=True))
+                for other in (SCALE, OURS)
+            ]
+            num_reads = max(each["num_reads"] for each in by_name[name])
+            median = statistics.median(times)
+            rows.append(
+                (
+                    f"{length:,}",
+                    name,
+                    f"{median:.4f}" if median < 0.1 else f"{median:.2f}",
+                    str(num_reads) if name != SCALE else "",
+                    f"{ratios[0]:.4f}x" if ratios[0] < 0.1 else f"{ratios[0]:.2f}x",
+                    f"{ratios[1]:,.0f}x",
+                )
+            )
+    return rows
+
+
+def machine() -> dict[str, str]:
+    """Hardware and versions."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("torch", "numpy", "accelerate", "torchdata")
+    versions = [f"{name} {version(name)}" for name in packages if _is_installed(name)]
+    return {
+        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": ", ".join(versions),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def record(rows: Sequence[tuple[str, ...]], about: Mapping[str, str], num_rounds: int) -> Path:
+    """The dated file with these results."""
+    now = datetime.now(timezone.utc)
+    path = RESULTS / f"{now:%Y-%m-%d}-seek.md"
+    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+    lines = [
+        f"# The middle of an epoch, found again, {now:%Y-%m-%d %H:%M} UTC",
+        "",
+        "`python benchmarks/seek.py --record`: from a fresh loader to the next batch, after half",
+        f"an epoch in batches of {BATCH_SIZE}, without workers. Medians of {num_rounds} rounds;",
+        "a ratio is the median of the rounds' ratios. Read: samples read before that batch.",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+        *("| " + " | ".join(row) + " |" for row in table),
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="samples")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what, name, path = arguments.child
+        if what == "prepare":
+            prepare(name, arguments.lengths[0], Path(path))
+        else:
+            print(json.dumps(seek(name, arguments.lengths[0], Path(path))))
+        return
+    console = Console()
+    names = [name for name in CONTENDERS if _is_installed(NEEDS.get(name, "torch"))]
+    for name in CONTENDERS.keys() - set(names):
+        console.print(f"{name} is left out: {NEEDS[name]} is not installed")
+    results = measure(names, arguments.lengths, arguments.rounds, console)
+    rows, about = rows_of(results), machine()
+    table = Table(*HEADINGS, title=f"the middle of an epoch, {arguments.rounds} rounds")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    if arguments.record:
+        console.print(f"written to {record(rows, about, arguments.rounds)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Iterable data, killed by SIGKILL and started again: the run ends with the same bits.
+
+Every two of loader, workers and places of the kills meet; ``--full-matrix`` runs them all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from iterable_workloads import (
+    BATCH_SIZE,
+    STEPS_PER_EPOCH,
+    Drawing,
+    OwnLoader,
+    Stream,
+    make_loader,
+    stateful_data_loader,
+    streaming,
+    train,
+    train_by_trainer,
+)
+from torch.utils.data import DataLoader
+
+from resumekit.contract import Fidelity
+from resumekit.data import open_source
+from resumekit.testing import Cell, Kit, kill_points, pairwise
+
+missing = [n for n in ("torchdata", "datasets") if importlib.util.find_spec(n) is None]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
+
+SAVE_EVERY = 2
+_PLACES = kill_points(STEPS_PER_EPOCH, SAVE_EVERY)
+KILLS = {
+    "in epoch 0 and on the boundary": (*_PLACES["mid-epoch 0"], *_PLACES["on the boundary"]),
+    "in epoch 1 and twice in it": _PLACES["twice in one epoch"],
+}
+BOUNDARY, TWICE = KILLS
+FACTORS: dict[str, tuple[str, ...]] = {
+    "kind": (
+        "iterable",
+        "sharded",
+        "drawing",
+        "streaming",
+        "buffered",
+        "stateful map",
+        "stateful iterable",
+        "own",
+    ),
+    "workers": ("0", "2"),
+    "kill": (BOUNDARY, TWICE),
+}
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "sklearn.datasets",
+    "datasets",
+    "torchdata.stateful_dataloader",
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "resumekit.adapters.torch",
+    "resumekit.adapters.accelerate",
+    "resumekit.adapters.transformers",
+)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fed" in metafunc.fixturenames:
+        cells = pairwise(FACTORS, full=bool(metafunc.config.getoption("--full-matrix")))
+        metafunc.parametrize("fed", cells, ids=lambda cell: ", ".join(cell.values()))
+
+
+def cell(kill: str, *, kind: str, workers: str, **options: Any) -> Cell:
+    # Both ways to write the loop, for every loader and for any number of workers.
+    loop = ("batches", "epochs")[(FACTORS["kind"].index(kind) + (workers != "0")) % 2]
+    whole = {"save_every": SAVE_EVERY, "kind": kind, "workers": workers, "loop": loop, **options}
+    return Cell(train, whole, 1, KILLS[kill])
+
+
+def test_every_way_to_feed_continues_exactly(kit: Kit, fed: dict[str, str]) -> None:
+    kit.assert_exact(cell(**fed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kill"), [("drawing", TWICE), ("buffered", BOUNDARY), ("stateful map", TWICE)]
+)
+def test_persistent_workers_continue_exactly(kit: Kit, kind: str, kill: str) -> None:
+    kit.assert_exact(cell(kill, kind=kind, workers="persistent"))
+
+
+@pytest.mark.parametrize(
+    ("through", "workers", "kill"),
+    [("dispatcher", "2", TWICE), ("shard", "0", BOUNDARY), ("shard", "persistent", TWICE)],
+)
+def test_loaders_that_accelerate_puts_around_a_stream_continue_exactly(
+    kit: Kit, through: str, workers: str, kill: str
+) -> None:
+    kit.assert_exact(cell(kill, kind="drawing", through=through, workers=workers))
+
+
+@pytest.mark.parametrize("through", ["dispatcher", "shard"])
+def test_two_ranks_continue_a_stream_exactly(kit: Kit, through: str) -> None:
+    options = {"kind": "drawing", "through": through, "save_every": 1}
+    kills = kill_points(STEPS_PER_EPOCH // 2, 1)["mid-epoch 1"]
+    kit.assert_exact(Cell(train, options, 2, kills))
+
+
+def test_the_trainer_continues_a_stream_exactly(kit: Kit) -> None:
+    options = {"workers": "2", "save_every": SAVE_EVERY}
+    kit.assert_exact(Cell(train_by_trainer, options, 1, KILLS[TWICE]))
+
+
+@pytest.mark.parametrize("kind", ["drawing", "stateful map", "own"])
+def test_a_position_left_out_is_caught_and_named(kit: Kit, kind: str) -> None:
+    kit.assert_caught(cell(TWICE, kind=kind, workers="0"), "data")
+
+
+def test_random_numbers_left_out_are_caught_and_named(kit: Kit) -> None:
+    kit.assert_caught(cell(BOUNDARY, kind="drawing", workers="2"), "rng")
+
+
+# ---------------------------------------------------------------- what the page on data says
+
+
+class WithGenerator(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(1)
+
+
+class Plain:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+
+
+def prepared(**settings: Any) -> Any:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
+    return accelerator.prepare(DataLoader(Stream(), BATCH_SIZE))
+
+
+TWO: dict[str, Any] = {"num_workers": 2}
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+ROWS: dict[str, Callable[[], Any]] = {
+    "`DataLoader` over an `IterableDataset`, no workers": lambda: DataLoader(Drawing()),
+    "`DataLoader` over an `IterableDataset`, workers": lambda: DataLoader(Drawing(), **TWO),
+    "`DataLoader` over an `IterableDataset`, persistent workers": lambda: DataLoader(
+        Drawing(), **PERSISTENT
+    ),
+    "the same, and the dataset holds a generator": lambda: DataLoader(
+        WithGenerator(), **PERSISTENT
+    ),
+    "the same, `in_order=False`": lambda: DataLoader(Drawing(), in_order=False, **TWO),
+    "an `IterableDataset` itself": Stream,
+    "`DataLoader` over a stream of `datasets`": lambda: make_loader("streaming", "0"),
+    "`DataLoader` over a stream of `datasets` with a shuffle buffer, workers": lambda: make_loader(
+        "buffered", "2"
+    ),
+    "`StatefulDataLoader` over a map-style dataset, workers": lambda: make_loader(
+        "stateful map", "2"
+    ),
+    "`StatefulDataLoader` over an `IterableDataset` with a state, no workers": lambda: make_loader(
+        "stateful iterable", "0"
+    ),
+    "`StatefulDataLoader` over an `IterableDataset` with a state, workers": lambda: make_loader(
+        "stateful iterable", "2"
+    ),
+    "`StatefulDataLoader` over a stream of `datasets`": lambda: stateful_data_loader(
+        streaming(buffer_size=12)
+    ),
+    "an object of yours with a state": lambda: OwnLoader(0),
+    "an object of yours with a state, and `num_workers` above 0": lambda: with_workers(
+        OwnLoader(2)
+    ),
+    "a loader prepared by Accelerate or the Trainer, around a stream": prepared,
+    "the same, made with `use_stateful_dataloader=True`": lambda: prepared(
+        use_stateful_dataloader=True
+    ),
+    "any other iterable": Plain,
+}
+FOUND = {
+    "ReplaySource": "drawn through",
+    "StatefulSource": "by its own state",
+    "StatefulMapSource": "by its indices",
+}
+
+
+def with_workers(loader: Any) -> Any:
+    loader.num_workers = loader.workers
+    return loader
+
+
+def rows_of_the_page() -> dict[str, tuple[str, str]]:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    section = page.split("## Iterable data", 1)[1].split("\n## ", 1)[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return {what: (found, word) for what, found, word in lines[2:]}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11
+def test_what_a_run_says_at_its_start_is_what_the_page_on_data_says() -> None:
+    said = {}
+    for row, make in ROWS.items():
+        source = open_source(make(), "train")
+        fidelity, reason = source.fidelity
+        # What is not exact names what would make it so.
+        assert fidelity is Fidelity.EXACT or "=" in reason or "DataLoader" in reason, row
+        said[row] = (FOUND[type(source).__name__], fidelity.value)
+    assert said == rows_of_the_page()

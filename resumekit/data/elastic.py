@@ -1,0 +1,332 @@
+"""An epoch that goes on with another batch size or another number of ranks.
+
+The ranks take turns over one order, so what they used of it together is its beginning, up to the
+place that a checkpoint holds. Whoever can draw the order again can share out the rest of it anew,
+among any number of ranks and in batches of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from resumekit.data.orders import DRAWN, NAMED, Batching, draw_again
+from resumekit.data.sampler import Begin, Order, PassBatches, PassSamples, WayIn, require_order
+from resumekit.errors import DataPositionError
+
+BATCH_SIZE, WORLD_SIZE = "batch_size", "world_size"
+_NOUNS = {BATCH_SIZE: "batch_size", WORLD_SIZE: "number of ranks"}
+
+# What may differ in a loader's geometry when that change is allowed.
+_FOLLOWS = {
+    BATCH_SIZE: frozenset({"batch_size", "num_batches"}),
+    WORLD_SIZE: frozenset({"num_replicas", "samples_per_rank", "num_batches", "generators"}),
+}
+
+# A place that came from a job with another number of ranks carries both numbers under this key.
+RANKS = "ranks"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A loader's place as this run's loader can take it up.
+
+    Args:
+        state: the place, in this loader's geometry.
+        changes: the names of what changed.
+        words: the same in words.
+        num_batches: the batches of the epoch under way, None where they are as many as ever.
+    """
+
+    state: dict[str, Any]
+    changes: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    num_batches: int | None = None
+
+
+def needed_changes(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the changes between a checkpoint's loader and this one."""
+    then = state["geometry"]
+    needed = [BATCH_SIZE] if then.get("batch_size") != geometry.get("batch_size") else []
+    replicas = then.get("num_replicas") != geometry.get("num_replicas")
+    return (*needed, WORLD_SIZE) if replicas or RANKS in state else tuple(needed)
+
+
+def require_allowed(
+    state: Mapping[str, Any],
+    geometry: Mapping[str, Any],
+    *,
+    needed: Sequence[str] = (),
+    allowed: frozenset[str] = frozenset(),
+    where: str,
+) -> None:
+    """Raises DataPositionError when a loader's geometry changed in a way that is not allowed.
+
+    Args:
+        state: the place that the checkpoint holds.
+        geometry: this loader's geometry.
+        needed: the changes that this kind of loader may follow.
+        allowed: those that the user allows.
+        where: the loader's name.
+    """
+    then = state["geometry"]
+    follows = frozenset[str]().union(*(_FOLLOWS[change] for change in needed))
+    changed = [key for key in then if then[key] != geometry.get(key)]
+    fixed = [key for key in changed if key not in follows]
+    missing = [change for change in needed if change not in allowed]
+    if not fixed and not missing:
+        return
+    pairs = {key: (then[key], geometry.get(key)) for key in fixed}
+    if not fixed:
+        pairs = {_NOUNS[change]: _values(change, state, geometry) for change in missing}
+    option = f", or pass allow_changes={{{', '.join(map(repr, missing))}}}"
+    raise DataPositionError(
+        where,
+        found="; ".join(f"{key} {now!r}" for key, (_, now) in pairs.items()),
+        expected="; ".join(f"{key} {before!r}" for key, (before, _) in pairs.items()),
+        remedy="Restore the former settings of this loader" + ("" if fixed else option),
+    )
+
+
+def fit(
+    state: Mapping[str, Any],
+    geometry: Mapping[str, Any],
+    batching: Batching,
+    *,
+    live_name: Mapping[str, Any],
+    allowed: frozenset[str],
+    where: str,
+) -> Fitted:
+    """A map-style loader's place, expressed in this run's geometry.
+
+    Args:
+        state: the place that the checkpoint holds.
+        geometry: this loader's geometry.
+        batching: how it takes its order apart.
+        live_name: the name of the order that its own sampler gives.
+        allowed: the changes that the user allows.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: something changed that is not allowed, or that cannot be followed.
+    """
+    needed = needed_changes(state, geometry)
+    require_allowed(state, geometry, needed=needed, allowed=allowed, where=where)
+    under_way = state["batch"] > 0
+    if not needed:
+        return Fitted(dict(state), num_batches=_num_batches(state, batching) if under_way else None)
+    moved = {key: value for key, value in state.items() if key != RANKS}
+    moved["geometry"] = dict(geometry)
+    place = f"epoch {state['epoch']} goes on at sample {state['samples']}"
+    words = []
+    for change in needed:
+        before, now = _values(change, state, geometry)
+        words.append(f"{where}: {_NOUNS[change]} was {before}, now {now}; {place}")
+    if WORLD_SIZE in needed:
+        _keep_known_generators(moved, geometry["generators"])
+    if not under_way:
+        return Fitted(moved, needed, tuple(words))
+    if batching.sampler is None:
+        hidden = f"the batch sampler {batching.hidden_in}"
+        _refuse(where, hidden, "torch's own BatchSampler", needed, state)
+    if WORLD_SIZE in needed:
+        _require_shared(state, batching, live_name, where)
+        moved["reshared"] = True
+    per_step = batching.batch_size * batching.num_replicas
+    moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
+    return Fitted(moved, needed, tuple(words), _num_batches(moved, batching))
+
+
+def follow(
+    state: Mapping[str, Any],
+    geometry: Mapping[str, Any],
+    *,
+    needed: Sequence[str],
+    where: str,
+) -> dict[str, Any]:
+    """The place of a loader around another one, which followed these changes already.
+
+    Raises:
+        DataPositionError: something else changed.
+    """
+    require_allowed(state, geometry, needed=needed, allowed=frozenset(needed), where=where)
+    moved = {key: value for key, value in state.items() if key != RANKS}
+    if needed:
+        moved["geometry"] = dict(geometry)
+        _keep_known_generators(moved, geometry["generators"])
+    return moved
+
+
+def fit_boundary(
+    state: Mapping[str, Any],
+    geometry: Mapping[str, Any],
+    *,
+    allowed: frozenset[str],
+    where: str,
+) -> dict[str, Any]:
+    """The place of a loader whose order nobody else can draw: it may only change between epochs.
+
+    Args:
+        state: the place that the checkpoint holds.
+        geometry: this loader's geometry.
+        allowed: the changes that the user allows.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: something changed that is not allowed, or inside an epoch.
+    """
+    needed = (WORLD_SIZE,) if RANKS in state else ()
+    require_allowed(state, geometry, needed=needed, allowed=allowed, where=where)
+    if needed and state["batch"] > 0:
+        ranks = f"{state[RANKS][0]} ranks that each went through a loader of their own"
+        _refuse(where, ranks, "the end of an epoch", needed, state)
+    return follow(state, geometry, needed=needed, where=where)
+
+
+def _values(change: str, state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The value in the checkpoint and the one here."""
+    if change == WORLD_SIZE and RANKS in state:
+        return state[RANKS][0], state[RANKS][1]
+    key = "num_replicas" if change == WORLD_SIZE else change
+    return state["geometry"].get(key), geometry.get(key)
+
+
+def _refuse(
+    where: str, found: str, expected: str, needed: Sequence[str], state: Mapping[str, Any]
+) -> NoReturn:
+    """What cannot be followed in the middle of an epoch."""
+    raise DataPositionError(
+        where,
+        found=f"{found}, with another {' and '.join(needed)} inside epoch {state['epoch']}",
+        expected=expected,
+        remedy="Restore the former settings until the epoch is over",
+    )
+
+
+def _require_shared(
+    state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], where: str
+) -> None:
+    """Raises unless the ranks shared one order that can be drawn again, and share it now."""
+    name, needed = state["order_name"], (WORLD_SIZE,)
+    shared_before = state["geometry"].get("num_replicas", 1)
+    ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
+    sharing = "a sampler that shares the data out: DistributedSampler, DistributedResumableSampler"
+    if ranks_before > 1 and shared_before == 1:
+        found = f"an order that each of {ranks_before} ranks went through by itself"
+        _refuse(where, found, sharing, needed, state)
+    if ranks_now > 1 and batching.num_replicas == 1:
+        found = f"a {type(batching.sampler).__name__} on each of {ranks_now} ranks"
+        _refuse(where, found, sharing, needed, state)
+    for each_name, owner in ((name, "the checkpoint"), (live_name, "this run")):
+        random_access = batching.has_random_access and each_name["kind"] == live_name["kind"]
+        if each_name["kind"] not in NAMED and not random_access:
+            what = each_name.get("sampler", each_name["kind"])
+            known = "RandomSampler, SequentialSampler, DistributedSampler or a resumable one"
+            _refuse(where, f"the order of a {what} in {owner}", known, needed, state)
+    if name.get("length") != live_name.get("length"):
+        found = f"an order of {live_name.get('length')} samples"
+        _refuse(where, found, f"{name.get('length')} samples", needed, state)
+
+
+def _keep_known_generators(moved: dict[str, Any], known: Sequence[str]) -> None:
+    """Leaves out the generators that this loader does not have."""
+
+    def kept(generators: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: state for name, state in generators.items() if name in known}
+
+    moved["generators"] = kept(moved["generators"])
+    before = moved.get("before")
+    if before is not None:
+        moved["before"] = {**before, "generators": kept(before["generators"])}
+
+
+def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
+    """The batches of the epoch under way, used or not, where that can be told."""
+    if batching.sampler is None:
+        return None
+    if is_reshared(state):
+        length = state["order_name"]["length"]
+        left = batching.num_shared(length - state["samples"])
+    else:
+        whole = batching.samples_per_rank
+        if whole is None:
+            return None
+        left = max(whole - used_here(state), 0)
+    return int(state["batch"]) + batching.num_batches(left)
+
+
+def used_here(state: Mapping[str, Any]) -> int:
+    """The samples that one rank used in the epoch under way."""
+    return int(state["samples"]) // int(state["geometry"]["num_replicas"])
+
+
+def is_reshared(state: Mapping[str, Any]) -> bool:
+    """Whether the rest of the epoch is not the one that the loader's own sampler gives."""
+    return bool(state.get("reshared")) or state["used"]["since"] > 0
+
+
+# ---------------------------------------------------------------- the way to the place
+
+
+def way_in(
+    state: Mapping[str, Any],
+    batching: Batching,
+    live_name: Callable[[], Mapping[str, Any]],
+    *,
+    where: str,
+) -> WayIn:
+    """How to begin the epoch at a place.
+
+    Args:
+        state: the place, in this loader's geometry.
+        batching: how the loader takes its order apart.
+        live_name: gives the name of the order that its sampler is about to give.
+        where: the loader's name, for errors.
+    """
+    digest = state["used"]["digest"]
+    if batching.sampler is None:
+        return PassBatches(where, state["batch"], digest)
+    if is_reshared(state) or batching.has_random_access:
+        return Begin(
+            lambda: _rest_of_epoch(state, batching, live_name(), where=where),
+            batching.batch_sampler,
+        )
+    if digest is None:
+        _require_same_order(state["order_name"], live_name(), where)
+    return PassSamples(where, used_here(state), digest, batching.batch_sampler)
+
+
+def _rest_of_epoch(
+    state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], *, where: str
+) -> Iterator[int]:
+    """This rank's indices of the rest of the epoch under way."""
+    name, position, used = state["order_name"], state["samples"], state["used"]
+    is_same_kind = name["kind"] == live_name["kind"]
+    if not is_reshared(state) or (is_same_kind and name["kind"] != DRAWN):
+        _require_same_order(name, live_name, where)
+    if is_same_kind and batching.has_random_access:
+        return batching.sampler.iterate_from(position)  # type: ignore[no-any-return]
+    order = draw_again(name, state["start"])
+    if used["digest"] is not None:
+        digest = Order()
+        places = np.arange(used["since"] + used["replica"], position, used["num_replicas"])
+        digest.add(order[places])
+        require_order(where, digest, used["digest"], f"{position} samples")
+    return batching.share(order, position)
+
+
+def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    if then != now:
+        raise DataPositionError(
+            where,
+            found=f"a sampler that gives another order ({_listed(now)})",
+            expected=f"the order of the interrupted run ({_listed(then)})",
+            remedy="Restore the former settings of the sampler",
+        )
+
+
+def _listed(name: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in name.items())

@@ -1,0 +1,164 @@
+"""Keys of random numbers: what is drawn after a key depends on it, and on nothing drawn before.
+
+A sample's key is made from the run's seed, the loader's name, the epoch and the sample's index. In
+which process it is made, after which other samples and on which rank makes no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from resumekit.errors import DriftError, UnsupportedValueError
+
+# The component that holds the seed; only a checkpoint of a keyed run has it.
+SEED = "data/seed"
+
+# 128 bits for Python, 32 for NumPy, 64 for torch, whose generator for the CPU uses 32 of them.
+# Words of their own: all three are Mersenne Twisters, and equal seeds would give equal numbers.
+_SEEDS = struct.Struct("<16sIQ")
+
+
+class Purpose(str, Enum):
+    """What a key is for; two purposes never share one."""
+
+    SAMPLE = "sample"
+    BATCH = "batch"  # the samples of a dataset that gives a whole batch at once
+    COLLATE = "collate"
+    WORKERS = "workers"
+
+
+class RunSeed:
+    """The seed of all keys of a run, a component of its state: taken once, at the first start.
+
+    Args:
+        generators: private generators that the user named; a checkpoint holds their state.
+    """
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        self.value: int | None = None
+        self.saved_generators = tuple(generators)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed."""
+        return {"seed": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the seed of the interrupted run."""
+        self.value = state["seed"]
+
+
+def check_randomness(saved: Collection[str], randomness: str) -> None:
+    """Returns when a checkpoint was written in this mode.
+
+    Args:
+        saved: the keys of its components.
+        randomness: this run's mode.
+
+    Raises:
+        DriftError: it was written in the other one, in which samples draw other numbers.
+    """
+    then = "keyed" if SEED in saved else "tape"
+    if then != randomness:
+        raise DriftError(
+            "randomness",
+            found=repr(randomness),
+            expected=f"{then!r}, as in the checkpoint",
+            remedy=f"Pass randomness={then!r}, or start a new run in an empty directory",
+        )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one loader.
+
+    Args:
+        seed: the run's.
+        loader: the loader's name, so that no two draw the same numbers.
+    """
+
+    seed: int
+    loader: str
+
+    def hasher(self, purpose: Purpose, epoch: int) -> Any:
+        """What becomes a key when the content is added: ``update(...)`` and ``digest()``."""
+        # blake2b: its definition will not change, and it is in every Python.
+        subject = index_bytes((self.seed, self.loader, purpose.value, epoch))
+        return hashlib.blake2b(subject, digest_size=_SEEDS.size, person=b"resumekit keys 1")
+
+    def key(self, purpose: Purpose, epoch: int, content: bytes = b"") -> bytes:
+        """One key."""
+        hasher = self.hasher(purpose, epoch)
+        hasher.update(content)
+        return bytes(hasher.digest())
+
+    def generator(self, purpose: Purpose, epoch: int) -> torch.Generator:
+        """A new generator that a key seeded."""
+        *_, seed = _SEEDS.unpack(self.key(purpose, epoch))
+        return torch.Generator().manual_seed(seed)
+
+
+def seed_generators(key: bytes) -> None:
+    """Seeds Python's, NumPy's and torch's global generators of the CPU from a key."""
+    for_python, for_numpy, for_torch = _SEEDS.unpack(key)
+    random.seed(int.from_bytes(for_python, "little"))
+    np.random.seed(for_numpy)
+    # Not torch.manual_seed: it reseeds every device, which takes a hundred times as long.
+    torch.default_generator.manual_seed(for_torch)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Puts the three global generators back, whatever was drawn or seeded inside."""
+    for_python, for_numpy = random.getstate(), np.random.get_state(legacy=True)
+    for_torch = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(for_python)
+        np.random.set_state(for_numpy)
+        torch.default_generator.set_state(for_torch)
+
+
+def index_bytes(index: Any) -> bytes:
+    """A sample's index as bytes: the same in every process, and no two indices alike.
+
+    Raises:
+        UnsupportedValueError: an object that is only itself, for which there is no such text.
+    """
+    if type(index) is int:
+        return b"%d," % index
+    if isinstance(index, str):
+        return b"s" + index_bytes(index.encode("utf-8", "surrogatepass"))
+    if isinstance(index, bytes):
+        return b"%d:%b" % (len(index), index)
+    if isinstance(index, (tuple, list)):
+        return b"(%b)" % b"".join(map(index_bytes, index))
+    if isinstance(index, Mapping):
+        return b"m" + index_bytes(list(index.items()))
+    if isinstance(index, slice):
+        return b"l" + index_bytes((index.start, index.stop, index.step))
+    if isinstance(index, float):
+        return b"f" + index_bytes(float(index).hex())
+    if index is None:
+        return b"n"
+    if hasattr(index, "tolist"):  # NumPy's and torch's numbers and arrays
+        return index_bytes(index.tolist())
+    try:
+        return index_bytes(operator.index(index))
+    except TypeError:
+        raise UnsupportedValueError(
+            "randomness='keyed'",
+            found=f"a sampler that gives a {type(index).__name__} as the index of a sample",
+            expected="numbers, strings, or lists, tuples and dicts of them",
+        ) from None

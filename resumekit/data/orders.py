@@ -1,0 +1,172 @@
+"""The order of an epoch: what names it, how it is drawn again, and how it is shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from resumekit.data.permutation import EpochOrder, share, share_length
+from resumekit.data.resumable import RandomAccess, draw
+
+# A sampler whose order no other process can draw. Under the other kinds, everything that an order
+# depends on stands in its name or, for "drawn", in the random state at the epoch's start.
+UNKNOWN = "unknown"
+IN_ORDER, SEEDED, DRAWN, KEYED = "in order", "seeded", "drawn", "keyed"
+NAMED = frozenset({IN_ORDER, SEEDED, DRAWN, KEYED})
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a map-style loader takes an order apart: which part is this rank's, how many in a batch.
+
+    Args:
+        sampler: what gives single indices; None behind a batch sampler of the user's own.
+        batch_sampler: torch's own; None for a loader that does not collate.
+        num_replicas: the ranks that share the order; 1 when each goes through all of it.
+        replica: which of them this is.
+        hidden_in: the class of a batch sampler that cannot be seen into.
+    """
+
+    sampler: Any
+    batch_sampler: BatchSampler | None
+    num_replicas: int = 1
+    replica: int = 0
+    hidden_in: str = ""
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Batching:
+        """How this loader does it."""
+        given: Any = loader.batch_sampler
+        if given is None:
+            return cls(loader.sampler, None, *_replicas(loader.sampler))
+        if type(given) is not BatchSampler:
+            return cls(None, None, hidden_in=type(given).__name__)
+        return cls(given.sampler, given, *_replicas(given.sampler))
+
+    @cached_property
+    def has_random_access(self) -> bool:
+        """Whether an epoch can be begun at any place without drawing its order."""
+        return self.sampler is not None and isinstance(self.sampler, RandomAccess)
+
+    @property
+    def batch_size(self) -> int:
+        """The samples in a full batch."""
+        return 1 if self.batch_sampler is None else self.batch_sampler.batch_size
+
+    @property
+    def samples_per_rank(self) -> int | None:
+        """The samples of one epoch on this rank, or None where the sampler does not say."""
+        try:
+            return len(self.sampler)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def num_batches(self, num_samples: int) -> int:
+        """The batches that are made of this many samples of one rank."""
+        if self.batch_sampler is not None and self.batch_sampler.drop_last:
+            return num_samples // self.batch_size
+        return -(-num_samples // self.batch_size)
+
+    def num_shared(self, num_left: int) -> int:
+        """The samples of each rank when this many are shared out."""
+        return share_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
+
+    def share(self, order: EpochOrder, position: int) -> Iterator[int]:
+        """This rank's part of what is left of an order."""
+        return share(
+            order,
+            position=position,
+            num_replicas=self.num_replicas,
+            replica=self.replica,
+            drop_last=self._drop_last,
+        )
+
+    @property
+    def _drop_last(self) -> bool:
+        return self.num_replicas > 1 and bool(getattr(self.sampler, "drop_last", False))
+
+
+def _replicas(sampler: Any) -> tuple[int, int]:
+    num_replicas, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    if isinstance(num_replicas, int) and isinstance(rank, int):
+        return num_replicas, rank
+    return 1, 0
+
+
+def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
+    """What names the order that a sampler is about to give, in plain values.
+
+    Args:
+        sampler: gives single indices; None where it cannot be seen.
+        generators: the loader's private generators by name.
+    """
+    if sampler is None:
+        return {"kind": UNKNOWN, "sampler": None}
+    if isinstance(sampler, RandomAccess):
+        return sampler.order_name()
+    method = getattr(type(sampler), "__iter__", None)
+    if method is SequentialSampler.__iter__:
+        return {"kind": IN_ORDER, "length": len(sampler.data_source)}
+    if method is DistributedSampler.__iter__:
+        length = len(sampler.dataset)
+        if not sampler.shuffle:
+            return {"kind": IN_ORDER, "length": length}
+        return {"kind": SEEDED, "length": length, "seed": sampler.seed, "epoch": sampler.epoch}
+    if method is RandomSampler.__iter__ and not sampler.replacement:
+        length = len(sampler.data_source)
+        own = next((name for name, one in generators.items() if one is sampler.generator), None)
+        if sampler.num_samples == length and (sampler.generator is None or own is not None):
+            return {"kind": DRAWN, "length": length, "generator": own}
+    return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
+
+
+def draw_again(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> EpochOrder:
+    """The order of that name, of a kind in ``NAMED``.
+
+    Args:
+        name: from ``order_name``.
+        start: the random state at the epoch's start; needed for one that was drawn.
+    """
+    if name["kind"] == SEEDED:
+        # torch's own code shuffles, for one rank that takes all.
+        alone: DistributedSampler[Any] = DistributedSampler(
+            range(name["length"]),  # type: ignore[arg-type]  # torch asks for its length alone
+            num_replicas=1,
+            rank=0,
+            seed=name["seed"],
+        )
+        alone.set_epoch(name["epoch"])
+        return np.fromiter(alone, dtype=np.int64, count=name["length"])
+    if name["kind"] == DRAWN:
+        assert start is not None
+        return _drawn(name["length"], name["generator"], start["at_first"])
+    return draw(dict(name))
+
+
+def _drawn(length: int, name: str | None, state: Mapping[str, Any]) -> EpochOrder:
+    """What a RandomSampler drew when this was the random state, and its generator had this name."""
+    before = torch.default_generator.get_state()
+    generator = None
+    if name is None:
+        torch.default_generator.set_state(state["torch"])
+    else:
+        generator = torch.Generator()
+        generator.set_state(state["generators"][name])
+    indices = iter(RandomSampler(range(length), generator=generator))
+    # At its own end the sampler would draw another permutation; it is not asked to come there.
+    order = np.fromiter(islice(indices, length), dtype=np.int64, count=length)
+    torch.default_generator.set_state(before)
+    return order

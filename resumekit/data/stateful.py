@@ -1,0 +1,140 @@
+"""Loaders with a state of their own: torchdata's StatefulDataLoader, and any object like it.
+
+Their own state is used where it is all that a continuation needs. What torchdata 0.11 leaves out:
+the random numbers in workers, and those of a dataset without a state, which it draws through again
+from whatever random state it finds. Hugging Face ``datasets`` 5.2 leaves out the content of a
+shuffle buffer. Those are drawn through again here, from the random state that they began with.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from resumekit.contract import Fidelity
+from resumekit.data.kinds import (
+    INNER,
+    forget_iteration,
+    has_own_state,
+    is_hugging_face,
+    is_stateful_data_loader,
+    length_is_a_guess,
+    shallow_copy,
+)
+from resumekit.data.map_source import MapSource
+from resumekit.data.replay import first_dimension
+from resumekit.data.source import Source, announce_epoch
+
+
+class StatefulMapSource(MapSource):
+    """A StatefulDataLoader over a map-style dataset, sought in by its index sampler.
+
+    torchdata's own state is not used: it holds no random numbers of workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        super().__init__(loader, name)
+        forget_iteration(self._copy)
+
+    def begin(self, epoch: int) -> None:
+        """Starts the epoch, or continues it where the checkpoint stood."""
+        if not self.loader.persistent_workers:
+            # torchdata 0.11 stateful_dataloader.py keeps every iterator, not only that of
+            # persistent workers.
+            self._copy.__dict__["_iterator"] = None
+        super().begin(epoch)
+
+
+class StatefulSource(Source):
+    """A loader that says itself where it is, and goes there when it is told to.
+
+    Its state is taken at the settled point and given back before the loader is iterated again.
+    torchdata's loader is iterated as a shallow copy; any other object is the user's own.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any, name: str) -> None:
+        super().__init__(loader, name)
+        is_torchdata = is_stateful_data_loader(loader)
+        self._iterated: Any = shallow_copy(loader) if is_torchdata else loader
+        self._holder = type(loader.dataset if is_torchdata else loader).__name__
+        self._ever_begun = False
+
+    @property
+    def num_batches(self) -> int | None:
+        """The batches of one epoch, or None: the length of an iterable dataset is only a guess."""
+        return None if length_is_a_guess(self.loader) else super().num_batches
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        """How exactly the position comes back, and on what condition."""
+        workers = getattr(self.loader, "num_workers", 0)
+        if workers:
+            return Fidelity.EQUIVALENT, (
+                f"the state_dict() of {self._holder} may lack the random numbers of its {workers} "
+                "workers; with num_workers=0 it need not have them"
+            )
+        return Fidelity.EXACT, (
+            f"as far as the state_dict() of {self._holder} brings it back, and as long as it draws "
+            "nothing to go on"
+        )
+
+    def begin(self, epoch: int) -> None:
+        """Starts the epoch, or continues it where the loader's own state says."""
+        announce_epoch(self._iterated, epoch)
+        pending, self._pending = self._pending, None
+        self.epoch, self.batch = epoch, 0
+        if pending is not None and pending["epoch"] == epoch:
+            self.batch = pending["batch"]
+            if pending["loader"] is not None:
+                self._load(pending["loader"])
+        self._iterator = iter(self._iterated)
+        self._ever_begun = True
+
+    def _load(self, state: Any) -> None:
+        settled = self._rng.state_dict()
+        self._iterated.load_state_dict(state)
+        if self.batch == 0:
+            # torchdata 0.11 stateful_dataloader.py makes the iterator that ended, and draws a seed
+            # for it, when it is first asked. The interrupted run has drawn that one before.
+            self._iterated.state_dict()
+        self._rng.load_state_dict(settled)
+
+    def next_batch(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: the epoch has no more.
+        """
+        assert self._iterator is not None
+        batch = next(self._iterator)
+        self.batch += 1
+        self.num_samples = first_dimension(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch and the loader's own state there."""
+        if self._pending is not None:
+            return dict(self._pending)
+        # A loader that was never iterated has no place yet, and torchdata's would draw a seed to
+        # answer.
+        own = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
+        return {**self._state(), "loader": own}
+
+
+def keeps_its_own_place(loader: Any) -> bool:
+    """Whether a loader's own state brings back its place exactly, by its own word at least."""
+    if hasattr(loader, INNER) or not has_own_state(loader) or is_hugging_face(loader):
+        return False
+    if not is_stateful_data_loader(loader):
+        return True
+    dataset = loader.dataset
+    return (
+        isinstance(dataset, IterableDataset)
+        and loader.num_workers == 0
+        and has_own_state(dataset)
+        and not is_hugging_face(dataset)
+    )

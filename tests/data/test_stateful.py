@@ -1,0 +1,379 @@
+"""Loaders with a state of their own continue exactly, by that state or without it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from resumekit.capture import RngState
+from resumekit.contract import Fidelity
+from resumekit.data import ReplaySource, open_source
+
+torchdata = pytest.importorskip(
+    "torchdata.stateful_dataloader", reason="torchdata is not installed: pip install torchdata"
+)
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+
+# torchdata 0.11 stateful_dataloader.py calls what torch 2.13 deprecates, in every constructor.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+EPOCHS = 2
+NUM_SAMPLES = 22
+BATCH_SIZE = 4
+
+
+def keep(samples: list[Any]) -> list[Any]:
+    """Collates nothing: plain values are quicker to send than tensors."""
+    return samples
+
+
+class Noisy(Dataset[Any]):
+    """Counts what is read of it, and draws from all three global generators."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_reads += 1
+        return index, random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+class NoisyStream(IterableDataset[Any]):
+    """Draws from the global generators, in its order too, and has no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for sample in torch.randperm(NUM_SAMPLES).tolist()[first::step]:
+            yield sample, random.random(), torch.rand(()).item()
+
+
+class StatefulStream(IterableDataset[Any]):
+    """Keeps its own place, which goes on from epoch to epoch, and draws for each sample."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.num_drawn_through = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            self.num_drawn_through += 1
+            yield self.position, random.random(), torch.rand(()).item()
+            if self.position % NUM_SAMPLES == 0:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class OwnLoader:
+    """A user's own loader, written as people write one: a protocol and nothing else."""
+
+    def __init__(self, *, knows_its_length: bool) -> None:
+        self.epoch = 0
+        self.used = 0
+        self.num_made = 0
+        if knows_its_length:
+            self.__class__ = SizedOwnLoader
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.Random(self.epoch).sample(range(6), 6)
+        while self.used < 6:
+            self.used += 1
+            self.num_made += 1
+            yield order[self.used - 1], float(np.random.rand()), torch.rand(()).item()
+        self.epoch, self.used = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.used = state["epoch"], state["used"]
+
+
+class SizedOwnLoader(OwnLoader):
+    def __len__(self) -> int:
+        return 6
+
+
+class Placed(IterableDataset[int]):
+    """Each worker keeps its own place; nothing is drawn."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        mine = range(info.id, NUM_SAMPLES, info.num_workers)
+        while self.used < len(mine):
+            self.used += 1
+            yield mine[self.used - 1]
+        self.used = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.used = state["used"]
+
+
+class ByItsState:
+    """What the page on data shows: a user's word that a loader's own state is enough."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def stateful(dataset: Any, **settings: Any) -> Any:
+    given = {"batch_size": BATCH_SIZE, "collate_fn": keep, **settings}
+    return torchdata.StatefulDataLoader(dataset, **given)
+
+
+def hugging_face(*, buffered: bool) -> Any:
+    numbers = datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))})
+    stream = numbers.to_iterable_dataset(num_shards=4)
+    if buffered:
+        stream = stream.shuffle(seed=3, buffer_size=6)
+    return stream.map(augmented)
+
+
+def hugging_face_table() -> Any:
+    return datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))}).with_transform(noisy)
+
+
+def noisy(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "noise": [random.random() for _ in columns["number"]]}
+
+
+def augmented(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "noise": random.random() + float(np.random.rand())}
+
+
+FRESH = {"num_workers": 2}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+LOADERS: dict[str, Callable[[], Any]] = {
+    "own": lambda: OwnLoader(knows_its_length=False),
+    "own with a length": lambda: OwnLoader(knows_its_length=True),
+    "map-style": lambda: stateful(Noisy(), shuffle=True),
+    "map-style with a generator": lambda: stateful(
+        Noisy(), shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "map-style in order": lambda: stateful(Noisy()),
+    "map-style, 2 workers": lambda: stateful(Noisy(), shuffle=True, **FRESH),
+    "map-style, persistent": lambda: stateful(Noisy(), shuffle=True, **PERSISTENT),
+    "iterable": lambda: stateful(NoisyStream()),
+    "iterable, 2 workers": lambda: stateful(NoisyStream(), **FRESH),
+    "iterable, persistent": lambda: stateful(NoisyStream(), **PERSISTENT),
+    "iterable with a state": lambda: stateful(StatefulStream()),
+    "iterable with a state, 2 workers": lambda: stateful(StatefulStream(), **FRESH),
+    "by its state, 2 workers": lambda: ByItsState(stateful(Placed(), **FRESH)),
+    "map-style of datasets": lambda: DataLoader(
+        hugging_face_table(), BATCH_SIZE, shuffle=True, collate_fn=keep
+    ),
+    "streaming": lambda: DataLoader(hugging_face(buffered=False), BATCH_SIZE, collate_fn=keep),
+    "streaming through a buffer": lambda: DataLoader(
+        hugging_face(buffered=True), BATCH_SIZE, collate_fn=keep
+    ),
+    "streaming through a buffer, 2 workers": lambda: DataLoader(
+        hugging_face(buffered=True), BATCH_SIZE, collate_fn=keep, **FRESH
+    ),
+    "streaming through a buffer, persistent": lambda: DataLoader(
+        hugging_face(buffered=True), BATCH_SIZE, collate_fn=keep, **PERSISTENT
+    ),
+    "stateful streaming through a buffer": lambda: stateful(hugging_face(buffered=True)),
+}
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Loop:
+    """A loop over one loader that can be left at any settled point and taken up by another."""
+
+    def __init__(self, loader: Any, saved: dict[str, Any] | None = None) -> None:
+        self.source = open_source(loader, "train")
+        self.rng = RngState()
+        self.saved = copy.deepcopy(saved)
+        if self.saved is not None:
+            self.source.load_state_dict(self.saved["data"])
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy({"data": self.source.state_dict(), "rng": self.rng.state_dict()})
+
+    def run(self, stops: list[tuple[int, dict[str, Any]]] | None = None) -> list[Any]:
+        seen: list[Any] = []
+        while (epoch := self.source.place()[0]) < EPOCHS:
+            if stops is not None and self.source.place()[1] == 0:
+                stops.append((len(seen), self.state()))
+            self.begin(epoch)
+            while True:
+                if stops is not None and self.source.batch and not self.source.used_up:
+                    stops.append((len(seen), self.state()))
+                try:
+                    batch = self.source.next_batch()
+                except StopIteration:
+                    break
+                seen.append((batch, random.random(), float(np.random.rand()), torch.rand(3)[0]))
+            self.source.end_epoch()
+        return seen
+
+    def begin(self, epoch: int) -> None:
+        saved, self.saved = self.saved, None
+        if saved is not None and self.source.place()[1] == 0:
+            self.rng.load_state_dict(saved["rng"])
+            self.source.restore_generators()
+        self.source.begin(epoch)
+        if saved is not None and saved["data"]["batch"]:
+            self.source.restore_generators()
+            self.rng.load_state_dict(saved["rng"])
+
+
+def uninterrupted(make: Callable[[], Any]) -> tuple[list[Any], list[tuple[int, dict[str, Any]]]]:
+    seed_everything(1)
+    stops: list[tuple[int, dict[str, Any]]] = []
+    return Loop(make()).run(stops), stops
+
+
+def continued(make: Callable[[], Any], saved: dict[str, Any]) -> list[Any]:
+    seed_everything(1234)
+    return Loop(make(), saved).run()
+
+
+def stock(loader: Any) -> list[Any]:
+    """What a loop without resumekit sees and draws."""
+    seen = []
+    for epoch in range(EPOCHS):
+        if hasattr(getattr(loader, "dataset", None), "set_epoch"):
+            loader.dataset.set_epoch(epoch)
+        for batch in loader:
+            seen.append((batch, random.random(), float(np.random.rand()), torch.rand(3)[0]))
+    return seen
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_every_settled_point_continues_bit_for_bit(kind: str) -> None:
+    make = LOADERS[kind]
+    assert open_source(make(), "train").fidelity[0] is Fidelity.EXACT
+    expected, stops = uninterrupted(make)
+    assert len(expected) >= EPOCHS * 6
+    if "workers" in kind or "persistent" in kind:
+        per_epoch = len(stops) // EPOCHS
+        stops = [stops[i] for i in (2, per_epoch + 2)]
+    for used, saved in stops:
+        assert continued(make, saved) == expected[used:], used
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_loop_draws_what_a_stock_loop_draws(kind: str) -> None:
+    make = LOADERS[kind]
+    expected, _ = uninterrupted(make)
+    seed_everything(1)
+    assert stock(make()) == expected
+
+
+def test_used_samples_of_a_map_style_loader_are_passed_over_without_reading_them() -> None:
+    _, stops = uninterrupted(LOADERS["map-style"])
+    dataset = Noisy()
+    loop = Loop(stateful(dataset, shuffle=True), stops[4][1])
+    loop.begin(0)
+    assert dataset.num_reads == 0
+
+
+def test_a_stream_with_a_state_is_not_drawn_through_again() -> None:
+    _, stops = uninterrupted(LOADERS["iterable with a state"])
+    used, saved = stops[9]
+    stream = StatefulStream()
+    loop = Loop(stateful(stream), saved)
+    loop.begin(saved["data"]["epoch"])
+    assert (stream.position, stream.num_drawn_through) == (used * BATCH_SIZE - 2, 0)
+
+
+@pytest.mark.parametrize("left_out", ["loader", "rng", "place"])
+@pytest.mark.parametrize("kind", ["own", "iterable with a state"])
+def test_a_state_with_one_part_left_out_does_not_continue(kind: str, left_out: str) -> None:
+    expected, stops = uninterrupted(LOADERS[kind])
+    used, saved = stops[9]
+    other = stops[2][1]
+    if left_out == "rng":
+        saved["rng"] = other["rng"]
+    elif left_out == "loader":
+        saved["data"]["loader"] = None
+    else:
+        saved["data"].update(epoch=other["data"]["epoch"], batch=other["data"]["batch"])
+    assert continued(LOADERS[kind], saved) != expected[used:]
+
+
+def test_a_loader_that_draws_to_go_on_does_not_continue_exactly_as_its_condition_says() -> None:
+    class DrawsToGoOn(OwnLoader):
+        def __iter__(self) -> Iterator[Any]:
+            torch.rand(())
+            yield from super().__iter__()
+
+    expected, stops = uninterrupted(lambda: DrawsToGoOn(knows_its_length=False))
+    used, saved = stops[3]
+    assert continued(lambda: DrawsToGoOn(knows_its_length=False), saved) != expected[used:]
+    reason = open_source(DrawsToGoOn(knows_its_length=False), "train").fidelity[1]
+    assert "as long as it draws nothing to go on" in reason
+
+
+def test_a_loader_that_was_never_iterated_is_not_asked_where_it_is() -> None:
+    loader = LOADERS["iterable with a state"]()
+    source = open_source(loader, "train")
+    before = torch.get_rng_state()
+    assert source.state_dict()["loader"] is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["map-style", "iterable", "iterable with a state"])
+def test_the_users_loader_stays_as_it_is(kind: str) -> None:
+    loader = LOADERS[kind]()
+    Loop(loader).run()
+    assert loader._iterator is None
+
+
+def test_a_stream_of_datasets_is_not_trusted_with_its_own_place() -> None:
+    for loader in (hugging_face(buffered=True), LOADERS["stateful streaming through a buffer"]()):
+        source = open_source(loader, "train")
+        assert isinstance(source, ReplaySource)
+        assert source.fidelity[0] is Fidelity.EXACT
+
+
+def test_torchdata_alone_does_not_continue_a_stream_that_draws() -> None:
+    seed_everything(1)
+    loader = stateful(NoisyStream())
+    iterator = iter(loader)
+    next(iterator)
+    state, rng = loader.state_dict(), RngState().state_dict()
+    expected = next(iterator)
+    seed_everything(2)
+    again = stateful(NoisyStream())
+    again.load_state_dict(state)
+    rest = iter(again)
+    RngState().load_state_dict(rng)
+    assert next(rest) != expected
