@@ -10,16 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.contract import Progress
-from resumekit.data import Source
-from resumekit.engine.cadence import parse_cadence
 from resumekit.engine.driven import DrivenLoop
+from resumekit.engine.host import LoopHost
 from resumekit.engine.loops import Batches, Epochs
 from resumekit.engine.options import OptionKeywords, Options
-from resumekit.engine.report import ResumeReport, tell
+from resumekit.engine.report import ResumeReport
 from resumekit.engine.run import Components, Run
-from resumekit.errors import ConfigurationError, LoopError, SaveError
-from resumekit.prove.trace import rng_digests
+from resumekit.errors import ConfigurationError, LoopError
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -33,7 +30,7 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-class Checkpointer:
+class Checkpointer(LoopHost):
     """Saves the whole state of a run and, when the same command is started again, continues it.
 
     Args:
@@ -60,25 +57,14 @@ class Checkpointer:
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
-        self._options = Options.from_keywords(options)
-        self._cadence = parse_cadence(self._options.save_every)
-        self._run = Run(
+        run = Run(
             Path(directory),
             components,
-            self._options,
+            Options.from_keywords(options),
             extras={} if extras is None else extras,
             generators={} if generators is None else generators,
         )
-        self._loop: str | None = None  # the outermost loop, once there is one
-        self._active: Source | None = None  # where the last batch came from
-        self._samples: list[Any] = []  # of the step under way, when tracing
-        self._tokens = 0  # of the accumulation window under way
-        self._unsettled = False  # a batch was handed out since the last settled point
-        self._stepped = False  # ... and its step is complete
-        self._due = False
-        self._stop_reason: str | None = None
-        self._steps_at_epoch_start: int | None = 0
-        self._announced = False
+        super().__init__(run)
         _close_at_exit(self)
 
     # ---------------------------------------------------------------- what the user calls
@@ -87,16 +73,6 @@ class Checkpointer:
     def directory(self) -> Path:
         """The run directory."""
         return self._run.directory
-
-    @property
-    def progress(self) -> Progress:
-        """How far the logical run is; samples and tokens as of the last checkpoint."""
-        return self._run.counters.progress
-
-    @property
-    def finished(self) -> str | None:
-        """Why the run is over, or None while it is not."""
-        return self._run.counters.finished
 
     def resume(self) -> ResumeReport:
         """Restores everything but the data position and the random state. Collective, idempotent.
@@ -129,36 +105,49 @@ class Checkpointer:
         *,
         epochs: int | None = None,
         steps: int | None = None,
-        name: str = "train",
+        name: str | None = None,
+        repeat: bool = False,
     ) -> Batches:
         """The batches still to be used, beginning with the next unseen one. Collective.
 
-        Alone, with ``epochs=`` or ``steps=``, it is the whole loop; inside ``epochs()`` it is
-        the rest of the epoch.
+        Alone, with ``epochs=`` or ``steps=``, it is the whole loop. Inside ``epochs()``, or inside
+        another loop, it goes once over the loader.
 
         Args:
-            loader: the training loader; evaluation loaders are never wrapped.
+            loader: the training loader, or a dict of loaders, which gives a dict of one batch of
+                each; an epoch ends with the shortest, as ``zip`` does. Evaluation loaders are never
+                wrapped.
             epochs: train until this many epochs of the whole run are complete.
             steps: train until the whole run has this many optimizer steps.
-            name: tells this loader from others of the same run.
+            name: tells this loader from others of the same run; ``"train"`` by default. A dict has
+                its names in its keys.
+            repeat: for a loader beside the loop, drawn from with ``next``: it begins again whenever
+                it is used up, and counts its own epochs.
 
         Raises:
-            TypeError: both ``epochs`` and ``steps``, or one of them inside ``epochs()``.
+            TypeError: more than one of ``epochs``, ``steps`` and ``repeat``; or a horizon inside
+                another loop, or none outside of any.
+            LoopError: a second loop with a horizon, over another loader.
+            ConfigurationError: another loader of this name is in the middle of an epoch.
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        if epochs is not None and steps is not None:
-            raise TypeError("batches() takes epochs= or steps=, not both")
+        if (epochs is not None) + (steps is not None) + repeat > 1:
+            raise TypeError("batches() takes one of epochs=, steps= and repeat=True")
         if epochs is None and steps is None:
-            if self._loop != "epochs":
+            if self._loop is None and not repeat:
                 raise TypeError(
-                    "batches(loader) alone needs epochs= or steps=, or an epochs() loop"
+                    "batches(loader) alone needs epochs= or steps=, or an epochs() loop; "
+                    "a loader beside the loop needs repeat=True"
                 )
-        else:
-            if self._loop == "epochs":
-                raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
-            unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
-            self._enter("batches", {unit: _positive(unit, count)})
-        return Batches(self, self._run.position.open(loader, name), epochs=epochs, steps=steps)
+            self._run.resume()
+            return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
+        if self._loop == "epochs":
+            raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
+        unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
+        self._enter("batches", {unit: _positive(unit, count)})
+        feed = self._run.position.feed(loader, name)
+        self._lead(feed)
+        return Batches(self, feed, epochs=epochs, steps=steps)
 
     def drive(self, *, epochs: int | None = None, steps: int | None = None) -> DrivenLoop:
         """The loop of a framework that iterates by itself. Collective.
@@ -171,10 +160,18 @@ class Checkpointer:
             steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
 
         Raises:
+            ConfigurationError: saves inside an accumulation window are asked for: a framework may
+                fetch the batches of a whole window before it uses the first one.
             DirectoryError: the run directory cannot be used, or another live job owns it.
             NoUsableCheckpointError: there are checkpoints, and none can be used.
             DriftError: the interrupted run had another horizon.
         """
+        if self._run.options.saves_gradients:
+            raise ConfigurationError(
+                "mid_accumulation",
+                found="'gradients', in a loop that a framework runs",
+                expected="'boundary'",
+            )
         self._run.find()
         asked = {"epochs": epochs, "steps": steps}
         self._run.accept_horizon({unit: n for unit, n in asked.items() if n is not None})
@@ -201,12 +198,11 @@ class Checkpointer:
                 expected="a loop over batches()",
                 remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...)",
             )
-        self._tokens += tokens
+        counters = self._run.counters
+        counters.count_tokens(tokens)
         if not self._at_step_boundary():
             return
-        counters = self._run.counters
-        counters.count_step(self._tokens)
-        self._tokens = 0
+        counters.count_step()
         self._stepped = True
         self._due = self._due or self._cadence.is_due(counters.progress.step)
         if self._run.trace is not None:
@@ -239,12 +235,17 @@ class Checkpointer:
 
     def best(self) -> BestCheckpoint | None:
         """The best committed checkpoint by ``best_metric``, or None if there is none yet."""
-        return self._run.best(BestCheckpoint)
+        best = self._run.best()
+        if best is None:
+            return None
+        name, value = best
+        return BestCheckpoint(self.directory / str(name), name.step, value)
 
     def close(self) -> None:
         """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
         self._count_taken_step()
-        if self._due and self._stepped and self.finished is None:
+        is_due = self._stop_reason is not None or (self._due and self._may_save())
+        if self._loop is not None and is_due:
             self._settle(None)
         self._run.close()
 
@@ -262,6 +263,7 @@ class Checkpointer:
         else:
             # Nor at exit, should somebody catch the error: a step is half done.
             self._due = self._unsettled = False
+            self._stop_reason = None
             self._run.close()
 
     # ---------------------------------------------------------------- what an adapter may know
@@ -269,144 +271,6 @@ class Checkpointer:
     def _at_step_boundary(self) -> bool:
         """Whether an optimizer step is complete; asked by ``step()``."""
         return True
-
-    def _count_taken_step(self) -> None:
-        """Calls ``step()`` if the framework has taken one that the loop did not mark."""
-
-    # ---------------------------------------------------------------- what the loops call
-
-    def _enter(self, loop: str, horizon: dict[str, int]) -> None:
-        """The outermost loop begins."""
-        if self._loop is not None and self.finished is not None:
-            raise LoopError(
-                f"{loop}()",
-                found=f"a second loop after the run finished ({self.finished})",
-                remedy="Give the first loop the horizon of the whole run",
-            )
-        self._run.resume()
-        self._run.accept_horizon(horizon)
-        self._begin_loop(loop)
-
-    def _begin_loop(self, loop: str) -> None:
-        """Everything is restored but the random state."""
-        if self._loop is None:
-            place = self.progress
-            self._steps_at_epoch_start = place.step if place.batch == 0 else None
-            if self.finished is not None:
-                self._run.finish_again()
-        self._loop = loop
-
-    def _open_epoch(self, epoch: int) -> None:
-        """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
-        if self.progress.batch == 0:
-            self._run.restore_random()
-
-    def _begin(self, source: Source, epoch: int) -> None:
-        """A loader's epoch begins or continues: the position first, the random state last."""
-        self._run.tell_changed_loaders()
-        if source.changed and self._active is None:
-            self._run.counters.move_to(*source.place())  # in batches of the size that they have now
-        if not self._announced:
-            self._announced = True
-            self._run.announce()
-        if self.progress.batch == 0:
-            self._run.restore_random()
-            source.restore_generators()
-            source.begin(epoch)
-        else:
-            source.begin(epoch)
-            source.restore_generators()
-            self._run.restore_random()
-
-    def _fetched(self, source: Source) -> None:
-        """A batch goes to the loop."""
-        self._active = source
-        self._unsettled, self._stepped = True, False
-        self._run.counters.count_batch(source.num_samples)
-        if self._run.trace is not None and source.indices is not None:
-            indices = source.indices
-            self._samples.extend(indices if isinstance(indices, (list, tuple)) else [indices])
-
-    def _epoch_ended(self, source: Source) -> None:
-        """A loader's epoch is used up."""
-        if self._loop == "batches":
-            self._require_steps()
-            self._run.counters.move_to(*source.place())
-
-    def _close_epoch(self, epoch: int) -> None:
-        """An epoch of ``epochs()`` is over, used up or left by ``break``."""
-        self._require_steps()
-        for source in self._run.position.sources.values():
-            if source.used_up or source.place()[0] < epoch:
-                source.end_epoch()
-        self._active = None
-        self._run.counters.move_to(epoch, 0)
-
-    def _require_steps(self) -> None:
-        self._count_taken_step()
-        step = self.progress.step
-        if self._steps_at_epoch_start == step:
-            raise LoopError(
-                f"epoch {self.progress.epoch}",
-                found="not one call of step()",
-                expected="checkpointer.step() after every optimizer step",
-            )
-        self._steps_at_epoch_start = step
-
-    def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
-        """All code of the last step has run, and nothing of the next one: save what is due.
-
-        Args:
-            finished: why the run is over at this place, or None.
-            at_end: the end was found only after the place had been settled once.
-        """
-        self._count_taken_step()
-        counters = self._run.counters
-        finished = self._stop_reason or finished
-        if counters.finished is not None or not (self._unsettled or at_end or finished):
-            return
-        if self._active is not None:
-            counters.move_to(*self._active.place())
-        if finished is not None:
-            counters.finished = finished
-            self._save()
-            self._run.trace_state("end")
-        elif self._is_due():
-            self._save()
-        self._unsettled = False
-
-    def _is_due(self) -> bool:
-        if not self._stepped:
-            return False  # in the middle of an accumulation window: at the next step boundary
-        if self._cadence.needs_agreement:
-            return self._run.world.broadcast(self._due)
-        return self._due
-
-    def _save(self) -> None:
-        self._due = False
-        try:
-            self._run.save()
-        except SaveError as error:
-            if self._options.on_save_error == "raise":
-                raise
-            if self._run.world.is_first:
-                tell(f"the save at step {self.progress.step} failed, training goes on: {error}")
-        self._cadence.saved()
-
-    def _trace_step(self, values: Mapping[str, Any]) -> None:
-        place, trace = self.progress, self._run.trace
-        assert trace is not None
-        epoch, batch = self._active.place() if self._active else (place.epoch, place.batch)
-        trace.step(
-            place.step,
-            epoch=epoch,
-            batch=batch,
-            values=values,
-            lr=self._run.learning_rates(),
-            samples=self._samples,
-            rng=rng_digests(),
-        )
-        self._samples = []
 
 
 def _positive(name: str, value: int | None) -> int:

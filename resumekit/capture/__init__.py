@@ -25,6 +25,11 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.generator import generator_state, set_generator_state
+from resumekit.capture.gradients import (
+    AccumulatedGradients,
+    gradient_components,
+    holds_gradients,
+)
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -36,6 +41,7 @@ from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 
 __all__ = [
+    "AccumulatedGradients",
     "AttributeState",
     "Difference",
     "Extras",
@@ -53,6 +59,8 @@ __all__ = [
     "differences",
     "fingerprint",
     "generator_state",
+    "gradient_components",
+    "holds_gradients",
     "horizon",
     "named_states",
     "one_or_named",

@@ -163,6 +163,25 @@ class MapSource(Source):
             return batch.batch
         return batch
 
+    def end_epoch(self) -> None:
+        """Moves the place to the start of the next epoch."""
+        self._finish_prefetched()
+        super().end_epoch()
+
+    def _finish_prefetched(self) -> None:
+        """Lets persistent workers make what they were asked for; they go on from the state after.
+
+        When an epoch is left before its end, torch drops these batches at the next one's start.
+        torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter._reset.
+        """
+        persist = self.loader.num_workers and self.loader.persistent_workers
+        if self._iterator is None or not persist or self.keyed:
+            return
+        self._sampler.stop()
+        for batch in self._iterator:
+            if isinstance(batch, Taped):
+                self._workers[batch.worker] = batch.state
+
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch and all that is needed to draw from there."""
         if self._pending is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -14,15 +14,22 @@ from resumekit.data.keys import RunSeed
 from resumekit.data.kinds import INNER, is_stateful_data_loader
 from resumekit.data.map_source import MapSource
 from resumekit.data.ranks import resplit_places
+from resumekit.data.rebuilt import Witness, without_past
 from resumekit.data.replay import ReplaySource
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, keeps_its_own_place
 from resumekit.data.wrapped import WrappedSource
+from resumekit.data.zipped import Zipped
 from resumekit.errors import ConfigurationError
+
+# What one loop draws from.
+Feed: TypeAlias = Source | Zipped
+
+DEFAULT_NAME = "train"
 
 
 class DataPosition:
-    """The loaders that the loops opened, by name, and the one that fetched last.
+    """The loaders that the loops opened, by name.
 
     A checkpoint's position is kept until the loop opens the loader of that name.
 
@@ -42,33 +49,76 @@ class DataPosition:
         self.changes: list[str] = []
         self.sources: dict[str, Source] = {}
         self._loaders: dict[str, Any] = {}
+        self._opened_in: dict[str, int] = {}
+        self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
+        self._witness: Witness | None = None
+
+    def feed(self, loader: Any, name: str | None = None) -> Feed:
+        """What a loop over this loader, or over a dict of loaders, draws from.
+
+        Raises:
+            TypeError: a dict of loaders, which has names, and one name more.
+            ConfigurationError: an empty dict, or see ``open``.
+            DataPositionError: the checkpoint's position does not fit a loader.
+        """
+        if not isinstance(loader, Mapping):
+            return self.open(loader, DEFAULT_NAME if name is None else name)
+        if name is not None:
+            raise TypeError("a dict of loaders has its names in its keys: leave name= out")
+        if not loader:
+            raise ConfigurationError("batches()", found="no loader in the dict")
+        return Zipped({key: self.open(each, key) for key, each in loader.items()})
 
     def open(self, loader: Any, name: str) -> Source:
         """The source of this loader; the same one as before when the loop opens it again.
 
+        Another loader takes the place over at the start of an epoch.
+
         Raises:
-            ConfigurationError: another loader is open under this name.
+            ConfigurationError: another loader of this name is in the middle of an epoch.
             DataPositionError: the checkpoint's position does not fit the loader.
         """
         known = self.sources.get(name)
-        if known is not None:
-            if self._loaders[name] is not loader:
-                raise ConfigurationError(
-                    f"batches(name={name!r})",
-                    found="a second loader under one name",
-                    remedy="Give each loader its own name=, and build it once, before the loop",
-                )
+        if known is not None and self._loaders[name] is loader:
+            if self._opened_in[name] < self._num_epochs:
+                known.is_rebuilt = False
             return known
+        if known is not None and (known.begun or self._opened_in[name] == self._num_epochs):
+            place = f"after batch {known.batch} of the first one" if known.begun else "in one epoch"
+            raise ConfigurationError(
+                f"batches(name={name!r})",
+                found=f"a second loader under one name, {place}",
+                expected="the loader that the epoch was begun with",
+                remedy="Give each loader its own name=; a new one may take over with a new epoch",
+            )
         source = open_source(loader, name, self._seed)
         source.allowed_changes = self._allowed_changes
-        if name in self._pending:
-            source.load_state_dict(self._pending[name])
+        if known is not None:
+            source.follow(known)
+        elif name in self._pending:
+            source.load_state_dict(self._judged(self._pending[name], source))
             del self._pending[name]
             self.changes += source.changes
         self.sources[name] = source
         self._loaders[name] = loader
+        self._opened_in[name] = self._num_epochs
         return source
+
+    def witness_epoch(self) -> None:
+        """An epoch of ``epochs()`` begins, in a process that resumes there."""
+        if any(state["rebuilt"] is None for state in self._pending.values()):
+            self._witness = Witness()
+
+    def _judged(self, state: dict[str, Any], source: Source) -> dict[str, Any]:
+        """The state, with what can be known about whether the loader is built in every epoch."""
+        witness = self._witness
+        if state["batch"] or state["rebuilt"] is not None or witness is None:
+            return state
+        if witness.saw(source.loader):
+            return state
+        anew = witness.made_anew(source.private, state["generators"])
+        return {**state, "rebuilt": True, "made_anew": anew}
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -87,9 +137,21 @@ class DataPosition:
         """The private generators that are in place already: an order was drawn from them again."""
         return [each for source in self.sources.values() for each in source.drawn_again()]
 
-    def restore_generators(self) -> None:
-        """Sets every loader's private generators to what they were at the checkpoint."""
-        for source in self.sources.values():
+    def end_epoch(self, names: Collection[str]) -> None:
+        """An epoch of ``epochs()`` ends: its loaders begin their next one, wherever they are."""
+        self._num_epochs += 1
+        self._witness = None
+        for name in names:
+            source = self.sources.get(name)
+            if source is not None and source.batch:
+                source.end_epoch()
+            state = self._pending.get(name)
+            if state is not None and state["batch"]:
+                self._pending[name] = {**state, "epoch": state["epoch"] + 1, "batch": 0}
+
+    def restore_generators(self, feed: Feed | None = None) -> None:
+        """Sets the private generators of a feed, or of every loader, to the checkpoint's."""
+        for source in self.sources.values() if feed is None else feed.sources:
             source.restore_generators()
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,9 +161,12 @@ class DataPosition:
         return states
 
     def comparable_state(self) -> dict[str, Any]:
-        """What two equal runs have in common; they may have other numbers of workers."""
+        """What two equal runs have in common; they may have other numbers of workers.
+
+        What is known about a loader's past is not the same in a process that did not see it.
+        """
         states = {name: source.comparable_state() for name, source in self.sources.items()}
-        return {**self._pending, **states}
+        return {name: without_past(state) for name, state in {**self._pending, **states}.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the places; each is found when its epoch begins."""

@@ -244,10 +244,15 @@ class RecordingSampler:
         self._rng = rng
         self._describe = describe
         self._seek: Seek | None = None
+        self._stopped = False
 
     def seek(self, seek: Seek) -> None:
         """Makes the next iteration begin there."""
         self._seek = seek
+
+    def stop(self) -> None:
+        """Gives no more in this iteration, and draws nothing either."""
+        self._stopped = True
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -256,6 +261,7 @@ class RecordingSampler:
         # Not a generator: `iter(inner)` has to run when the loader asks for it, as without us.
         self.drawn.clear()
         self.order = Order()
+        self._stopped = False
         seek, after = self._seek, None
         if seek is not None and seek.keeps_worker_seed:
             # The loader draws its workers' seed next. It must find the random state that this very
@@ -279,7 +285,11 @@ class RecordingSampler:
             padding = PaddingIndices()
             self.drawn.append(padding)
             yield padding
-        for indices in rest:
+        while not self._stopped:
+            try:
+                indices = next(rest)
+            except StopIteration:
+                return
             self.drawn.append(indices)
             yield indices
 

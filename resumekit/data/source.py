@@ -40,6 +40,9 @@ class Source(ABC):
         self.allowed_changes: frozenset[str] = frozenset()
         self.changed: tuple[str, ...] = ()
         self.changes: tuple[str, ...] = ()
+        self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
+        self._made_anew: list[str] = []  # the generators that are made with it
+        self._is_endless = False  # it gives more batches than its len() says
         self._epoch_batches: int | None = None  # of the epoch under way, if not as many as ever
         self._private = loader_generators(loader)
         self._rng = RngState(self._private)  # all that the order may be drawn from
@@ -71,6 +74,8 @@ class Source(ABC):
     @property
     def num_batches(self) -> int | None:
         """The batches of one epoch on this rank, or None where the loader does not say."""
+        if self._is_endless:
+            return None
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):
@@ -82,14 +87,40 @@ class Source(ABC):
         return self.num_batches if self._epoch_batches is None else self._epoch_batches
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the loaders in it: its own."""
+        return (self.name,)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The loaders in it: itself."""
+        return (self,)
+
+    @property
+    def private(self) -> Mapping[str, Any]:
+        """The generators that this loader, and perhaps others, carry, by name."""
+        return self._private
+
+    @property
     def begun(self) -> bool:
         """Whether an epoch is under way in this process."""
         return self._iterator is not None
 
     @property
+    def continues(self) -> bool:
+        """Whether ``begin`` will go on inside an epoch that another process began."""
+        return self._pending is not None and self._pending["batch"] > 0
+
+    @property
     def used_up(self) -> bool:
         """Whether the epoch under way is known to have no more batches."""
-        return self.begun and self.epoch_batches is not None and self.batch >= self.epoch_batches
+        is_under_way = self.begun or self.continues
+        return is_under_way and self.epoch_batches is not None and self.batch >= self.epoch_batches
+
+    def has_no_end(self) -> None:
+        """The batches of this epoch are more than the loader's ``len()`` says: it says nothing."""
+        if self.epoch_batches is not None and self.batch > self.epoch_batches:
+            self._is_endless, self._epoch_batches = True, None
 
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
@@ -97,6 +128,22 @@ class Source(ABC):
         self.epoch += 1
         self.batch = 0
         self._epoch_batches = None
+        self._pending = None
+
+    def follow(self, former: Source) -> None:
+        """Takes the place of the loader that had this name before; its iterator is let go.
+
+        Raises:
+            DataPositionError: that loader's place is inside an epoch that this one cannot give.
+        """
+        former.close()
+        if former._pending is not None:
+            self.load_state_dict(former._pending)
+            return
+        self.epoch, self.batch = former.epoch, former.batch
+        kept = former._private
+        self.is_rebuilt = True
+        self._made_anew = [n for n, each in self._private.items() if kept.get(n) is not each]
 
     def close(self) -> None:
         """Lets go of the iterator; the place stays."""
@@ -112,15 +159,28 @@ class Source(ABC):
             self._generators = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
-        if state["kind"] != self.kind:
+        """Takes the place that a checkpoint holds; it is found when the epoch begins.
+
+        At the start of an epoch the loader may be another one than before.
+
+        Raises:
+            DataPositionError: nothing in this loader can be that place.
+        """
+        within, is_of_kind = state["batch"] > 0, state["kind"] == self.kind
+        if within and not is_of_kind:
             raise DataPositionError(
                 self.name, found=f"a {self.kind} loader", expected=f"a {state['kind']} loader"
             )
-        state = self._fitted(state)
+        self._is_endless = within and state["endless"]
+        state = self._fitted(state) if is_of_kind else state
+        self._epoch_batches = None if self._is_endless else self._epoch_batches
         self.epoch, self.batch = state["epoch"], state["batch"]
-        self._pending = dict(state)
-        self._generators = state["generators"]
+        self.is_rebuilt, self._made_anew = state["rebuilt"], state["made_anew"]
+        is_another = not within and (self.is_rebuilt or not is_of_kind)
+        self._pending = None if is_another else dict(state)
+        anew = () if within else self._made_anew
+        saved = state["generators"].items()
+        self._generators = {n: each for n, each in saved if n in self._private and n not in anew}
 
     def place(self) -> tuple[int, int]:
         """Epoch and batch, the end of an epoch being the start of the next."""
@@ -148,11 +208,14 @@ class Source(ABC):
         return {"num_batches": self.num_batches, "generators": sorted(self._private)}
 
     def _state(self) -> dict[str, Any]:
-        epoch, batch = self.place()
+        # Not `place()`: an epoch whose end nobody has seen is not over. Some samplers draw there.
         return {
             "kind": self.kind,
-            "epoch": epoch,
-            "batch": batch,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "endless": self._is_endless,
+            "rebuilt": self.is_rebuilt,
+            "made_anew": self._made_anew,
             "geometry": self._geometry(),
             "generators": {name: generator_state(g) for name, g in self._private.items()},
         }

@@ -77,12 +77,18 @@ class WrappedSource(Source):
             self._begin_again(pending)
         else:
             self._epoch_batches = None
-        self._iterator = iter(self._outer)
+        # An outer loader that has handed out everything has seen the end of the inner one.
+        self._iterator = iter(()) if self._is_at_end() else iter(self._outer)
+
+    def _is_at_end(self) -> bool:
+        return self.epoch_batches is not None and 0 < self.epoch_batches <= self.batch
 
     def _begin_again(self, pending: Mapping[str, Any]) -> None:
         """Fetches anew what was ahead; the generators are set afterwards."""
         self._continues = True
         self.batch = pending["batch"]
+        if self._is_at_end():
+            return
         self._inner.begin(self.epoch)
         for random in pending["ahead"]:
             if self._inner.used_up:
@@ -164,6 +170,12 @@ class WrappedSource(Source):
             needed=inner.changed,
             where=self.name,
         )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
+        super().load_state_dict(state)
+        if self._pending is None:
+            self._inner.end_epoch()  # another loader begins an epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, and what the batches ahead were fetched from."""

@@ -24,9 +24,11 @@ class DrivenOwner(LoopOwner, Protocol):
 
     def resume(self) -> ResumeReport: ...
 
-    def batches(self, loader: Any, *, name: str = ...) -> Batches: ...
+    def batches(self, loader: Any) -> Batches: ...
 
     def _begin_loop(self, loop: str) -> None: ...
+
+    def _finish(self, reason: str) -> None: ...
 
 
 class DrivenLoop:
@@ -106,7 +108,7 @@ class DrivenLoop:
 
         To be called when all code of the last step has run.
         """
-        self._owner._settle(reason, at_end=True)
+        self._owner._finish(reason)
 
 
 class _HandedOver(IterableDataset[Any]):

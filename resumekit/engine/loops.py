@@ -1,16 +1,18 @@
 """The iterators that a training loop is written over; they pass the settled points.
 
 A settled point is where all code of the finished step has run and the next batch has not been
-fetched: the next ``__next__`` of the batches, or, after an epoch's last batch, of the epochs.
+fetched: the next ``__next__`` of the batches, or, after an epoch's last batch, of the epochs. With
+several loops under way it is that of the one that leads, see ``turns``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from resumekit.contract import Progress
-from resumekit.data import Source
+from resumekit.data import Feed
+from resumekit.engine.turns import Turns
 from resumekit.errors import DataPositionError
 
 
@@ -19,6 +21,9 @@ class LoopOwner(Protocol):
 
     ``finished`` says why the run is over, or is None.
     """
+
+    @property
+    def _turns(self) -> Turns: ...
 
     @property
     def progress(self) -> Progress: ...
@@ -30,11 +35,11 @@ class LoopOwner(Protocol):
 
     def _close_epoch(self, epoch: int) -> None: ...
 
-    def _begin(self, source: Source, epoch: int) -> None: ...
+    def _begin(self, feed: Feed, epoch: int) -> None: ...
 
-    def _fetched(self, source: Source) -> None: ...
+    def _fetched(self, feed: Feed, *, follows: bool) -> None: ...
 
-    def _epoch_ended(self, source: Source) -> None: ...
+    def _epoch_ended(self, feed: Feed) -> None: ...
 
     def _count_taken_step(self) -> None: ...
 
@@ -42,7 +47,10 @@ class LoopOwner(Protocol):
 
 
 class Batches:
-    """The batches that are still to be used, over one epoch or over the whole run.
+    """The batches that are still to be used: of a loader, or of several in step.
+
+    It goes over the loader as often as it was asked to: to the run's horizon, once (inside
+    ``epochs()`` or another loop), or without end beside another loop (``repeat``).
 
     Attributes:
         initial: the batches of this loop that were used before, for a progress bar.
@@ -51,17 +59,21 @@ class Batches:
     def __init__(
         self,
         run: LoopOwner,
-        source: Source,
+        feed: Feed,
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        repeat: bool = False,
     ) -> None:
         self._run = run
-        self._source = source
+        self._feed = feed
         self._epochs = epochs
         self._steps = steps
-        self._inside_epochs = epochs is None and steps is None
-        self._epoch = run.progress.epoch
+        self._repeats = repeat
+        self._goes_once = epochs is None and steps is None and not repeat
+        self._least_epoch = run.progress.epoch if self._goes_once and not run._turns.main else 0
+        self._is_over = False
+        self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self._used()
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,81 +81,102 @@ class Batches:
 
     def __len__(self) -> int:
         """The batches of the whole loop, used or not. TypeError where nobody can know."""
-        per_epoch = self._source.num_batches
-        if per_epoch is None or self._steps is not None:
+        per_epoch = self._feed.num_batches
+        if per_epoch is None or self._steps is not None or self._repeats:
             raise TypeError("the number of batches of this loop is not known")
         return per_epoch * (self._epochs if self._epochs is not None else 1)
 
     def __next__(self) -> Any:
-        if self._source.used_up:
-            self._exhaust()
-        if not self._inside_epochs or self._source.begun:
-            self._run._settle(self._horizon())
-        if self._run.finished is not None:
-            self._source.close()
-            raise StopIteration
+        run, feed = self._run, self._feed
+        run._count_taken_step()
+        if self._is_over or not run._turns.ask(feed.names, follows=self._repeats):
+            self._stop()
+        if feed.used_up and not self._see_end():
+            return self._surplus.pop()
+        if run._turns.leads(feed.names):
+            run._settle(self._horizon())
+        if run.finished is not None:
+            feed.close()
+            self._stop()
         while True:
-            self._begin_if_needed()
+            if not feed.begun:
+                run._begin(feed, max(feed.epoch, self._least_epoch))
             try:
-                batch = self._source.next_batch()
+                batch = feed.next_batch()
             except StopIteration:
-                self._epoch_ended()
+                self._end_epoch()
                 self._settle_late()
                 continue
-            self._run._fetched(self._source)
+            run._fetched(feed, follows=self._repeats)
             return batch
 
-    def _begin_if_needed(self) -> None:
-        if self._source.begun:
-            return
-        epoch, _ = self._source.place()
-        if self._inside_epochs:
-            if epoch > self._epoch:
-                raise StopIteration  # this loader's part of the epoch was used up before
-            epoch = self._epoch
-        self._run._begin(self._source, epoch)
+    def _see_end(self) -> bool:
+        """Lets the loader see its own end, where some samplers draw, as a stock loop does.
 
-    def _exhaust(self) -> None:
-        """Lets the loader see its own end, where some samplers draw, as a stock loop does."""
+        Returns:
+            Whether it is there. A sampler that yields for ever may say a length all the same; its
+            batch is then in ``_surplus``, and this place is not settled.
+
+        Raises:
+            DataPositionError: it is not there, and the run's horizon is a number of epochs.
+        """
+        feed = self._feed
+        if not feed.begun:
+            self._run._begin(feed, feed.epoch)
         try:
-            self._source.next_batch()
+            self._surplus.append(feed.next_batch())
         except StopIteration:
-            self._epoch_ended()
-            return
-        raise DataPositionError(
-            self._source.name,
-            found=f"more than {self._source.num_batches} batches in an epoch",
-            expected="as many as its len() says",
-        )
+            self._end_epoch()
+            return True
+        if self._epochs is not None:
+            raise DataPositionError(
+                feed.name,
+                found=f"more than {feed.num_batches} batches in an epoch",
+                expected="as many as its len() says",
+                remedy="For a loader without end pass steps= instead of epochs=",
+            )
+        feed.has_no_end()
+        self._run._fetched(feed, follows=self._repeats)
+        return False
 
-    def _epoch_ended(self) -> None:
-        self._source.end_epoch()
-        self._run._epoch_ended(self._source)
-        if self._inside_epochs:
-            raise StopIteration
+    def _end_epoch(self) -> None:
+        feed = self._feed
+        if self._repeats and not feed.batch:
+            raise DataPositionError(feed.name, found="an epoch without a batch")
+        feed.end_epoch()
+        if self._goes_once:
+            self._run._turns.ended(feed.names)
+            self._stop()
+        if not self._repeats:
+            self._run._epoch_ended(feed)
+
+    def _stop(self) -> NoReturn:
+        self._is_over = True
+        raise StopIteration
 
     def _settle_late(self) -> None:
         """The loader could not tell before that this was its last batch."""
         horizon = self._horizon()
         if horizon is not None:
             self._run._settle(horizon, at_end=True)
-            raise StopIteration
+            self._stop()
 
     def _horizon(self) -> str | None:
         """Why the run is over at this place, or None."""
-        self._run._count_taken_step()
         if self._steps is not None and self._run.progress.step >= self._steps:
             return f"steps={self._steps}"
-        if self._epochs is not None and self._source.place()[0] >= self._epochs:
+        if self._epochs is not None and self._feed.epoch >= self._epochs:
             return f"epochs={self._epochs}"
         return None
 
     def _used(self) -> int:
-        per_epoch = self._source.num_batches or 0
-        epoch, batch = self._source.place()
-        if self._inside_epochs:
-            return batch if epoch == self._epoch else per_epoch
-        return epoch * per_epoch + batch
+        feed, per_epoch = self._feed, self._feed.num_batches
+        if self._goes_once:
+            is_over = feed.epoch > self._least_epoch and not feed.batch
+            return per_epoch or 0 if is_over else feed.batch
+        if per_epoch is None:
+            return feed.batch if self._repeats else self._run.progress.micro_step
+        return feed.epoch * per_epoch + feed.batch
 
 
 class Epochs:

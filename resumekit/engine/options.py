@@ -29,6 +29,7 @@ class OptionKeywords(TypedDict, total=False):
     allow_changes: Collection[str]
     resume_from: str | None
     on_save_error: str
+    mid_accumulation: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Options:
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to tell and train on; the old checkpoint stays
             either way.
+        mid_accumulation: when a save on the clock or by ``save()`` is made that comes due inside an
+            accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:
+            what the window has summed up in ``.grad`` is then saved as well.
     """
 
     save_every: int | str | None = None
@@ -69,6 +73,12 @@ class Options:
     allow_changes: Collection[str] = field(default_factory=frozenset)
     resume_from: str | None = None
     on_save_error: str = "raise"
+    mid_accumulation: str = "boundary"
+
+    @property
+    def saves_gradients(self) -> bool:
+        """Whether a save may be made inside an accumulation window."""
+        return self.mid_accumulation == "gradients"
 
     @classmethod
     def from_keywords(cls, keywords: OptionKeywords) -> Options:
@@ -86,6 +96,7 @@ class Options:
         parse_cadence(self.save_every)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
         _one_of("randomness", self.randomness, ("tape", "keyed"))
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)

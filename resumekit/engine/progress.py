@@ -8,6 +8,7 @@ from typing import Any
 
 from resumekit.contract import Progress
 from resumekit.distributed import World
+from resumekit.engine.turns import Turns
 
 
 class Counters:
@@ -18,6 +19,7 @@ class Counters:
     Attributes:
         finished: why the run is over, or None.
         horizon: what the loop was asked for, e.g. ``{"epochs": 3}``.
+        turns: the loops of the epoch under way.
     """
 
     def __init__(self) -> None:
@@ -26,21 +28,47 @@ class Counters:
         self._local_tokens = 0
         self.finished: str | None = None
         self.horizon: dict[str, int] = {}
+        self.turns = Turns()
+        self._is_within_window = False
+        self._window_samples: list[Any] = []
+        self._knows_window = True
 
     @property
     def progress(self) -> Progress:
         """The counts; samples and tokens as of the last ``fold``."""
         return self._progress
 
-    def count_batch(self, num_samples: int) -> None:
-        """One batch was handed to the loop."""
-        self._progress = replace(self._progress, micro_step=self._progress.micro_step + 1)
+    def count_batch(self, num_samples: int, *, follows: bool = False) -> None:
+        """One batch was handed to the loop, or to what draws from a loader beside it."""
+        if not follows:
+            self._progress = replace(self._progress, micro_step=self._progress.micro_step + 1)
         self._local_samples += num_samples
+        self._is_within_window = True
 
-    def count_step(self, num_tokens: int) -> None:
+    def count_tokens(self, num_tokens: int) -> None:
+        """So many tokens were used by this rank."""
+        self._local_tokens += num_tokens
+
+    def count_step(self) -> None:
         """One optimizer-step boundary was passed."""
         self._progress = replace(self._progress, step=self._progress.step + 1)
-        self._local_tokens += num_tokens
+        self._is_within_window = False
+
+    def is_within_window(self) -> bool:
+        """Whether batches were used since the last step."""
+        return self._is_within_window
+
+    def note_samples(self, indices: Any) -> None:
+        """Remembers the samples of the accumulation window under way, for a trace."""
+        if indices is not None:
+            several = isinstance(indices, (list, tuple))
+            self._window_samples.extend(indices if several else [indices])
+
+    def take_samples(self) -> tuple[list[Any], bool]:
+        """The samples of the window that ends, and whether this process has seen all of them."""
+        samples, self._window_samples = self._window_samples, []
+        knows_all, self._knows_window = self._knows_window, True
+        return samples, knows_all
 
     def move_to(self, epoch: int, batch: int) -> None:
         """The place of the next batch."""
@@ -62,6 +90,8 @@ class Counters:
             "progress": self._progress.as_dict(),
             "horizon": dict(self.horizon),
             "finished": self.finished,
+            "loops": self.turns.state_dict(),
+            "within_window": self._is_within_window,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,3 +100,7 @@ class Counters:
         self._local_samples = self._local_tokens = 0
         self.horizon = dict(state["horizon"])
         self.finished = state["finished"]
+        self.turns.load_state_dict(state["loops"])
+        self._is_within_window = state["within_window"]
+        self._window_samples = []
+        self._knows_window = not self._is_within_window

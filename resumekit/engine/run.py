@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from resumekit.capture import (
-    Difference,
+    AccumulatedGradients,
     Extras,
-    RngState,
-    SchedulerState,
-    Severity,
     differences,
     fingerprint,
-    generator_state,
-    set_generator_state,
+    gradient_components,
+    holds_gradients,
 )
 from resumekit.contract import (
-    Absent,
-    CaptureReport,
     SharingPattern,
     Slot,
     StateComponent,
-    TrainState,
     check_components,
 )
-from resumekit.data import DataPosition
+from resumekit.data import DataPosition, Feed
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
+from resumekit.engine.account import Account
+from resumekit.engine.drift import accept_drift
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
-from resumekit.engine.report import ResumeReport, tell
+from resumekit.engine.randomness import RandomState
+from resumekit.engine.report import ResumeReport
 from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
 from resumekit.engine.saving import Description, Saver, require_written
-from resumekit.engine.selection import BestSelection
-from resumekit.errors import CheckpointError, DriftError
+from resumekit.engine.selection import BestSelection, best_step
+from resumekit.errors import DriftError
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -51,7 +47,7 @@ from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 Components = Sequence[StateComponent] | Callable[[], Sequence[StateComponent]]
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
-# position and then the random state follow at the first fetch.
+# position and then the random state are only kept, and follow at the first fetch.
 _RESTORE_ORDER = (
     Slot.MODEL,
     Slot.OPTIMIZER,
@@ -62,9 +58,8 @@ _RESTORE_ORDER = (
     Slot.CALLBACKS,
     Slot.EXTRAS,
     Slot.DATA,
+    Slot.RNG,
 )
-
-Best = TypeVar("Best")
 
 
 class Run:
@@ -86,22 +81,21 @@ class Run:
         self.seed = RunSeed(generators.values()) if keyed else None
         self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
         self.selection = BestSelection(options.best_metric, options.mode)
-        self.rng = RngState(generators)
+        self.rng = RandomState(generators, self.position)
         self._own = self._own_components(extras)
-        self._late = components if callable(components) else None
+        self._given = components
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current()
+        self.account = Account(options, self.world, self.position)
+        self.account.components = self.components
         self.trace = Trace.from_environment(self.world.rank)
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
-        self._random: dict[str, Any] | None = None  # the random state to set at the first fetch
-        self._resumed_step: int | None = None  # until the trace was told
+        self._resumed_from: Manifest | None = None  # until the trace was told
         self._fingerprint: dict[str, Any] = {}
-        self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
-        self._history: list[dict[str, Any]] = []  # of changes that a resume followed
         self._injected = frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
 
     def _own_components(self, extras: dict[str, Any]) -> list[StateComponent]:
@@ -117,8 +111,13 @@ class Run:
             StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
         ]
 
-    def _with_own(self, components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
-        checked = check_components([*components, *self._own])
+    def _with_own(
+        self, components: Sequence[StateComponent], *, gradients: bool = False
+    ) -> tuple[StateComponent, ...]:
+        added: tuple[StateComponent, ...] = ()
+        if gradients or self.options.saves_gradients:
+            added = gradient_components(components, self.counters.is_within_window)
+        checked = check_components([*components, *added, *self._own])
         require_written(checked)
         return checked
 
@@ -143,15 +142,18 @@ class Run:
         """Restores all but the random state from what was found, once. Collective."""
         if self._report is None:
             self.find()
-            if self._late is not None:
-                self.components = self._with_own(self._late())
+            found, given = self._found, self._given
+            saved = () if found is None else (each.key for each in found.manifest.components)
+            self.components = self._with_own(
+                given() if callable(given) else given, gradients=holds_gradients(saved)
+            )
+            self.account.components = self.components
             self._begin_saving()
-            found = self._found
             report = ResumeReport(resumed=False) if found is None else self._load(found)
             self._found = None
             if self.seed is not None and self.seed.value is None:
                 self.seed.value = self.world.broadcast(torch.initial_seed())
-            self.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
+            self.account.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
             self._report = report
         return self._report
 
@@ -189,21 +191,21 @@ class Run:
         if not names_component(self.options.exclude, SEED):
             check_randomness({each.key for each in manifest.components}, self.options.randomness)
         changed = differences(manifest.fingerprint, self._fingerprint)
-        self._accept_drift(changed)
+        accept_drift(changed, self.components, self.options)
         fresh = check_fit(manifest, self.components, self.options, world_size=self.world.world_size)
-        self._take_history(manifest)
+        self.account.take_history(manifest)
         changes = resplit(found, self.components, self.world)
-        self._tell_changes(changes)
+        self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
         for difference in changed:
-            self.tell(f"changed since the checkpoint: {difference}")
+            self.account.tell(f"changed since the checkpoint: {difference}")
         for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
-            self.tell(remark)
+            self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
-        self._resumed_step = manifest.step
-        restored = {line.key: line for line in self.capture_report().lines}
+        self._resumed_from = manifest
+        restored = {line.key: line for line in self.account.capture_report().lines}
         return ResumeReport(
             resumed=True,
             step=manifest.step,
@@ -217,45 +219,6 @@ class Run:
             finished=self.counters.finished,
         )
 
-    def _take_history(self, manifest: Manifest) -> None:
-        """The changes that earlier resumes followed, and room for those of this one."""
-        earlier = manifest.details.get("changes", [])
-        self._history = [*earlier, {"step": manifest.step, "changes": []}]
-
-    def _tell_changes(self, changes: Sequence[str]) -> None:
-        for change in changes:
-            self.tell(change)
-            self._history[-1]["changes"].append(change)
-
-    def tell_changed_loaders(self) -> None:
-        """Tells and records what changed in the loaders that were opened since the last call."""
-        changes, self.position.changes = self.position.changes, []
-        self._tell_changes(changes)
-
-    def _accept_drift(self, changed: Sequence[Difference]) -> None:
-        """Refuses a changed horizon; where it is allowed, schedulers keep the live one.
-
-        Raises:
-            DriftError: what the learning rate was planned for has changed.
-        """
-        refused = [
-            each
-            for each in changed
-            if each.severity is Severity.HORIZON
-            and not names_component(self.options.exclude, each.name.split(".", 1)[0])
-        ]
-        if "horizon" in self.options.allow_changes:
-            for component in self.components:
-                if isinstance(component.stateful, SchedulerState):
-                    component.stateful.keep_horizon = True
-        elif refused:
-            raise DriftError(
-                "horizon",
-                found="; ".join(str(each) for each in refused),
-                expected="the horizon that the learning rate was planned for",
-                remedy="Restore it, or pass allow_changes={'horizon'}",
-            )
-
     def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
         """Loads in the order of a restore; gives what the components had to remark."""
         order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
@@ -263,7 +226,6 @@ class Run:
         remarks: list[str] = []
         for component in sorted(given, key=lambda each: order[each.slot]):
             remarks.extend(component.stateful.load_state_dict(states[component.key]) or ())
-        self._random = states.get(Slot.RNG.value)
         return tuple(remarks)
 
     def _start_fresh(self, name: StepName, keys: Sequence[str]) -> list[str]:
@@ -278,17 +240,24 @@ class Run:
 
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
-        self.position.restore_generators()
-        if self._random is not None:
-            in_place = [(each, generator_state(each)) for each in self.position.drawn_again()]
-            for remark in self.rng.load_state_dict(self._random):
-                self.tell(remark)
-            for generator, state in in_place:  # the user may have named a loader's own as well
-                set_generator_state(generator, state)
-            self._random = None
-        if self._resumed_step is not None:
-            self.trace_state("resumed", self._resumed_step)
-            self._resumed_step = None
+        for remark in self.rng.restore():
+            self.account.tell(remark)
+        for component in self.components:
+            if isinstance(component.stateful, AccumulatedGradients):
+                component.stateful.put_back()
+        if self._resumed_from is not None:
+            self.trace_state("resumed", self._resumed_from)
+            self._resumed_from = None
+
+    def begin(self, feed: Feed, epoch: int) -> None:
+        """Begins or continues an epoch of a loader, at the random state that it needs.
+
+        Raises:
+            InexactError: ``strict=True`` and a part would not come back exactly.
+        """
+        self.account.tell_changed_loaders()
+        self.account.announce()
+        self.rng.begin(feed, epoch, self.restore_random)
 
     def accept_horizon(self, horizon: dict[str, int]) -> None:
         """Takes the loop's horizon.
@@ -305,7 +274,7 @@ class Run:
                     expected=f"{_words(then)}, as in the checkpoint",
                     remedy="Restore it, or pass allow_changes={'horizon'}",
                 )
-            self.tell(f"the horizon changes from {_words(then)} to {_words(horizon)}")
+            self.account.tell(f"the horizon changes from {_words(then)} to {_words(horizon)}")
             self.counters.finished = None
         self.counters.horizon = horizon
 
@@ -327,9 +296,9 @@ class Run:
                 progress=progress.as_dict(),
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
-                capture=self._capture(),
+                capture=self.account.captured(),
                 fingerprint=self._fingerprint,
-                details=self._details(),
+                details=self.account.details(),
             )
         )
         self.trace_state("checkpoint")
@@ -343,62 +312,6 @@ class Run:
         """Whether the ranks can still talk, or there is only one."""
         return self.world.world_size == 1 or dist.is_initialized()
 
-    def _details(self) -> dict[str, Any]:
-        details: dict[str, Any] = {}
-        if self.options.exclude:
-            details["exclude"] = sorted(self.options.exclude)
-        if self.options.resume_from is not None:
-            details["resume_from"] = self.options.resume_from
-        history = [entry for entry in self._history if entry["changes"]]
-        if history:
-            details["changes"] = history
-        return details
-
-    # ---------------------------------------------------------------- what it tells
-
-    def announce(self) -> None:
-        """Tells once, before the first batch, what a checkpoint will hold.
-
-        Raises:
-            InexactError: ``strict=True`` and a part would not come back exactly.
-        """
-        report = self.capture_report()
-        if self.options.strict:
-            report.require_exact()
-        self._told = {(line.key, line.fidelity) for line in report.lines}
-        self.tell(f"each checkpoint holds: {report}")
-
-    def _capture(self) -> CaptureReport:
-        """What the checkpoint that is being made holds; tells what was found out since the start.
-
-        Raises:
-            InexactError: ``strict=True``, and a part turned out not to come back exactly.
-        """
-        report = self.capture_report()
-        if self.options.strict and self._told:
-            self.world.everywhere(report.require_exact)
-        for line in report.inexact:
-            if self._told and (line.key, line.fidelity) not in self._told:
-                self._told.add((line.key, line.fidelity))
-                self.tell(f"from this checkpoint on: {line}")
-        return report
-
-    def capture_report(self) -> CaptureReport:
-        """One line for each component and each empty slot."""
-        slots: dict[str, Any] = {slot.value: Absent(f"no {slot.value} was given") for slot in Slot}
-        for component in self.components:
-            present = slots[component.slot]
-            before = () if isinstance(present, Absent) else present
-            slots[component.slot] = (*before, self._as_it_is(component))
-        return TrainState(**slots).capture_report()
-
-    def _as_it_is(self, component: StateComponent) -> StateComponent:
-        """The component with the fidelity that the loaders allow, if it is the data position."""
-        if component.stateful is not self.position:
-            return component
-        fidelity, reason = self.position.fidelity
-        return replace(component, fidelity=fidelity, reason=reason)
-
     def learning_rates(self) -> list[Any]:
         """The learning rate of every param group of every optimizer."""
         return [
@@ -408,39 +321,18 @@ class Run:
             for group in getattr(getattr(component.stateful, "optimizer", None), "param_groups", ())
         ]
 
-    def trace_state(self, event: StateEvent, step: int | None = None) -> None:
+    def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""
         if self.trace is not None:
-            step = self.counters.progress.step if step is None else step
+            there = None if resumed_from is None else resumed_from.progress
+            progress = self.counters.progress.as_dict() if there is None else there
             states = {each.key: _comparable(each.stateful) for each in self.components}
-            self.trace.state(event, step, states)
+            self.trace.state(event, progress["step"], states, micro_step=progress["micro_step"])
 
-    def best(self, make: Callable[[Path, int, float], Best]) -> Best | None:
-        """The best committed checkpoint, made by ``make(path, step, value)``, or None."""
-        best, metric = None, self.selection.best
-        if metric is None:
-            return None
-        store, metric = self._store or Store(self.directory), replace(metric, value=None)
-        for name in store.step_names():
-            value = self._metric_value(store, name)
-            if value is not None and metric.improved_by(value):
-                metric = metric.with_value(value, name.step)
-                best = make(self.directory / str(name), name.step, value)
-        return best
-
-    def _metric_value(self, store: Store, name: StepName) -> float | None:
-        try:
-            metric = store.open_step(name).manifest.metric
-        except CheckpointError:
-            return None
-        if metric is None or metric["name"] != self.options.best_metric:
-            return None
-        return float.fromhex(metric["value"])
-
-    def tell(self, message: str) -> None:
-        """One line to the user, from rank 0."""
-        if self.world.is_first:
-            tell(message)
+    def best(self) -> tuple[StepName, float] | None:
+        """The best committed checkpoint and the metric's value in it, or None."""
+        metric = self.selection.best
+        return None if metric is None else best_step(self._store or Store(self.directory), metric)
 
 
 def _comparable(stateful: Any) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from resumekit.contract import BestMetric
+from resumekit.errors import CheckpointError
+from resumekit.storage import StepName, Store
 
 
 class BestSelection:
@@ -59,3 +62,21 @@ class BestSelection:
         self.best = BestMetric(best.name, best.mode, state["value"], state["step"])
         latest = state["latest"]
         self._latest = (int(latest[0]), float(latest[1])) if latest else None
+
+
+def best_step(store: Store, metric: BestMetric) -> tuple[StepName, float] | None:
+    """The committed checkpoint with the best value of a metric, and that value; or None."""
+    best, metric = None, replace(metric, value=None)
+    for name in store.step_names():
+        value = _value(store, name, metric)
+        if value is not None and metric.improved_by(value):
+            metric, best = metric.with_value(value, name.step), (name, value)
+    return best
+
+
+def _value(store: Store, name: StepName, metric: BestMetric) -> float | None:
+    try:
+        saved = store.open_step(name).manifest.metric
+    except CheckpointError:
+        return None
+    return float.fromhex(saved["value"]) if saved and saved["name"] == metric.name else None

@@ -24,6 +24,9 @@ from resumekit.prove.verdict import RUN, Divergence, Resume, Verdict
 # Several records of one step in one execution are told apart by their ordinal.
 StepKey = tuple[int, int]
 
+# Several states of one step by their micro-step: a save may be made inside an accumulation window.
+Place = tuple[int, int]
+
 # Where two records of one step differ, the earlier one in the life of a step is the cause.
 _ORDER = {STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
 
@@ -78,20 +81,20 @@ class _LogicalRun:
     """The last execution of each step of one rank."""
 
     steps: dict[StepKey, Record] = field(default_factory=dict)
-    checkpoints: dict[int, list[Record]] = field(default_factory=dict)
+    checkpoints: dict[Place, list[Record]] = field(default_factory=dict)
     end: Record | None = None
 
     def rewind(self, step: int) -> None:
         """Forgets what was done after a step: another execution begins there."""
         self.steps = {key: record for key, record in self.steps.items() if key[0] <= step}
-        self.checkpoints = {at: record for at, record in self.checkpoints.items() if at <= step}
+        self.checkpoints = {at: record for at, record in self.checkpoints.items() if at[0] <= step}
         self.end = None
 
     def add(self, record: Record, ordinal: int) -> None:
         if record.kind == STEP:
             self.steps[record.step, ordinal] = record
         elif record.kind == CHECKPOINT:
-            self.checkpoints.setdefault(record.step, []).append(record)
+            self.checkpoints.setdefault(record.place, []).append(record)
         elif record.kind == END:
             self.end = record
 
@@ -132,7 +135,7 @@ class _Truth:
         self._idle_generators = idle_generators(reference)
         self._constant = constant_leaves(reference)
         self._own = values_before_the_first_kill(candidate)
-        self._own_checkpoints: dict[int, Record] = {}
+        self._own_checkpoints: dict[Place, Record] = {}
 
     def differences(self, record: Record, ordinal: int) -> list[Difference]:
         """What is wrong with one record."""
@@ -147,14 +150,14 @@ class _Truth:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [Difference(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
-        # Of a step there are two where an epoch ends that nobody could see the end of: the one that
-        # was due, and the one that records the end.
-        all_expected = self.run.checkpoints.get(record.step)
+        # There are two of a place where an epoch ends that nobody could see the end of: the one
+        # that was due, and the one that records the end.
+        all_expected = self.run.checkpoints.get(record.place)
         if all_expected:
             return min((self._state_differences(record, each) for each in all_expected), key=len)
-        # A save on the clock may fall on another step in the reference run. What was resumed is
+        # A save on the clock may fall on another place in the reference run. What was resumed is
         # then held against what this run itself had saved.
-        own = self._own_checkpoints.get(record.step)
+        own = self._own_checkpoints.get(record.place)
         return [] if own is None or record.kind == CHECKPOINT else state_differences(record, own)
 
     def own_values(self) -> list[str]:
@@ -170,7 +173,7 @@ class _Truth:
     def learn(self, attempt: Attempt) -> None:
         """Remembers what a launch saved, for those that follow it."""
         self._own_checkpoints.update(
-            {record.step: record for record in attempt.records if record.kind == CHECKPOINT}
+            {record.place: record for record in attempt.records if record.kind == CHECKPOINT}
         )
 
     def _state_differences(self, record: Record, expected: Record) -> list[Difference]:

@@ -41,6 +41,11 @@ class Record:
         return components
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The step and the micro-step of a state; 0 for the latter where it was not told."""
+        return self.step, self.fields.get("micro_step", 0)
+
+    @property
     def rng(self) -> Mapping[str, str]:
         """State digests of the random number generators; empty where the record has none."""
         rng: Mapping[str, str] = self.fields.get("rng", {})

@@ -87,6 +87,7 @@ class Trace:
         samples: Sequence[Any] | torch.Tensor | None = None,
         rng: Mapping[str, str] | None = None,
         components: Mapping[str, Any] | None = None,
+        is_rest: bool = False,
     ) -> None:
         """Records one finished optimizer step.
 
@@ -99,6 +100,7 @@ class Trace:
             samples: the ids of the samples used.
             rng: the digests of ``rng_digests()``.
             components: states by name, digested leaf by leaf.
+            is_rest: ``samples`` are the last ones of the step; another process used the others.
         """
         record: dict[str, Any] = {"kind": "step", "step": step}
         optional = {
@@ -109,11 +111,19 @@ class Trace:
             "samples": None if samples is None else _plain_samples(samples),
             "rng": None if rng is None else dict(rng),
             "components": None if not components else _component_digests(components),
+            "is_rest": is_rest or None,
         }
         record.update({name: value for name, value in optional.items() if value is not None})
         self._write(record)
 
-    def state(self, event: StateEvent, step: int, components: Mapping[str, Any]) -> None:
+    def state(
+        self,
+        event: StateEvent,
+        step: int,
+        components: Mapping[str, Any],
+        *,
+        micro_step: int | None = None,
+    ) -> None:
         """Records the state of every component, leaf by leaf.
 
         Args:
@@ -121,8 +131,10 @@ class Trace:
                 the first fetch, ``"end"`` at the horizon.
             step: the optimizer step that the state belongs to.
             components: states (what ``state_dict()`` gives) by component key.
+            micro_step: tells several states of one step apart.
         """
-        self._write({"kind": event, "step": step, "components": _component_digests(components)})
+        record = {"kind": event, "step": step, "components": _component_digests(components)}
+        self._write(record if micro_step is None else {**record, "micro_step": micro_step})
 
     def close(self) -> None:
         """Closes the file. Nothing is buffered, so a process need not call it."""

@@ -1,0 +1,122 @@
+"""What a run tells of itself: how exactly each part comes back, and what changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from resumekit.contract import Absent, CaptureReport, Slot, StateComponent, TrainState
+from resumekit.data import DataPosition
+from resumekit.distributed import World
+from resumekit.engine.options import Options
+from resumekit.engine.report import tell
+from resumekit.storage import Manifest
+
+
+class Account:
+    """Tells each thing once, and keeps what belongs into every manifest.
+
+    Args:
+        options: of the run.
+        world: its ranks; rank 0 tells.
+        position: the loaders, which decide how exactly the position comes back.
+
+    Attributes:
+        components: of the run.
+    """
+
+    def __init__(self, options: Options, world: World, position: DataPosition) -> None:
+        self._options = options
+        self._world = world
+        self._position = position
+        self.components: Sequence[StateComponent] = ()
+        self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
+        self._history: list[dict[str, Any]] = []  # of changes that a resume followed
+
+    def tell(self, message: str) -> None:
+        """One line to the user, from rank 0."""
+        if self._world.is_first:
+            tell(message)
+
+    # ---------------------------------------------------------------- how exactly it comes back
+
+    def announce(self) -> None:
+        """Tells before the first batch what a checkpoint will hold, and when a loader changes it.
+
+        Raises:
+            InexactError: ``strict=True`` and a part would not come back exactly.
+        """
+        report = self.capture_report()
+        if self._options.strict:
+            report.require_exact()
+        if self._told:
+            self._tell_new(report, "from here on")
+        else:
+            self._told = {(line.key, line.fidelity) for line in report.lines}
+            self.tell(f"each checkpoint holds: {report}")
+
+    def captured(self) -> CaptureReport:
+        """What the checkpoint that is being made holds; tells what was found out since the start.
+
+        Raises:
+            InexactError: ``strict=True``, and a part turned out not to come back exactly.
+        """
+        report = self.capture_report()
+        if self._options.strict and self._told:
+            self._world.everywhere(report.require_exact)
+        if self._told:
+            self._tell_new(report, "from this checkpoint on")
+        return report
+
+    def _tell_new(self, report: CaptureReport, since: str) -> None:
+        for line in report.inexact:
+            if (line.key, line.fidelity) not in self._told:
+                self._told.add((line.key, line.fidelity))
+                self.tell(f"{since}: {line}")
+
+    def capture_report(self) -> CaptureReport:
+        """One line for each component and each empty slot."""
+        slots: dict[str, Any] = {slot.value: Absent(f"no {slot.value} was given") for slot in Slot}
+        for component in self.components:
+            present = slots[component.slot]
+            before = () if isinstance(present, Absent) else present
+            slots[component.slot] = (*before, self._as_it_is(component))
+        return TrainState(**slots).capture_report()
+
+    def _as_it_is(self, component: StateComponent) -> StateComponent:
+        """The component with the fidelity that the loaders allow, if it is the data position."""
+        if component.stateful is not self._position:
+            return component
+        fidelity, reason = self._position.fidelity
+        return replace(component, fidelity=fidelity, reason=reason)
+
+    # ---------------------------------------------------------------- what changed
+
+    def take_history(self, manifest: Manifest) -> None:
+        """The changes that earlier resumes followed, and room for those of this one."""
+        earlier = manifest.details.get("changes", [])
+        self._history = [*earlier, {"step": manifest.step, "changes": []}]
+
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """Tells and records what this resume follows."""
+        for change in changes:
+            self.tell(change)
+            self._history[-1]["changes"].append(change)
+
+    def tell_changed_loaders(self) -> None:
+        """The same for the loaders that were opened since the last call."""
+        changes, self._position.changes = self._position.changes, []
+        self.tell_changes(changes)
+
+    def details(self) -> dict[str, Any]:
+        """What every manifest says about how this run came about."""
+        details: dict[str, Any] = {}
+        if self._options.exclude:
+            details["exclude"] = sorted(self._options.exclude)
+        if self._options.resume_from is not None:
+            details["resume_from"] = self._options.resume_from
+        history = [entry for entry in self._history if entry["changes"]]
+        if history:
+            details["changes"] = history
+        return details

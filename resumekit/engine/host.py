@@ -1,0 +1,225 @@
+"""The side of a Checkpointer that its loops see: epochs begin, batches pass, saves are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from resumekit.contract import Progress
+from resumekit.data import Feed
+from resumekit.engine.cadence import parse_cadence
+from resumekit.engine.report import tell
+from resumekit.engine.run import Run
+from resumekit.engine.turns import Turns
+from resumekit.errors import LoopError, SaveError
+from resumekit.prove.trace import rng_digests
+
+
+class LoopHost:
+    """Keeps what is between two settled points, and saves at a settled point what is due."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._cadence = parse_cadence(run.options.save_every)
+        self._loop: str | None = None  # the outermost loop, once there is one
+        self._main: Feed | None = None  # what it draws from, unless it is epochs()
+        self._epoch = 0  # of epochs()
+        self._num_used = 0  # the batches of this epoch that its loops used
+        self._unsettled = False  # a batch was handed out since the last settled point
+        self._stepped = False  # no batch was handed out by the loop that leads since the last step
+        self._due = False
+        self._stop_reason: str | None = None
+        self._steps_at_epoch_start: int | None = 0
+
+    @property
+    def progress(self) -> Progress:
+        """How far the logical run is; samples and tokens as of the last checkpoint.
+
+        Epoch and batch are those of ``epochs()``, where the batches of all its loops count, or of
+        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither.
+        """
+        return self._run.counters.progress
+
+    @property
+    def finished(self) -> str | None:
+        """Why the run is over, or None while it is not."""
+        return self._run.counters.finished
+
+    @property
+    def _turns(self) -> Turns:
+        return self._run.counters.turns
+
+    # ---------------------------------------------------------------- what an adapter may know
+
+    def _count_taken_step(self) -> None:
+        """Calls ``step()`` if the framework has taken one that the loop did not mark."""
+
+    # ---------------------------------------------------------------- the loops begin and end
+
+    def _enter(self, loop: str, horizon: dict[str, int]) -> None:
+        """The outermost loop begins."""
+        if self._loop is not None and self.finished is not None:
+            raise LoopError(
+                f"{loop}()",
+                found=f"a second loop after the run finished ({self.finished})",
+                remedy="Give the first loop the horizon of the whole run",
+            )
+        if self._loop not in (None, loop):
+            raise LoopError(
+                f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
+            )
+        self._run.resume()
+        self._run.accept_horizon(horizon)
+        self._begin_loop(loop)
+
+    def _begin_loop(self, loop: str) -> None:
+        """Everything is restored but the random state."""
+        if self._loop is None:
+            place = self.progress
+            self._steps_at_epoch_start = place.step if place.batch == 0 else None
+            self._epoch, self._num_used = place.epoch, place.batch
+            if self.finished is not None:
+                self._run.finish_again()
+        self._loop = loop
+
+    def _lead(self, feed: Feed) -> None:
+        """This is what the loop with the horizon draws from."""
+        if self._turns.main not in ((), feed.names):
+            raise LoopError(
+                f"batches(name={feed.name!r})",
+                found=f"a second loop with a horizon, after one over {', '.join(self._turns.main)}",
+                expected="one such loop in a run",
+                remedy="Write several loops as: for epoch in checkpointer.epochs(...)",
+            )
+        self._main, self._turns.main = feed, feed.names
+
+    def _open_epoch(self, epoch: int) -> None:
+        """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
+        self._epoch = epoch
+        if self.progress.batch == 0:
+            self._run.position.witness_epoch()
+            self._run.restore_random()
+
+    def _begin(self, feed: Feed, epoch: int) -> None:
+        """A loader's epoch begins or continues."""
+        if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):
+            self._num_used = feed.batch  # in batches of the size that they have now
+            self._run.counters.move_to(*self._place())
+        self._run.begin(feed, epoch)
+
+    def _fetched(self, feed: Feed, *, follows: bool) -> None:
+        """A batch goes to the loop."""
+        turns = self._turns
+        turns.fetched(feed.names)
+        self._unsettled = True
+        if turns.leads(feed.names):
+            self._stepped = False
+        if not follows:
+            self._num_used += 1
+            if turns.is_alone(feed.names):
+                self._num_used = feed.batch
+        self._run.counters.count_batch(feed.num_samples, follows=follows)
+        if self._run.trace is not None:
+            self._run.counters.note_samples(feed.indices)
+
+    def _epoch_ended(self, feed: Feed) -> None:
+        """The loop with the horizon has used up an epoch."""
+        self._require_steps()
+        self._run.counters.move_to(feed.epoch, feed.batch)
+
+    def _close_epoch(self, epoch: int) -> None:
+        """An epoch of ``epochs()`` is over, used up or left by ``break``."""
+        self._require_steps()
+        self._next_epoch(epoch)
+
+    def _next_epoch(self, epoch: int) -> None:
+        self._run.position.end_epoch(self._turns.asked)
+        self._turns.next_epoch()
+        self._epoch, self._num_used = epoch, 0
+        self._run.counters.move_to(epoch, 0)
+
+    def _finish(self, reason: str) -> None:
+        """A framework has ended the run; an epoch that it used up is over."""
+        sources, left = self._run.position.sources, self._turns.under_way
+        is_used_up = all(name in sources and sources[name].used_up for name in left)
+        if self.finished is None and self._turns.asked and is_used_up:
+            self._next_epoch(self._epoch + 1)
+        self._settle(reason, at_end=True)
+
+    def _require_steps(self) -> None:
+        self._count_taken_step()
+        step = self.progress.step
+        if self._steps_at_epoch_start == step:
+            raise LoopError(
+                f"epoch {self.progress.epoch}",
+                found="not one call of step()",
+                expected="checkpointer.step() after every optimizer step",
+            )
+        self._steps_at_epoch_start = step
+
+    # ---------------------------------------------------------------- the settled point
+
+    def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
+        """All code of the last step has run, and nothing of the next one: save what is due.
+
+        Args:
+            finished: why the run is over at this place, or None.
+            at_end: the end was found only after the place had been settled once.
+        """
+        self._count_taken_step()
+        counters = self._run.counters
+        finished = self._stop_reason or finished
+        if counters.finished is not None or not (self._unsettled or at_end or finished):
+            return
+        counters.move_to(*self._place())
+        if finished is not None:
+            counters.finished = finished
+            self._save()
+            self._run.trace_state("end")
+        elif self._is_due():
+            self._save()
+        self._unsettled = False
+
+    def _place(self) -> tuple[int, int]:
+        """Epoch and batch of the loop."""
+        if self._main is not None:
+            return self._main.epoch, self._main.batch
+        return self._epoch, self._num_used
+
+    def _is_due(self) -> bool:
+        if not self._may_save():
+            return False
+        if self._cadence.needs_agreement:
+            return self._run.world.broadcast(self._due or self._cadence.is_due(self.progress.step))
+        return self._due
+
+    def _may_save(self) -> bool:
+        """Whether this is no accumulation window, or one whose gradients can be saved."""
+        return self._stepped or self._run.options.saves_gradients
+
+    def _save(self) -> None:
+        self._due = False
+        try:
+            self._run.save()
+        except SaveError as error:
+            if self._run.options.on_save_error == "raise":
+                raise
+            if self._run.world.is_first:
+                tell(f"the save at step {self.progress.step} failed, training goes on: {error}")
+        self._cadence.saved()
+
+    def _trace_step(self, values: Mapping[str, Any]) -> None:
+        trace = self._run.trace
+        assert trace is not None
+        epoch, batch = self._place()
+        samples, knows_all = self._run.counters.take_samples()
+        trace.step(
+            self.progress.step,
+            epoch=epoch,
+            batch=batch,
+            values=values,
+            lr=self._run.learning_rates(),
+            samples=samples,
+            is_rest=not knows_all,
+            rng=rng_digests(),
+        )

@@ -1,0 +1,130 @@
+"""The random state of a run: taken at the settled point, put back last of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from resumekit.capture import RngState, generator_state, set_generator_state
+from resumekit.contract import WorldChange
+from resumekit.data import DataPosition, Feed, Source
+
+
+class RandomState:
+    """The component ``rng``: what a checkpoint holds is set when the loop comes to its place.
+
+    Until then it is kept, and a save in between saves it again.
+
+    Args:
+        generators: private generators that the user named.
+        position: the loaders, which have generators of their own.
+    """
+
+    def __init__(self, generators: Mapping[str, Any], position: DataPosition) -> None:
+        self._rng = RngState(generators)
+        self._position = position
+        self._pending: dict[str, Any] | None = None
+        self._is_restored = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator but the loaders' own."""
+        return self._rng.state_dict() if self._pending is None else self._pending
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: it is that of other generators.
+        """
+        self._rng.check_state_dict(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keeps the state until ``restore``."""
+        self._pending = state
+
+    def restore(self) -> tuple[str, ...]:
+        """Sets the random state, the last act of a resume; a no-op when there is none to set.
+
+        Returns:
+            What did not come back exactly.
+        """
+        self._is_restored = True
+        self._position.restore_generators()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return ()
+        # The user may have named a loader's own as well.
+        in_place = [(each, generator_state(each)) for each in self._position.drawn_again()]
+        remarks = self._rng.load_state_dict(pending)
+        for generator, state in in_place:
+            set_generator_state(generator, state)
+        return remarks
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """This rank's state in a job of another number of ranks; a new one gets one of its own."""
+        return self._rng.resplit_state_dict(states, change)
+
+    def begin(self, feed: Feed, epoch: int, restore: Callable[[], None]) -> None:
+        """Begins or continues an epoch of a loader, at the right random state.
+
+        Args:
+            feed: the loader, or several.
+            epoch: the epoch.
+            restore: calls this object's ``restore``.
+        """
+        if feed.continues:
+            self._catch_up(feed)
+            # Its iterator was there already at the checkpoint, and to build it anew may draw.
+            with self._kept(feed):
+                feed.begin(epoch)
+            restore()
+        else:
+            restore()
+            self._catch_up(feed)
+            feed.begin(epoch)
+
+    def _catch_up(self, feed: Feed) -> None:
+        """Sets what this feed alone draws from, if it was opened after all else was restored."""
+        if self._is_restored:
+            shared = {**self._of_others(feed), **_by_identity(self._rng.generators.values())}
+            states = {key: generator_state(generator) for key, generator in shared.items()}
+            self._position.restore_generators(feed)
+            for key, generator in shared.items():
+                set_generator_state(generator, states[key])
+
+    @contextmanager
+    def _kept(self, feed: Feed) -> Iterator[None]:
+        """Whatever is drawn inside, every generator is afterwards where it was.
+
+        Those excepted that no other loader has, and that drawing again brought to their place.
+        """
+        others = self._of_others(feed)
+        kept = {**others, **_by_identity(_private([*feed.sources]))}
+        states = {key: generator_state(generator) for key, generator in kept.items()}
+        common = self._rng.state_dict()
+        yield
+        for source in feed.sources:
+            drawn = _by_identity(source.drawn_again())
+            states.update(
+                {key: generator_state(drawn[key]) for key in drawn.keys() - others.keys()}
+            )
+        self._rng.load_state_dict(common)
+        for key, generator in kept.items():
+            set_generator_state(generator, states[key])
+
+    def _of_others(self, feed: Feed) -> dict[int, Any]:
+        """The private generators of the loaders that are not in this feed."""
+        others = [each for each in self._position.sources.values() if each not in feed.sources]
+        return _by_identity(_private(others))
+
+
+def _private(sources: Iterable[Source]) -> Iterator[Any]:
+    for source in sources:
+        yield from source.private.values()
+
+
+def _by_identity(generators: Iterable[Any]) -> dict[int, Any]:
+    return {id(generator): generator for generator in generators}

@@ -1,0 +1,1047 @@
+"""Several loaders, infinite loaders, loaders that change: killed at every batch, a run goes on.
+
+Each loop below is trained once to its end, and then once for each of its batches: killed there by
+an exception, and started again from what it had saved, in a process state that has nothing of the
+former one. Every batch, every random number that the training drew, the progress at each batch and
+the final weights must be those of the run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.errors import ConfigurationError, DataPositionError, InexactError, LoopError
+
+
+@pytest.fixture(autouse=True)
+def _quick_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of launches are made here, and none is about a power cut or the git commit."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a process."""
+
+
+class Noisy(Dataset[Any]):
+    """Numbers from ``first`` on; getting one draws from all three global generators."""
+
+    def __init__(self, length: int, *, first: int = 0) -> None:
+        self.length = length
+        self.first = first
+        self.before_read: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.before_read()
+        noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+        return torch.tensor([float(self.first + index), noise])
+
+
+def loader(length: int, *, first: int = 0, batch_size: int = 2, **settings: Any) -> Any:
+    return DataLoader(
+        Noisy(length, first=first), batch_size, **{"shuffle": True, "drop_last": True, **settings}
+    )
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Training:
+    """One launch: a model, its checkpointer, and what the training saw and drew.
+
+    It saves at every step, or asks for a save after the batches ``save_at``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        crash_at: int | None = None,
+        save_at: range | None = None,
+        **options: Any,
+    ) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.crash_at, self.save_at = crash_at, save_at
+        self.seen: dict[int, Any] = {}  # by the number of the batch
+        self.notes: list[Any] = []
+        options = {"save_every": 1 if save_at is None else None, **options}
+        self.checkpointer = Checkpointer(
+            directory, model=self.model, optimizer=self.optimizer, **options
+        )
+
+    @property
+    def crashed(self) -> bool:
+        return self.crash_at is not None and len(self.seen) >= self.crash_at
+
+    def on(self, *batches: Any) -> None:
+        """Trains on one batch of each loader; the crash comes before or after the step by turns."""
+        place = self.checkpointer.progress
+        drawn = random.random(), float(np.random.rand()), torch.rand(()).item()
+        self.seen[place.micro_step] = ([batch.tolist() for batch in batches], drawn)
+        if self.crashed and len(self.seen) % 2:
+            raise CrashError
+        inputs = torch.cat([batch.float() for batch in batches])
+        loss = self.model(inputs + 0.1 * torch.randn(inputs.shape)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.checkpointer.step(loss=loss)
+        if self.save_at is not None and len(self.seen) in self.save_at:
+            self.checkpointer.save()
+        if self.crashed:
+            raise CrashError
+
+    def weights(self) -> list[float]:
+        return [x for p in self.model.parameters() for x in p.detach().flatten().tolist()]
+
+
+Loop = Callable[[Training], None]
+
+
+def launch(loop: Loop, directory: Path, **options: Any) -> Training:
+    training = Training(directory, **options)
+    with suppress(CrashError), training.checkpointer:
+        loop(training)
+    return training
+
+
+def assert_every_kill_is_survived(loop: Loop, directory: Path, *, num_wait: int = 1) -> Training:
+    """Kills the loop at each of its batches; gives the launch that nobody killed.
+
+    Args:
+        loop: what is trained.
+        directory: an empty one.
+        num_wait: the most batches that a save waits for, once it is due.
+    """
+    never = range(0)
+    whole = launch(loop, directory / "whole", save_at=never)
+    assert whole.checkpointer.finished
+    num_resumes = 0
+    for kill in range(1, len(whole.seen) + 1):
+        place = directory / f"killed at {kill}"
+        killed = launch(loop, place, crash_at=kill, save_at=range(kill - num_wait, kill))
+        was_saved = any(place.glob("step-*"))
+        again = launch(loop, place, seed=kill if was_saved else 0, save_at=never)
+        assert_same(whole, killed, again)
+        num_resumes += was_saved
+    assert num_resumes >= len(whole.seen) - 1 - num_wait, "too few kills came after a save"
+    assert_same(whole, *killed_again_and_again(loop, directory / "chain", num_wait + 2))
+    return whole
+
+
+def killed_again_and_again(loop: Loop, directory: Path, crash_at: int) -> Iterator[Training]:
+    """Each launch resumes what the one before had saved, and is killed some batches later."""
+    for seed in range(20):
+        training = launch(loop, directory, seed=seed, crash_at=crash_at)
+        yield training
+        if training.checkpointer.finished:
+            return
+    raise AssertionError("the run gets nowhere")
+
+
+def assert_same(whole: Training, *launches: Training) -> None:
+    """All launches together did what the whole one did, and each of them nothing else."""
+    for training in launches:
+        for number, seen in training.seen.items():
+            assert seen == whole.seen[number], number
+    last, used = launches[-1], set[int]().union(*(each.seen for each in launches))
+    assert used == whole.seen.keys()
+    assert last.weights() == whole.weights()
+    assert last.checkpointer.progress == whole.checkpointer.progress
+    assert last.checkpointer.finished == whole.checkpointer.finished
+
+
+# ---------------------------------------------------------------- several loaders in one dict
+
+
+def zipped(training: Training) -> None:
+    loaders = {"a": loader(8), "b": loader(6, first=100, generator=seeded(3))}
+    for batch in training.checkpointer.batches(loaders, epochs=2):
+        assert list(batch) == ["a", "b"]
+        training.on(batch["a"], batch["b"])
+
+
+def zipped_in_epochs(training: Training) -> None:
+    loaders = {"a": loader(6), "b": loader(9, first=100), "c": loader(8, first=200)}
+    for _ in training.checkpointer.epochs(2):
+        torch.rand(1)
+        for batch in training.checkpointer.batches(loaders):
+            training.on(*batch.values())
+        torch.rand(2)  # an evaluation
+
+
+def zipped_by_steps(training: Training) -> None:
+    loaders = {"a": loader(6), "b": loader(8, first=100)}
+    for batch in training.checkpointer.batches(loaders, steps=5):
+        training.on(*batch.values())
+
+
+def zipped_over_one_generator(training: Training) -> None:
+    shared = seeded(4)
+    loaders = {"a": loader(6, generator=shared), "b": loader(8, first=100, generator=shared)}
+    for batch in training.checkpointer.batches(loaders, epochs=2):
+        training.on(*batch.values())
+
+
+def zipped_with_one_of_unknown_length(training: Training) -> None:
+    loaders: dict[str, Any] = {"a": loader(8), "b": Stream(3)}
+    for batch in training.checkpointer.batches(loaders, epochs=2):
+        training.on(batch["a"], batch["b"])
+
+
+class Stream:
+    """An iterable that does not tell its length, and draws nothing."""
+
+    def __init__(self, num_batches: int | None) -> None:
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        number = 0
+        while number != self.num_batches:
+            yield torch.tensor([[1000.0 + number, 0.5]])
+            number += 1
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        zipped,
+        zipped_in_epochs,
+        zipped_by_steps,
+        zipped_over_one_generator,
+        zipped_with_one_of_unknown_length,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_zipped_loaders_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path)
+
+
+def test_zipped_loaders_give_and_draw_what_zip_gives_and_draws(tmp_path: Path) -> None:
+    watched = launch(zipped, tmp_path)
+    Training(tmp_path / "stock")
+    first, second = loader(8), loader(6, first=100, generator=seeded(3))
+    seen = []
+    for _ in range(2):
+        for batches in zip(first, second, strict=False):
+            drawn = random.random(), float(np.random.rand()), torch.rand(()).item()
+            seen.append(([batch.tolist() for batch in batches], drawn))
+            torch.randn(4, 2)
+    assert list(watched.seen.values()) == seen
+
+
+def test_an_epoch_of_zipped_loaders_ends_with_the_shortest_and_all_begin_anew(
+    tmp_path: Path,
+) -> None:
+    training = launch(zipped, tmp_path)
+    first = [int(x) for batches, _ in training.seen.values() for x, _ in batches[0]]
+    assert len(first) == 12
+    for epoch in (first[:6], first[6:]):
+        assert len(set(epoch)) == 6  # two of the eight are left out in each epoch
+    place = training.checkpointer.progress
+    assert (place.epoch, place.batch, place.step, place.micro_step) == (2, 0, 6, 6)
+    assert place.samples == 24  # of both loaders
+
+
+def test_a_progress_bar_of_zipped_loaders_is_as_long_as_the_shortest(tmp_path: Path) -> None:
+    launch(zipped, tmp_path, crash_at=5)
+    training = Training(tmp_path)
+    loaders = {"a": loader(8), "b": loader(6, first=100, generator=seeded(3))}
+    batches = training.checkpointer.batches(loaders, epochs=2)
+    assert (len(batches), batches.initial) == (6, 4)
+    training.checkpointer.close()
+
+
+def test_a_dict_takes_its_names_from_its_keys(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with pytest.raises(TypeError, match="name="):
+        training.checkpointer.batches({"a": loader(4)}, epochs=1, name="b")
+    with pytest.raises(ConfigurationError, match="no loader"):
+        training.checkpointer.batches({}, epochs=1)
+    training.checkpointer.close()
+
+
+# ---------------------------------------------------------------- loaders used by hand
+
+
+def beside_a_repeated_one(training: Training) -> None:
+    """The unlabeled loader is shorter than an epoch, and longer than what is left of one."""
+    unlabeled = training.checkpointer.batches(
+        loader(6, first=100, generator=seeded(5)), name="unlabeled", repeat=True
+    )
+    for batch in training.checkpointer.batches(loader(8), epochs=2):
+        training.on(batch, next(unlabeled))
+
+
+def beside_a_repeated_one_in_epochs(training: Training) -> None:
+    unlabeled = training.checkpointer.batches(loader(6, first=100), name="u", repeat=True)
+    for _ in training.checkpointer.epochs(2):
+        torch.rand(1)
+        batches = training.checkpointer.batches(loader_of(training, 8))
+        for number, batch in enumerate(batches, start=batches.initial):
+            others = [next(unlabeled) for _ in range(1 + number % 2)]
+            training.on(batch, *others)
+
+
+def loader_of(training: Training, length: int) -> Any:
+    """One loader for all epochs of a launch."""
+    if not training.notes:
+        training.notes.append(loader(length))
+    return training.notes[0]
+
+
+def over_one_shared_generator(training: Training) -> None:
+    shared = seeded(6)
+    unlabeled = training.checkpointer.batches(
+        loader(6, first=100, generator=shared), name="unlabeled", repeat=True
+    )
+    for batch in training.checkpointer.batches(loader(8, generator=shared), epochs=2):
+        training.on(batch, next(unlabeled))
+
+
+def opened_late_over_one_shared_generator(training: Training) -> None:
+    """The second loader is opened after the first one has fetched."""
+    shared = seeded(6)
+    others = loader(4, first=100, generator=shared)
+    for batch in training.checkpointer.batches(loader(6, generator=shared), epochs=2):
+        unlabeled = training.checkpointer.batches(others, name="unlabeled", repeat=True)
+        training.on(batch, next(unlabeled))
+
+
+def one_after_the_other(training: Training) -> None:
+    """Two phases in each epoch, with random code between them."""
+    first, second = loader(4), loader(4, first=100, generator=seeded(7))
+    for _ in training.checkpointer.epochs(2):
+        for batch in training.checkpointer.batches(first, name="first"):
+            training.on(batch)
+        torch.rand(3)
+        for batch in training.checkpointer.batches(second, name="second"):
+            training.on(batch)
+        torch.rand(1)
+
+
+def nested(training: Training) -> None:
+    """For each batch of the outer loader the whole of the inner one; a step for each pair."""
+    outer, inner = loader(6), loader(4, first=100, generator=seeded(8))
+    for batch in training.checkpointer.batches(outer, epochs=2):
+        for other in training.checkpointer.batches(inner, name="inner"):
+            training.on(batch, other)
+
+
+def nested_in_epochs(training: Training) -> None:
+    outer, inner = loader(6), loader(4, first=100, generator=seeded(8))
+    for _ in training.checkpointer.epochs(2):
+        for batch in training.checkpointer.batches(outer):
+            for other in training.checkpointer.batches(inner, name="inner"):
+                training.on(batch, other)
+
+
+def round_robin(training: Training) -> None:
+    """Three tasks take turns, each with a step of its own; one after the other runs out."""
+    tasks = {"a": loader(2), "b": loader(6, first=100), "c": loader(4, first=200)}
+    for _ in training.checkpointer.epochs(2):
+        turns = [training.checkpointer.batches(task, name=name) for name, task in tasks.items()]
+        while turns:
+            for batches in list(turns):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    turns.remove(batches)
+                else:
+                    training.on(batch)
+
+
+def refilled_by_hand(training: Training) -> None:
+    """What people write around a loader that is shorter than the other one."""
+    first, second = loader(8), loader(4, first=100, generator=seeded(9))
+    for _ in training.checkpointer.epochs(2):
+        others = iter(training.checkpointer.batches(second, name="second"))
+        for batch in training.checkpointer.batches(first, name="first"):
+            try:
+                other = next(others)
+            except StopIteration:
+                others = iter(training.checkpointer.batches(second, name="second"))
+                other = next(others)
+            training.on(batch, other)
+
+
+def with_a_step_between(training: Training) -> None:
+    """The second loader's batch is used after the step, without a step of its own."""
+    others = training.checkpointer.batches(loader(4, first=100), name="others", repeat=True)
+    for batch in training.checkpointer.batches(loader(6), epochs=2):
+        training.on(batch)
+        with torch.no_grad():
+            training.model(next(others)).sum()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        beside_a_repeated_one,
+        beside_a_repeated_one_in_epochs,
+        over_one_shared_generator,
+        opened_late_over_one_shared_generator,
+        one_after_the_other,
+        round_robin,
+        refilled_by_hand,
+        with_a_step_between,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_loaders_used_by_hand_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path, num_wait=3 if loop is round_robin else 1)
+
+
+@pytest.mark.parametrize("loop", [nested, nested_in_epochs], ids=lambda loop: loop.__name__)
+def test_nested_loops_are_saved_where_the_outer_one_turns(tmp_path: Path, loop: Loop) -> None:
+    whole = assert_every_kill_is_survived(loop, tmp_path, num_wait=2)
+    assert len(whole.seen) == 12
+    launch(loop, tmp_path / "saves", keep_latest=None)
+    saved = sorted(path.name for path in (tmp_path / "saves").glob("step-*"))
+    assert saved == [f"step-{step:08}" for step in (2, 4, 6, 8, 10, 12)]  # two for each outer batch
+
+
+@pytest.mark.parametrize(
+    "loop", [zipped, beside_a_repeated_one, round_robin], ids=lambda loop: loop.__name__
+)
+@pytest.mark.parametrize("left_out", ["data", "rng"])
+def test_without_the_position_or_the_random_state_the_same_check_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Loop, left_out: str
+) -> None:
+    monkeypatch.setenv("RESUMEKIT_INJECT", left_out)
+    with pytest.raises((AssertionError, KeyError)):
+        assert_every_kill_is_survived(loop, tmp_path)
+
+
+def test_a_repeated_loader_counts_its_own_epochs_and_moves_no_progress(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    class Told(Noisy):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    training = Training(tmp_path)
+    others = DataLoader(Told(4, first=100), batch_size=2, shuffle=True)
+    with training.checkpointer as checkpointer:
+        unlabeled = checkpointer.batches(others, name="unlabeled", repeat=True)
+        with pytest.raises(TypeError):
+            len(unlabeled)
+        for batch in checkpointer.batches(loader(10), epochs=1):
+            training.on(batch, next(unlabeled))
+    place = checkpointer.progress
+    assert told == [0, 1, 2]
+    assert (place.epoch, place.batch, place.micro_step, place.samples) == (1, 0, 5, 20)
+
+
+def test_inside_epochs_the_progress_counts_the_batches_of_all_loops(tmp_path: Path) -> None:
+    places = []
+    training = Training(tmp_path)
+    first, second = loader(4), loader(6, first=100)
+    with training.checkpointer as checkpointer:
+        for epoch in checkpointer.epochs(2):
+            for batches in (
+                checkpointer.batches(first, name="first"),
+                checkpointer.batches(second, name="second"),
+            ):
+                for batch in batches:
+                    training.on(batch)
+                    places.append((checkpointer.progress.epoch, checkpointer.progress.batch))
+            assert checkpointer.progress.epoch == epoch
+    # As of the last settled point: an epoch is over when all of its code has run.
+    assert places[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+
+
+def asked_before_the_loop(training: Training) -> None:
+    others = training.checkpointer.batches(loader(4), name="others", repeat=True)
+    training.checkpointer.batches(loader(4), epochs=1)
+    next(others)
+
+
+def asked_between_two_loops(training: Training) -> None:
+    others = training.checkpointer.batches(loader(4), name="others", repeat=True)
+    for _ in training.checkpointer.epochs(1):
+        for batch in training.checkpointer.batches(loader(4)):
+            training.on(batch, next(others))
+        next(others)
+
+
+def gone_through_twice_in_one_epoch(training: Training) -> None:
+    only = loader(4)
+    for _ in training.checkpointer.epochs(1):
+        for _ in range(2):
+            for batch in training.checkpointer.batches(only):
+                training.on(batch)
+
+
+def left_for_another_loop(training: Training) -> None:
+    for batch in training.checkpointer.batches(loader(4), epochs=2):
+        training.on(batch)
+        break
+    training.checkpointer.batches(loader(4), epochs=2, name="other")
+
+
+def left_for_epochs(training: Training) -> None:
+    for batch in training.checkpointer.batches(loader(4), epochs=2):
+        training.on(batch)
+        break
+    training.checkpointer.epochs(2)
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (asked_before_the_loop, r"'others'.*before 'train'"),
+        (asked_between_two_loops, "before the loop"),
+        (gone_through_twice_in_one_epoch, "a second time in one epoch"),
+        (left_for_another_loop, "a second loop"),
+        (left_for_epochs, "a second loop"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_place_that_no_resume_could_find_is_refused(
+    tmp_path: Path, loop: Loop, message: str
+) -> None:
+    with pytest.raises(LoopError, match=message):
+        launch(loop, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"epochs": 1, "repeat": True}, {"steps": 1, "repeat": True}], ids=str
+)
+def test_a_repeated_loader_has_no_horizon(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    training = Training(tmp_path)
+    with pytest.raises(TypeError, match="repeat=True"):
+        training.checkpointer.batches(loader(4), **arguments)
+
+
+def beside_an_empty_one(training: Training) -> None:
+    others = training.checkpointer.batches([], name="others", repeat=True)
+    for _ in training.checkpointer.batches(loader(4), epochs=1):
+        next(others)
+
+
+def test_an_empty_loader_is_not_repeated_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(DataPositionError, match="without a batch"):
+        launch(beside_an_empty_one, tmp_path)
+
+
+def joined_by_a_stream(training: Training) -> None:
+    others = None
+    for batch in training.checkpointer.batches(loader(4), epochs=1):
+        if others is None:
+            others = training.checkpointer.batches(Stream(None), name="stream", repeat=True)
+        training.on(batch, next(others))
+
+
+def test_strict_refuses_a_loader_that_joins_later_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InexactError, match="data: equivalent"):
+        launch(joined_by_a_stream, tmp_path / "strict", strict=True)
+    launch(joined_by_a_stream, tmp_path / "told")
+    told = capsys.readouterr().err
+    assert told.count("each checkpoint holds") == 2
+    assert told.count("from here on: data: equivalent") == 1
+
+
+# ---------------------------------------------------------------- loaders without end
+
+
+class Endless(Sampler[int]):
+    """Yields for ever; some say a length all the same, as mmengine's InfiniteSampler does."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rng = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            order = list(range(self.length))
+            self.rng.shuffle(order)
+            yield from order
+
+
+class EndlessWithLength(Endless):
+    def __len__(self) -> int:
+        return self.length
+
+
+def endless(training: Training) -> None:
+    batches = DataLoader(Noisy(6), 4, sampler=Endless(6))
+    for batch in training.checkpointer.batches(batches, steps=5):
+        training.on(batch)
+
+
+def endless_with_a_length(training: Training) -> None:
+    batches = DataLoader(Noisy(6), 2, sampler=EndlessWithLength(6))
+    for batch in training.checkpointer.batches(batches, steps=8):
+        training.on(batch)
+
+
+def endless_beside_a_finite_one(training: Training) -> None:
+    others = DataLoader(Noisy(3, first=100), 2, sampler=EndlessWithLength(3))
+    others = training.checkpointer.batches(others, name="others", repeat=True)
+    for batch in training.checkpointer.batches(loader(6), epochs=2):
+        training.on(batch, next(others))
+
+
+def endless_zipped(training: Training) -> None:
+    endless = DataLoader(Noisy(3, first=100), 2, sampler=Endless(3))
+    for batch in training.checkpointer.batches({"a": loader(6), "b": endless}, epochs=2):
+        training.on(*batch.values())
+
+
+def endless_left_after_three_batches(training: Training) -> None:
+    batches = DataLoader(Noisy(4), 2, sampler=EndlessWithLength(4))
+    for _ in training.checkpointer.epochs(2):
+        rest = training.checkpointer.batches(batches)
+        for number, batch in enumerate(rest, start=rest.initial):
+            training.on(batch)
+            if number == 2:
+                break
+
+
+def endless_stream(training: Training) -> None:
+    for batch in training.checkpointer.batches(Stream(None), steps=5):
+        training.on(batch)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        endless,
+        endless_with_a_length,
+        endless_beside_a_finite_one,
+        endless_zipped,
+        endless_left_after_three_batches,
+        endless_stream,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_loaders_without_end_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path)
+
+
+def endless_in_epochs(training: Training) -> None:
+    batches = DataLoader(Noisy(4), 2, sampler=EndlessWithLength(4))
+    for batch in training.checkpointer.batches(batches, epochs=2):
+        training.on(batch)
+
+
+def test_a_loader_without_end_cannot_be_counted_in_epochs(tmp_path: Path) -> None:
+    with pytest.raises(DataPositionError, match=r"more than 2.*steps="):
+        launch(endless_in_epochs, tmp_path)
+
+
+def test_the_bar_of_a_loader_without_length_begins_at_the_batches_used(tmp_path: Path) -> None:
+    launch(endless, tmp_path, crash_at=4)
+    training = Training(tmp_path)
+    batches = training.checkpointer.batches(DataLoader(Noisy(6), 4, sampler=Endless(6)), steps=5)
+    assert batches.initial == 3
+    with pytest.raises(TypeError):
+        len(batches)
+    training.checkpointer.close()
+
+
+# ---------------------------------------------------------------- steps as the horizon
+
+
+@pytest.mark.parametrize("num_steps", [3, 4], ids="until step {}".format)
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_a_number_of_steps_ends_the_run_in_the_middle_or_at_the_end_of_an_epoch(
+    tmp_path: Path, num_steps: int, length: str
+) -> None:
+    def by_steps(training: Training) -> None:
+        given = loader(6, generator=seeded(2)) if length == "known" else Stream(3)
+        for batch in training.checkpointer.batches(given, steps=num_steps):
+            training.on(batch)
+
+    whole = assert_every_kill_is_survived(by_steps, tmp_path)
+    place = whole.checkpointer.progress
+    assert len(whole.seen) == place.step == num_steps
+    at_end = (num_steps // 3 - 1, 3) if num_steps % 3 == 0 else divmod(num_steps, 3)
+    expected = divmod(num_steps, 3) if length == "known" else at_end
+    assert (place.epoch, place.batch) == expected
+    assert launch(by_steps, tmp_path / "whole").seen == {}
+
+
+# ---------------------------------------------------------------- loaders that change
+
+
+def rebuilt(training: Training) -> None:
+    for epoch in training.checkpointer.epochs(3):
+        batches = loader(4, first=10 * epoch, generator=seeded(epoch))
+        for batch in training.checkpointer.batches(batches):
+            training.on(batch)
+
+
+def rebuilt_over_one_generator(training: Training) -> None:
+    kept = seeded(5)
+    for epoch in training.checkpointer.epochs(2):
+        batches = loader(4, first=10 * epoch, generator=kept)
+        for batch in training.checkpointer.batches(batches):
+            training.on(batch)
+
+
+def curriculum(training: Training) -> None:
+    """More samples, larger batches, another kind of loader: each epoch has its own."""
+    stages: list[Callable[[], Any]] = [
+        lambda: loader(4),
+        lambda: loader(9, batch_size=3, drop_last=False),
+        lambda: Stream(2),
+        lambda: loader(6, sampler=Endless(6), shuffle=None),
+    ]
+    for epoch in training.checkpointer.epochs(4):
+        batches = training.checkpointer.batches(stages[epoch]())
+        for number, batch in enumerate(batches, start=batches.initial):
+            training.on(batch)
+            if number == 2:
+                break
+
+
+def rebuilt_and_zipped(training: Training) -> None:
+    for epoch in training.checkpointer.epochs(2):
+        loaders = {"a": loader(6, generator=seeded(epoch)), "b": loader(4 + 4 * epoch, first=100)}
+        for batch in training.checkpointer.batches(loaders):
+            training.on(*batch.values())
+
+
+def a_dataset_that_grows(training: Training) -> None:
+    data = Noisy(4)
+    batches = DataLoader(data, 2, shuffle=True, generator=seeded(4))
+    for epoch in training.checkpointer.epochs(2):
+        data.length = 4 + 4 * epoch
+        for batch in training.checkpointer.batches(batches):
+            training.on(batch)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        rebuilt,
+        rebuilt_over_one_generator,
+        curriculum,
+        rebuilt_and_zipped,
+        a_dataset_that_grows,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_loaders_that_change_between_epochs_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path)
+
+
+WORKERS = {"num_workers": 1, "persistent_workers": True}
+
+
+def rebuilt_with_workers(training: Training) -> None:
+    for epoch in training.checkpointer.epochs(2):
+        for batch in training.checkpointer.batches(loader(4, first=10 * epoch, **WORKERS)):
+            training.on(batch)
+
+
+def left_early_with_workers(training: Training) -> None:
+    """What its worker had made ahead is dropped, and its random numbers go on behind that."""
+    batches = loader(12, **WORKERS)
+    for _ in training.checkpointer.epochs(2):
+        rest = training.checkpointer.batches(batches)
+        for number, batch in enumerate(rest, start=rest.initial):
+            training.on(batch)
+            if number == 1:
+                break
+
+
+def zipped_with_workers(training: Training) -> None:
+    loaders = {"a": loader(8, **WORKERS), "b": loader(4, first=100, **WORKERS)}
+    for batch in training.checkpointer.batches(loaders, epochs=2):
+        training.on(*batch.values())
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [rebuilt_with_workers, left_early_with_workers, zipped_with_workers],
+    ids=lambda loop: loop.__name__,
+)
+def test_workers_that_are_replaced_or_left_behind_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path)
+
+
+def test_another_loader_in_the_middle_of_an_epoch_is_refused_by_name(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+
+    def train() -> None:
+        for batch in training.checkpointer.batches(loader(4), epochs=2):
+            training.on(batch)
+            training.checkpointer.batches(loader(4), epochs=2)
+
+    with pytest.raises(ConfigurationError, match=r"name='train'.*second loader.*after batch 1"):
+        train()
+    training.checkpointer.close()
+
+
+def test_the_geometry_of_the_epoch_under_way_is_checked_and_no_other(tmp_path: Path) -> None:
+    def train(training: Training, lengths: list[int], *, stop_after: int = 100) -> list[int]:
+        epochs = []
+        for epoch in training.checkpointer.epochs(3):
+            epochs.append(epoch)
+            for batch in training.checkpointer.batches(loader(lengths[epoch])):
+                training.on(batch)
+                if training.checkpointer.progress.step == stop_after:
+                    training.checkpointer.close()
+                    return epochs
+        return epochs
+
+    train(Training(tmp_path), [4, 6, 4], stop_after=3)  # one batch of epoch 1
+    with pytest.raises(DataPositionError, match=r"num_batches 2.*expected num_batches 3"):
+        train(Training(tmp_path), [4, 4, 4])
+    train(Training(tmp_path), [99, 6, 4], stop_after=5)  # all of epoch 1, whose end was not seen
+    with Training(tmp_path).checkpointer as checkpointer:
+        assert (checkpointer.resume().step, checkpointer.progress.epoch) == (5, 1)
+    assert train(Training(tmp_path), [99, 6, 8]) == [1, 2]
+
+
+# ---------------------------------------------------------------- leaving a loop
+
+
+def left_by_break(training: Training) -> None:
+    """Leaves an epoch after its first, a middle and its last batch."""
+    batches = loader(6, generator=seeded(2))
+    for epoch in training.checkpointer.epochs(3):
+        rest = training.checkpointer.batches(batches)
+        for number, batch in enumerate(rest, start=rest.initial):
+            training.on(batch)
+            if number == epoch:
+                break
+        torch.rand(1)
+
+
+def crashes_in_a_fetch(training: Training) -> None:
+    """The dataset fails when the batch is fetched, right after the former step was saved."""
+    data = Noisy(6)
+    batches = DataLoader(data, 2, shuffle=True, generator=seeded(3))
+
+    def before_read() -> None:
+        if training.crash_at == len(training.seen) + 1:
+            raise CrashError
+
+    data.before_read = before_read
+    for batch in training.checkpointer.batches(batches, epochs=2):
+        training.on(batch)
+
+
+@pytest.mark.parametrize(
+    "loop", [left_by_break, crashes_in_a_fetch], ids=lambda loop: loop.__name__
+)
+def test_a_loop_that_is_left_goes_on_exactly(tmp_path: Path, loop: Loop) -> None:
+    assert_every_kill_is_survived(loop, tmp_path)
+
+
+@pytest.mark.parametrize("leave_after", [1, 3, 6])
+@pytest.mark.parametrize("outer", ["batches", "epochs"])
+def test_a_run_that_is_left_by_break_and_closed_goes_on_exactly(
+    tmp_path: Path, outer: str, leave_after: int
+) -> None:
+    """Also right after the last batch of an epoch, whose end has not been seen then."""
+
+    def train(training: Training, leave_after: int | None) -> None:
+        checkpointer, batches = training.checkpointer, loader(6, generator=seeded(2))
+        if outer == "batches":
+            for batch in checkpointer.batches(batches, epochs=2):
+                training.on(batch)
+                if checkpointer.progress.step == leave_after:
+                    break
+            return
+        for epoch in checkpointer.epochs(2):
+            for batch in checkpointer.batches(batches):
+                training.on(batch)
+                if checkpointer.progress.step == leave_after:
+                    return
+            training.notes.append((epoch, torch.rand(1).item()))  # a schedule for each epoch
+
+    def launched(directory: Path, leave_after: int | None = None, seed: int = 0) -> Training:
+        training = Training(directory, seed=seed)
+        with training.checkpointer:
+            train(training, leave_after)
+        return training
+
+    whole = launched(tmp_path / "whole")
+    first = launched(tmp_path / "run", leave_after)
+    second = launched(tmp_path / "run", seed=9)
+    assert not first.seen.keys() & second.seen.keys()
+    assert {**first.seen, **second.seen} == whole.seen
+    assert first.notes + second.notes == whole.notes
+    assert second.weights() == whole.weights()
+
+
+def test_stop_and_break_finish_the_run_at_close(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=None)
+    with training.checkpointer as checkpointer:
+        for batch in checkpointer.batches(loader(6), epochs=2):
+            training.on(batch)
+            if checkpointer.progress.step == 2:
+                checkpointer.stop("no improvement")
+                break
+    again = Training(tmp_path)
+    assert again.checkpointer.resume().finished == "no improvement"
+    again.checkpointer.close()
+
+
+def test_stop_and_an_error_do_not_finish_the_run(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+
+    def train() -> None:
+        with training.checkpointer as checkpointer:
+            for batch in checkpointer.batches(loader(6), epochs=2):
+                training.on(batch)
+                if checkpointer.progress.step == 2:
+                    checkpointer.stop("no improvement")
+                    raise CrashError
+
+    with pytest.raises(CrashError):
+        train()
+    training.checkpointer.close()
+    with Training(tmp_path).checkpointer as again:
+        assert again.resume().finished is None
+        assert again.progress.step == 1
+
+
+def test_a_save_before_the_loop_saves_the_random_state_that_is_still_to_be_set(
+    tmp_path: Path,
+) -> None:
+    whole = launch(zipped, tmp_path / "whole")
+    launch(zipped, tmp_path / "run", crash_at=4)
+    for seed in (5, 6):
+        with Training(tmp_path / "run", seed=seed).checkpointer as checkpointer:
+            checkpointer.resume()
+            torch.rand(7)
+            checkpointer.save()
+    rest = launch(zipped, tmp_path / "run", seed=8)
+    assert rest.seen == {number: whole.seen[number] for number in (4, 5, 6)}
+    assert rest.weights() == whole.weights()
+
+
+def test_a_save_that_is_due_between_two_loops_of_an_epoch_is_made_there(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=2, keep_latest=None)
+    with training.checkpointer as checkpointer:
+        for _ in checkpointer.epochs(1):
+            for name in ("first", "second"):
+                for batch in checkpointer.batches(loader(4), name=name):
+                    training.on(batch)
+                    if name == "second":
+                        assert (tmp_path / "step-00000002").exists()
+
+
+def test_a_framework_that_stops_at_the_end_of_an_epoch_has_finished_it(tmp_path: Path) -> None:
+    """It knows the length, and does not ask for one batch more."""
+    training = Training(tmp_path)
+    loop = training.checkpointer.drive(epochs=1)
+    loop.resume()
+    loop.next_epoch()
+    batches = loop.batches(loader(4))
+    for _ in range(2):
+        training.on(next(batches))
+    loop.finish("that was all")
+    training.checkpointer.close()
+    place = training.checkpointer.progress
+    assert (place.epoch, place.batch) == (1, 0)
+
+
+def test_the_workers_of_a_loader_end_when_another_takes_its_place(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    workers = []
+    with training.checkpointer as checkpointer:
+        for _ in checkpointer.epochs(3):
+            for batch in checkpointer.batches(loader(4, **WORKERS)):
+                training.on(batch)
+                workers.append(len(multiprocessing.active_children()))
+    assert set(workers) == {1}
+
+
+# ---------------------------------------------------------------- whatever the lengths
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> Loop:
+    """Two loaders of any lengths, in one of the ways that people use two."""
+    lengths = [draw(st.integers(1, 7)) for _ in range(2)]
+    sizes = [draw(st.integers(1, 3)) for _ in range(2)]
+    keeps_rest = [
+        draw(st.booleans()) or size > length for length, size in zip(lengths, sizes, strict=True)
+    ]
+    way, num_epochs = (
+        draw(st.sampled_from(["zipped", "repeated", "phases"])),
+        draw(st.integers(1, 3)),
+    )
+
+    def loop(training: Training) -> None:
+        first, second = (
+            loader(
+                length,
+                first=100 * place,
+                batch_size=size,
+                drop_last=not keeps,
+                generator=seeded(place) if place else None,
+            )
+            for place, (length, size, keeps) in enumerate(
+                zip(lengths, sizes, keeps_rest, strict=True)
+            )
+        )
+        checkpointer = training.checkpointer
+        if way == "zipped":
+            for batch in checkpointer.batches({"a": first, "b": second}, epochs=num_epochs):
+                training.on(*batch.values())
+        elif way == "repeated":
+            others = checkpointer.batches(second, name="others", repeat=True)
+            for batch in checkpointer.batches(first, epochs=num_epochs):
+                training.on(batch, next(others))
+        else:
+            for _ in checkpointer.epochs(num_epochs):
+                for name, each in (("first", first), ("second", second)):
+                    for batch in checkpointer.batches(each, name=name):
+                        training.on(batch)
+
+    loop.__name__ = f"{way} {lengths} by {sizes}, rest kept {keeps_rest}, {num_epochs} epochs"
+    return loop
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(loop=loops(), data=st.data())
+def test_two_loaders_of_any_lengths_go_on_exactly(loop: Loop, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        whole = launch(loop, directory / "whole", save_at=range(0))
+        kill = data.draw(st.integers(1, len(whole.seen)))
+        killed = launch(loop, directory / "run", crash_at=kill, save_at=range(kill - 1, kill))
+        was_saved = any(directory.glob("run/step-*"))
+        again = launch(loop, directory / "run", seed=9 if was_saved else 0, save_at=range(0))
+        assert_same(whole, killed, again)
