@@ -191,19 +191,24 @@ def test_a_checkpointer_before_prepare_is_refused_with_the_remedy(
         Checkpointer(accelerator, tmp_path)
 
 
-def test_a_stream_is_told_to_be_less_than_exact_and_refused_when_strict(
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.eye(4)
+
+
+def test_a_stream_is_exact_and_refused_when_strict_if_it_comes_out_of_order(
     accelerator: Any, tmp_path: Path
 ) -> None:
-    class Stream(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            yield from torch.eye(4)
-
-    _, loader = accelerator.prepare(nn.Linear(4, 4), DataLoader(Stream(), batch_size=2))
+    exact = DataLoader(Stream(), batch_size=2)
+    inexact = DataLoader(Stream(), batch_size=2, num_workers=1, in_order=False)
+    _, exact, inexact = accelerator.prepare(nn.Linear(4, 4), exact, inexact)
+    with Checkpointer(accelerator, tmp_path / "exact", strict=True) as checkpointer:
+        assert next(checkpointer.batches(exact, epochs=1)).shape == (2, 4)
     with (
-        Checkpointer(accelerator, tmp_path, strict=True) as checkpointer,
-        pytest.raises(InexactError, match="data: equivalent"),
+        Checkpointer(accelerator, tmp_path / "inexact", strict=True) as checkpointer,
+        pytest.raises(InexactError, match=r"data: lost .*in_order"),
     ):
-        next(checkpointer.batches(loader, epochs=1))
+        next(checkpointer.batches(inexact, epochs=1))
 
 
 def test_accelerates_own_saving_goes_on_beside_the_checkpointer(tmp_path: Path) -> None:

@@ -134,6 +134,9 @@ def fit(
     if batching.sampler is None:
         hidden = f"the batch sampler {batching.hidden_in}"
         _refuse(where, hidden, "torch's own BatchSampler", needed, state)
+    if state["draws"]:
+        lazy = f"a {type(batching.sampler).__name__} that draws as it goes"
+        _refuse(where, lazy, "an order that is drawn when the epoch begins", needed, state)
     if WORLD_SIZE in needed:
         _require_shared(state, batching, live_name, where)
         moved["reshared"] = True
@@ -289,7 +292,7 @@ def way_in(
         where: the loader's name, for errors.
     """
     digest = state["used"]["digest"]
-    if batching.sampler is None:
+    if batching.sampler is None or state["draws"]:
         return PassBatches(where, state["batch"], digest)
     if is_reshared(state) or batching.has_random_access:
         return Begin(

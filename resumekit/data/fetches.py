@@ -1,14 +1,15 @@
 """The random states that batches were fetched from, where drawing again would not lead to them.
 
-A loader without workers draws from the same global generators as the training step. Drawn through
-again, without the training in between, it would soon draw other numbers. So the state before a
-fetch is kept for each generator that the fetch drew from after somebody else had. Where training
-draws on its device, and the dataset on the CPU or in workers, that is nothing at all.
+A loader without workers draws from the same global generators as the training step, and so may a
+sampler of the user's own. Drawn through again, without the training in between, it would soon draw
+other numbers. So the state before a fetch is kept for each generator that the fetch drew from after
+somebody else had. Where training draws on its device, and the dataset on the CPU or in workers,
+that is nothing at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ class FetchTape:
         self._reached: dict[str, bytes] = {}  # where drawing again would be now
         self._before: dict[str, bytes] = {}
         self._num_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether drawing again leads to every batch of this epoch so far."""
+        return not (self._records or self.overflowed)
 
     def begin(self) -> None:
         """The epoch's iterator was just made."""
@@ -93,3 +99,38 @@ class Playback:
     def before(self, number: int) -> None:
         """The batch of this number in the epoch is about to be fetched again."""
         write_states(self._states.get(number, {}))
+
+
+class TapedDraws:
+    """What an iterator yields, with a tape that watches each ``next``.
+
+    Args:
+        drawn: the iterator.
+        tape: watches.
+        playback: sets the states from which the first items were drawn before.
+        number: of the first item.
+    """
+
+    def __init__(
+        self, drawn: Iterator[Any], tape: FetchTape, playback: Playback, number: int = 0
+    ) -> None:
+        self._drawn = drawn
+        self._tape = tape
+        self._playback = playback
+        self._number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        number = self._number
+        self._number += 1
+        self._playback.before(number)
+        self._tape.before()
+        item = next(self._drawn)
+        self._tape.after(number)
+        return item
+
+    def followed_by(self, rest: Iterator[Any], number: int) -> TapedDraws:
+        """The same tape over another iterator, whose first item has this number."""
+        return TapedDraws(rest, self._tape, self._playback, number)

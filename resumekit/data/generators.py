@@ -11,8 +11,8 @@ import torch
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# The attributes by which torch's loaders and samplers hold one another.
-_NESTED = ("batch_sampler", "sampler")
+# The attributes by which loaders and samplers of torch and DeepSpeed hold one another.
+_NESTED = ("batch_sampler", "sampler", "data_sampler")
 
 # What the names of generators begin with from which samples draw, and not their order.
 DATASET_PREFIXES = ("dataset.", "collate_fn.")

@@ -72,7 +72,14 @@ class KeyedSource(MapSource):
             saved = {id(each) for each in (*self._private.values(), *self._seed.saved_generators)}
             held = {name: each for name, each in held.items() if id(each) not in saved}
         reason = self._told or out_of_reach(held)
-        return (Fidelity.LOST, reason) if reason else (Fidelity.EXACT, "")
+        if reason:
+            return Fidelity.LOST, reason
+        if self._sampler.tape is not None and not self._sampler.tape.is_empty:
+            return Fidelity.EQUIVALENT, (
+                "the sampler draws from a global generator as it goes, further ahead for more "
+                "workers: exact for as many as before; draw the whole order when the epoch begins"
+            )
+        return Fidelity.EXACT, ""
 
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.contract import Fidelity
 from resumekit.data.elastic import fit, is_reshared, way_in
@@ -15,7 +15,21 @@ from resumekit.data.generators import private_generators
 from resumekit.data.orders import Batching, order_name
 from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
 from resumekit.data.source import Source, announce_epoch
-from resumekit.data.tape import Padding, Taped, TapingCollate, TapingInit, WorkerRandomState
+from resumekit.data.tape import (
+    PaddedDataset,
+    Padding,
+    Taped,
+    TapingCollate,
+    TapingInit,
+    WorkerRandomState,
+)
+
+# What cannot be followed for ever, or not at all.
+DRAWS_AS_IT_GOES = (
+    "draws from a global generator as it goes, in turns with the training step, in an epoch that "
+    "is too long to keep all of its states; draw the whole order when the epoch begins, or from a "
+    "generator that is an attribute of the sampler"
+)
 
 
 class MapSource(Source):
@@ -57,9 +71,11 @@ class MapSource(Source):
         workers = self.loader.num_workers
         if workers and not getattr(self.loader, "in_order", True):
             return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
-        if workers and not self._collates:
-            what = "random numbers in workers of a loader with batch_size=None"
-            return Fidelity.LOST, f"{what}; exact with randomness='keyed'"
+        if workers and not self._keeps_turns:
+            what = "random numbers in workers of a MapDataPipe with batch_size=None"
+            return Fidelity.LOST, f"{what}; a Dataset is exact"
+        if self._sampler.tape is not None and self._sampler.tape.overflowed:
+            return Fidelity.LOST, f"the sampler {DRAWS_AS_IT_GOES}"
         hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
         if hidden:
             return Fidelity.LOST, f"{', '.join(hidden)} lives in the workers; use num_workers=0"
@@ -109,7 +125,8 @@ class MapSource(Source):
             self._begin_fresh()
             return
         eager = self.loader.num_workers == 0
-        self._sampler.seek(Seek(start, way, num_padding, eager))
+        draws = pending["draws"] if self.batch else {}
+        self._sampler.seek(Seek(start, way, num_padding, eager, self.batch, draws))
         self._attach_tape(self._workers, num_padding)
         if self._before is not None:
             self._rng.load_state_dict(self._before)
@@ -136,13 +153,23 @@ class MapSource(Source):
 
     def _num_padding(self) -> int:
         workers = self.loader.num_workers
-        return self.batch % workers if workers and self._collates else 0
+        return self.batch % workers if workers and self._keeps_turns else 0
+
+    @property
+    def _keeps_turns(self) -> bool:
+        """Whether a worker can be passed over without asking its dataset for a sample."""
+        # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter gives the workers of a
+        # MapDataPipe their shares, where it sees one.
+        return self._collates or not isinstance(self.loader.dataset, MapDataPipe)
 
     def _attach_tape(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
         """Gives the workers that start next their recorded states."""
         if self.loader.num_workers:
             self._copy.collate_fn = TapingCollate(self.loader.collate_fn, num_padding)
             self._copy.worker_init_fn = TapingInit(self.loader.worker_init_fn, states)
+            if not self._collates:
+                dataset = self.loader.dataset
+                self._copy.__dict__["dataset"] = PaddedDataset(dataset) if num_padding else dataset
 
     def next_batch(self) -> Any:
         """The next batch as the user's loader would give it.
@@ -209,6 +236,7 @@ class MapSource(Source):
             "order_name": sampler.order_name,
             "start": None if by_name else sampler.start.as_dict(),
             **self._inherited,
+            "draws": {} if sampler.tape is None else sampler.tape.state_dict(),
             "used": {
                 "since": self._since,
                 "replica": batching.replica,
@@ -243,7 +271,7 @@ class MapSource(Source):
         }
 
 
-_NO_EPOCH = {"order_name": None, "start": None, "used": None}
+_NO_EPOCH: dict[str, Any] = {"order_name": None, "start": None, "draws": {}, "used": None}
 
 
 def _number(holder: Any, name: str) -> int | None:

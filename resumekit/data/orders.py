@@ -16,6 +16,8 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from resumekit.data.permutation import EpochOrder, share, share_length
@@ -26,6 +28,18 @@ from resumekit.data.resumable import RandomAccess, draw
 UNKNOWN = "unknown"
 IN_ORDER, SEEDED, DRAWN, KEYED = "in order", "seeded", "drawn", "keyed"
 NAMED = frozenset({IN_ORDER, SEEDED, DRAWN, KEYED})
+
+# They draw their order when an epoch begins, or from a generator of their own.
+_DRAW_AT_START = {
+    each.__iter__
+    for each in (
+        DistributedSampler,
+        RandomSampler,
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,14 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
         if sampler.num_samples == length and (sampler.generator is None or own is not None):
             return {"kind": DRAWN, "length": length, "generator": own}
     return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
+
+
+def may_draw_as_it_goes(sampler: Any) -> bool:
+    """Whether a sampler may draw from the global generators between two batches."""
+    method = getattr(type(sampler), "__iter__", None)
+    if method is BatchSampler.__iter__:
+        return may_draw_as_it_goes(sampler.sampler)
+    return method not in _DRAW_AT_START and not isinstance(sampler, RandomAccess)
 
 
 def draw_again(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> EpochOrder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ import xxhash
 from torch.utils.data import BatchSampler
 
 from resumekit.capture import RngState
+from resumekit.data.fetches import FetchTape, Playback, TapedDraws
+from resumekit.data.orders import may_draw_as_it_goes
 from resumekit.errors import DataPositionError
 
 
@@ -207,12 +209,16 @@ class Seek:
         num_padding: the empty batches to yield first, which keep each worker's turn.
         eager: whether to go there when the iterator is made. A loader without workers asks its
             sampler only for the first batch, when the generators stand at the settled point.
+        num_batches: the batches that were used.
+        draws: the random states that a sampler drew from which draws as it goes.
     """
 
     start: EpochStart
     way_in: WayIn | None = None
     num_padding: int = 0
     eager: bool = False
+    num_batches: int = 0
+    draws: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keeps_worker_seed(self) -> bool:
@@ -241,6 +247,7 @@ class RecordingSampler:
         self.start = EpochStart()
         self.order = Order()
         self.order_name: dict[str, Any] = {}
+        self.tape = FetchTape() if may_draw_as_it_goes(inner) else None
         self._rng = rng
         self._describe = describe
         self._seek: Seek | None = None
@@ -300,6 +307,12 @@ class RecordingSampler:
             self._rng.load_state_dict(seek.start.at_first)
         self.start.at_first = self._rng.state_dict()
         self.order_name = self._describe()
+        if self.tape is not None:
+            self.tape.begin()
+            inner = TapedDraws(inner, self.tape, Playback({} if seek is None else seek.draws))
         if seek is None or seek.way_in is None:
             return 0, inner
-        return seek.num_padding, seek.way_in.rest(inner, self.order)
+        rest = seek.way_in.rest(inner, self.order)
+        if isinstance(inner, TapedDraws) and rest is not inner:
+            rest = inner.followed_by(rest, seek.num_batches)
+        return seek.num_padding, rest

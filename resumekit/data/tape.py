@@ -6,41 +6,31 @@ came with the worker's last *delivered* batch: whatever was prefetched is fetche
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
+
+from resumekit.data.sampler import PaddingIndices
+from resumekit.data.states import read_states, write_states
 
 
 @dataclass(frozen=True)
 class WorkerRandomState:
-    """The three global generators of one worker process."""
+    """The global generators of one worker process, as bytes: number by number they ship slowly."""
 
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: bytes
+    states: dict[str, bytes]
 
     @classmethod
     def current(cls) -> WorkerRandomState:
         """The state of this process."""
-        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-        return cls(
-            random.getstate(),
-            (kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)),
-            torch.get_rng_state().numpy().tobytes(),
-        )
+        return cls(read_states(devices=False))
 
     def restore(self) -> None:
         """Sets this process's generators to the state."""
-        random.setstate(self.python)
-        kind, keys, *rest = self.numpy
-        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32).copy(), *rest))
-        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        write_states(self.states)
 
 
 @dataclass
@@ -60,6 +50,22 @@ class Taped:
 @dataclass(frozen=True)
 class Padding:
     """What comes back for an empty index batch; it carries no data and is dropped."""
+
+
+class PaddedDataset:
+    """Stands for a dataset in workers that start with padding, and passes over that.
+
+    For a loader that does not collate: where one does, padding is a list of no samples.
+
+    Args:
+        dataset: the user's own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return None if isinstance(index, PaddingIndices) else self.dataset[index]
 
 
 class TapingCollate:
@@ -100,6 +106,11 @@ class TapingInit:
         self.states = states
 
     def __call__(self, worker_id: int) -> None:
+        # torch 2.13 utils/data/_utils/worker.py WorkerInfo: frozen, and made by _worker_loop from
+        # the loader's dataset, where user code looks for its own.
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, PaddedDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.init is not None:
             self.init(worker_id)
         state = self.states.get(worker_id)

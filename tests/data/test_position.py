@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
+from resumekit.contract import Fidelity
 from resumekit.data import (
     DataPosition,
     DistributedResumableSampler,
@@ -74,6 +75,27 @@ class TwoParts(Halves):
         yield from (12 + self.rng.permutation(NUM_SAMPLES - 12)).tolist()
 
 
+class AsItGoes(Halves):
+    """A sampler that draws each index when it is asked for it, from generators that all share."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(NUM_SAMPLES))
+        while left:
+            draw = np.random.randint if len(left) % 3 else random.randrange
+            yield left.pop(draw(len(left)))
+
+
+class BatchesAsTheyGo:
+    """The same for a batch sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield torch.randint(NUM_SAMPLES, (random.randint(1, BATCH_SIZE),)).tolist()
+
+    def __len__(self) -> int:
+        return 6
+
+
 class EagerBatches:
     """A user's batch sampler whose ``__iter__`` draws at once, from the global generator."""
 
@@ -116,6 +138,8 @@ LOADERS: dict[str, Callable[[Any, Any], DataLoader[Any]]] = {
         **kw,
     ),
     "own sampler": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=Halves(), **kw),
+    "as it goes": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=AsItGoes(), **kw),
+    "batches as they go": lambda d, kw: DataLoader(d, batch_sampler=BatchesAsTheyGo(), **kw),
     "in two parts": lambda d, kw: DataLoader(d, BATCH_SIZE, sampler=TwoParts(), **kw),
     "even epochs": lambda d, kw: DataLoader(d, 2, shuffle=True, generator=generator(), **kw),
     "batch sampler": lambda d, kw: DataLoader(
@@ -288,25 +312,47 @@ def test_a_changed_batch_size_is_refused_with_both_values() -> None:
         Loop(DataLoader(Noisy(), 8, shuffle=True), stops[4])
 
 
-def test_a_sampler_that_draws_as_it_goes_is_caught_and_not_silently_reshuffled() -> None:
-    class DrawsAsItGoes(Sampler[int]):
-        def __init__(self, source: Any) -> None: ...
-
+def test_a_sampler_that_draws_from_elsewhere_is_caught_and_not_silently_reshuffled() -> None:
+    class FromTheSystem(Halves):
         def __iter__(self) -> Iterator[int]:
-            return (random.randrange(NUM_SAMPLES) for _ in range(NUM_SAMPLES))
-
-        def __len__(self) -> int:
-            return NUM_SAMPLES
+            return iter(random.SystemRandom().sample(range(NUM_SAMPLES), NUM_SAMPLES))
 
     def loader() -> DataLoader[Any]:
-        return DataLoader(Noisy(), BATCH_SIZE, sampler=DrawsAsItGoes(None))
+        return DataLoader(Noisy(), BATCH_SIZE, sampler=FromTheSystem())
 
-    seed_everything(1)
     stops: list[dict[str, Any]] = []
     Loop(loader()).run(stops)
-    seed_everything(2)
     with pytest.raises(DataPositionError, match="another order"):
         Loop(loader(), stops[10]).begin()
+
+
+@pytest.mark.parametrize("kind", ["as it goes", "batches as they go", "own sampler"])
+def test_random_states_are_kept_only_where_they_are_drawn_from_as_the_epoch_goes(kind: str) -> None:
+    _, stops = uninterrupted(kind, "no workers")
+    kept = stops[4]["data"]["train"]["draws"]
+    assert bool(kept) == (kind != "own sampler")
+
+
+def test_an_epoch_too_long_to_keep_its_states_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resumekit.data.fetches.MAX_BYTES", 10_000)
+    seed_everything(1)
+    loop = Loop(DataLoader(Noisy(), BATCH_SIZE, sampler=AsItGoes()))
+    loop.begin()
+    words = []
+    for _ in range(5):
+        train_on(loop.source.next_batch())
+        words.append(loop.position.fidelity[0])
+    assert words[0] is Fidelity.EXACT
+    assert words[-1] is Fidelity.LOST
+    assert "draws from a global generator as it goes" in loop.position.fidelity[1]
+
+
+def test_another_batch_size_is_refused_inside_an_epoch_that_is_drawn_as_it_goes() -> None:
+    _, stops = uninterrupted("as it goes", "no workers")
+    position = DataPosition(allowed_changes={"batch_size"})
+    position.load_state_dict(stops[4]["data"])
+    with pytest.raises(DataPositionError, match="AsItGoes that draws as it goes"):
+        position.open(DataLoader(Noisy(), 2, sampler=AsItGoes()), "train")
 
 
 def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_an_epoch() -> None:

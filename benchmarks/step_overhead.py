@@ -1,0 +1,310 @@
+"""What does a batch cost that is tracked and not saved? Stock loops and ours, side by side.
+
+Two loops over loaders that are made alike run in one process and take turns, some batches each: a
+stock one, and one through ``Checkpointer.batches`` with its ``step()``. The samples are ready and
+the collate function makes nothing of them, so that a loader does as little as it can.
+
+    python benchmarks/step_overhead.py [--rounds 3] [--only "2 workers" ...] [--record]
+
+Prints microseconds a batch, what tracking adds to them, and the ratio; then what it adds to the CPU
+time of the main process alone. Workers that a training step leaves time for cost only that. Where
+``torchdata`` is not installed, its loader is told and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+)
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.data import ResumableSampler
+
+RESULTS = Path(__file__).parent / "results"
+BATCH_SIZES = (1, 32, 512)
+AIM = 50  # microseconds
+
+# A loop is timed over so many batches at once, so often in a round, after a few untimed ones.
+BATCHES_PER_TURN = 20
+TURNS_PER_ROUND = 50
+WARM_UP = 20
+NUM_BATCHES = WARM_UP + BATCHES_PER_TURN * TURNS_PER_ROUND + 1  # no epoch ends in between
+
+
+class Ready(Dataset[Any]):
+    """Samples that are there, and cost nothing."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        """All samples of a batch at once."""
+        return indices
+
+
+class Stream(IterableDataset[int]):
+    """The same without indices."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def make(batch_size: int, *, ranks: int = 1, **settings: Any) -> DataLoader[Any]:
+    """A loader over ready samples, enough for one rank of so many."""
+    data = Ready(NUM_BATCHES * batch_size * ranks)
+    sampler = settings.pop("sampler", None)
+    given = {"sampler": sampler(data)} if sampler is not None else {"shuffle": True}
+    return DataLoader(data, batch_size, collate_fn=len, **given, **settings)
+
+
+def distributed(data: Any) -> DistributedSampler[Any]:
+    """The first of two ranks."""
+    return DistributedSampler(data, num_replicas=2, rank=0)
+
+
+def weighted(data: Any) -> WeightedRandomSampler:
+    """With replacement; all weigh the same."""
+    return WeightedRandomSampler([1.0] * len(data), len(data))
+
+
+def make_torchdata(batch_size: int) -> Any:
+    """The loader of torchdata."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    data = Ready(NUM_BATCHES * batch_size)
+    return StatefulDataLoader(data, batch_size, shuffle=True, collate_fn=len)
+
+
+def make_stream(batch_size: int) -> DataLoader[Any]:
+    """A loader that is found again by drawing through it once more."""
+    return DataLoader(Stream(NUM_BATCHES * batch_size), batch_size, collate_fn=len)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to write a loop.
+
+    Args:
+        make: a fresh loader, or a dict of them, for a batch size.
+        options: of the Checkpointer.
+        needs: a distribution that it is left out without.
+    """
+
+    make: Callable[[int], Any]
+    options: Mapping[str, Any]
+    needs: str = "torch"
+
+
+TORCHDATA = "StatefulDataLoader"
+
+
+def kind(options: Mapping[str, Any] | None = None, **settings: Any) -> Kind:
+    """A torch DataLoader with these settings."""
+    return Kind(lambda batch_size: make(batch_size, **settings), options or {})
+
+
+KINDS = {
+    "shuffle=True": kind(),
+    'the same, save_every="10min"': kind({"save_every": "10min"}),
+    "DistributedSampler": kind(sampler=distributed, ranks=2),
+    "WeightedRandomSampler": kind(sampler=weighted),
+    "ResumableSampler": kind(sampler=ResumableSampler),
+    TORCHDATA: Kind(make_torchdata, {}, "torchdata"),
+    "a dict of two loaders": Kind(lambda size: {"a": make(size), "b": make(size)}, {}),
+    "IterableDataset": Kind(make_stream, {}),
+    "2 workers": kind(num_workers=2),
+    "2 persistent workers": kind(num_workers=2, persistent_workers=True),
+}
+
+
+def stock_loop(loaders: Any) -> Callable[[], Any]:
+    """What asks a stock loop for its next batch."""
+    together = isinstance(loaders, Mapping)
+    batches: Iterator[Any] = zip(*loaders.values(), strict=True) if together else iter(loaders)
+    return batches.__next__
+
+
+def tracked_loop(
+    loaders: Any, options: Mapping[str, Any], stack: contextlib.ExitStack
+) -> Callable[[], Any]:
+    """What asks ours for its next batch and marks a step, as long as the stack is open."""
+    model = nn.Linear(1, 1)
+    directory = stack.enter_context(tempfile.TemporaryDirectory())
+    run = Checkpointer(
+        directory,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        **{"save_every": 10**9, **options},
+    )
+    stack.callback(run._run.close)  # and make no save of the end
+    batches = run.batches(loaders, epochs=1)
+
+    def turn() -> None:
+        next(batches)
+        run.step()
+
+    return turn
+
+
+class Seconds(NamedTuple):
+    """What a batch took: on the clock, and of the main process's CPU time."""
+
+    clock: float
+    cpu: float
+
+
+def seconds_per_batch(turn: Callable[[], Any], num_batches: int) -> Seconds:
+    """The mean over so many batches."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    for _ in range(num_batches):
+        turn()
+    return Seconds(
+        (time.perf_counter() - clock) / num_batches, (time.process_time() - cpu) / num_batches
+    )
+
+
+class Pair(NamedTuple):
+    """A batch of each loop, in turns that followed one another."""
+
+    stock: Seconds
+    tracked: Seconds
+
+
+def measure(kind: Kind, batch_size: int) -> list[Pair]:
+    """One round: the stock loop and ours, turn by turn."""
+    pairs = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # what it holds is known
+        stock = stock_loop(kind.make(batch_size))
+        tracked = tracked_loop(kind.make(batch_size), kind.options, stack)
+        for turn in (stock, tracked):
+            seconds_per_batch(turn, WARM_UP)
+        for number in range(TURNS_PER_ROUND):
+            order = (stock, tracked) if number % 2 else (tracked, stock)
+            took = {turn: seconds_per_batch(turn, BATCHES_PER_TURN) for turn in order}
+            pairs.append(Pair(took[stock], took[tracked]))
+    return pairs
+
+
+HEADINGS = ("loader", "batch", "stock µs", "tracked µs", "added µs", "ratio", "added CPU µs")
+
+
+def row_of(name: str, batch_size: int, pairs: Sequence[Pair]) -> tuple[str, ...]:
+    """Medians over the turns, also of what is added and of the ratios."""
+
+    def median(value: Callable[[Pair], float]) -> float:
+        return statistics.median(map(value, pairs))
+
+    return (
+        name,
+        str(batch_size),
+        f"{median(lambda pair: pair.stock.clock) * 1e6:.1f}",
+        f"{median(lambda pair: pair.tracked.clock) * 1e6:.1f}",
+        f"{median(lambda pair: pair.tracked.clock - pair.stock.clock) * 1e6:.1f}",
+        f"{median(lambda pair: pair.tracked.clock / pair.stock.clock):.2f}x",
+        f"{median(lambda pair: pair.tracked.cpu - pair.stock.cpu) * 1e6:.1f}",
+    )
+
+
+def machine() -> dict[str, str]:
+    """Hardware and versions."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("torch", "numpy", "torchdata")
+    return {
+        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version(name)}" for name in packages if _is_there(name)),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
+    }
+
+
+def _is_there(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def record(rows: Sequence[tuple[str, ...]], about: Mapping[str, str], num_rounds: int) -> Path:
+    """The dated file with these results."""
+    now = datetime.now(timezone.utc)
+    path = RESULTS / f"{now:%Y-%m-%d}-step-overhead.md"
+    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+    lines = [
+        f"# What tracking adds to a batch, {now:%Y-%m-%d %H:%M} UTC",
+        "",
+        "`python benchmarks/step_overhead.py --record`: the next batch and, in ours, `step()`,",
+        f"without a save. Two loops in one process, by turns of {BATCHES_PER_TURN} batches;",
+        f"medians of {num_rounds * TURNS_PER_ROUND} turns, also of their differences and ratios.",
+        "Samples are ready and not collated. CPU: of the main process, which is all that workers",
+        "cost where a training step leaves them time. The aim is to add less than",
+        f"{AIM} microseconds a batch.",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+        *("| " + " | ".join(row) + " |" for row in table),
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), help="these loaders")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
+    arguments = parser.parse_args()
+    console = Console()
+    table = Table(*HEADINGS, title=f"a batch, tracked and not saved, {arguments.rounds} rounds")
+    rows = []
+    for name in arguments.only or KINDS:
+        if not _is_there(KINDS[name].needs):
+            console.print(f"{name} is left out: {KINDS[name].needs} is not installed")
+            continue
+        for batch_size in BATCH_SIZES:
+            rounds = [measure(KINDS[name], batch_size) for _ in range(arguments.rounds)]
+            rows.append(row_of(name, batch_size, [pair for pairs in rounds for pair in pairs]))
+            table.add_row(*rows[-1])
+    about = machine()
+    console.print(table)
+    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    if arguments.record:
+        console.print(f"written to {record(rows, about, arguments.rounds)}")
+
+
+if __name__ == "__main__":
+    main()
