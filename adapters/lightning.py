@@ -90,6 +90,12 @@ class ResumeCallback(Callback):
             self._loop.resume()
             self._global_step = trainer.global_step
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The signals are ours again; Lightning's handler calls a collective from inside."""
+        if self._checkpointer is not None:
+            # lightning 2.6 trainer/connectors/signal_connector.py gives back what it found.
+            trainer._signal_connector.teardown()
+
     def _begin(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch; Lightning asks for the first one, and all else has run."""
         if self._loop is None:  # a tuner tries some batches before the fit starts

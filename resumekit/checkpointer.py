@@ -204,7 +204,8 @@ class Checkpointer(LoopHost):
             return
         counters.count_step()
         self._stepped = True
-        self._due = self._due or self._cadence.is_due(counters.progress.step)
+        if not self._cadence.needs_agreement:
+            self._due = self._due or self._cadence.is_due(counters.progress.step)
         if self._run.trace is not None:
             self._trace_step(values)
 
@@ -247,7 +248,8 @@ class Checkpointer(LoopHost):
         is_due = self._stop_reason is not None or (self._due and self._may_save())
         if self._loop is not None and is_due:
             self._settle(None)
-        self._run.close()
+        self._wishes.end()
+        self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -264,7 +266,7 @@ class Checkpointer(LoopHost):
             # Nor at exit, should somebody catch the error: a step is half done.
             self._due = self._unsettled = False
             self._stop_reason = None
-            self._run.close()
+            self._let_go()
 
     # ---------------------------------------------------------------- what an adapter may know
 

@@ -8,11 +8,13 @@ collectives; nothing of a checkpoint passes through them unverified.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from resumekit.contract import Layout
@@ -20,6 +22,7 @@ from resumekit.errors import (
     ConfigurationError,
     RankDisagreementError,
     RankFailedError,
+    RankLostError,
     ResumekitError,
 )
 
@@ -92,20 +95,49 @@ class World:
         return self.layout.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in rank order. Collective."""
+        """The value of every rank, in rank order. Collective.
+
+        Raises:
+            RankLostError: a rank has died, or does not answer.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with _others_answer():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value. Collective."""
+        """Rank 0's value. Collective.
+
+        Raises:
+            RankLostError: a rank has died, or does not answer.
+        """
         if self.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        with _others_answer():
+            dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+    def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begins to find the largest of each value among all ranks, beside what follows.
+
+        Collective.
+
+        Returns:
+            Waits for the result and gives it.
+        """
+        largest = torch.tensor(values)
+        with _others_answer():
+            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def result() -> list[int]:
+            with _others_answer():
+                work.wait()
+            return [int(value) for value in largest]
+
+        return result
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Runs the action on every rank and gives all results. Collective.
@@ -152,6 +184,19 @@ class World:
             wrapped = RankFailedError(f"rank {self.rank}", found=f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             return _Outcome(error=wrapped)
+
+
+@contextmanager
+def _others_answer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's word for a closed connection and for a timeout
+        raise RankLostError(
+            "the ranks",
+            found=f"one of them does not answer ({str(error).strip().splitlines()[-1]})",
+            expected="all of them at the same place",
+            remedy="Start the job again: it continues from its newest checkpoint",
+        ) from error
 
 
 def _from_rank(rank: int, error: ResumekitError) -> ResumekitError:

@@ -28,11 +28,14 @@ from the builtin that a caller would expect, so ``except ValueError`` keeps work
     ├── LoopError (RuntimeError)             the loop called things in an order that has no meaning
     ├── RankDisagreementError (RuntimeError) the ranks of one job said different things
     ├── RankFailedError (RuntimeError)       something unforeseen failed on one rank
+    ├── RankLostError (RuntimeError)         a rank has died or does not answer
     ├── TraceError                           a trace is missing or damaged
     └── ProveError                           a command could not be judged
         ├── CommandFailedError               it failed without anybody killing it
         ├── CommandTimeoutError (TimeoutError) it did not end in the time it was given
         └── PlaceNotReachedError             it never came to the place where it was to be killed
+
+``Preempted`` is no error: a run that was asked to leave has saved, and ends with it.
 """
 
 from __future__ import annotations
@@ -180,6 +183,10 @@ class RankFailedError(ResumekitError, RuntimeError):
     """Something unforeseen failed on one rank while the others waited for it."""
 
 
+class RankLostError(ResumekitError, RuntimeError):
+    """A rank has died or does not answer; the others cannot go on without it."""
+
+
 class RankDisagreementError(ResumekitError, RuntimeError):
     """The ranks of one job said different things where they must agree."""
 
@@ -202,3 +209,21 @@ class CommandTimeoutError(ProveError, TimeoutError):
 
 class PlaceNotReachedError(ProveError):
     """The command never came to the place where it was to be killed."""
+
+
+class Preempted(SystemExit):
+    """A signal asked the run to leave: it has saved at a step boundary, and the process ends.
+
+    Every rank raises it at the same boundary, whichever of them had the signal. Let it pass, as
+    ``SystemExit`` passes ``except Exception``: the exit status is ``128 +`` the signal's number,
+    and the same command goes on from there.
+
+    Args:
+        signal_number: e.g. 15 for SIGTERM.
+        step: the optimizer step that was saved.
+    """
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+        self.step = step

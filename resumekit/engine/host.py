@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from signal import Signals
+from typing import Any, NoReturn
 
 from resumekit.contract import Progress
 from resumekit.data import Feed
 from resumekit.engine.cadence import parse_cadence
+from resumekit.engine.preemption import LeaveSignals
 from resumekit.engine.report import tell
 from resumekit.engine.run import Run
 from resumekit.engine.turns import Turns
-from resumekit.errors import LoopError, SaveError
+from resumekit.engine.wishes import Wishes, WishRound
+from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.prove.trace import rng_digests
 
 
@@ -21,6 +24,8 @@ class LoopHost:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._cadence = parse_cadence(run.options.save_every)
+        self._signals = LeaveSignals(run.options.leave_on)
+        self._wishes = WishRound(run.world)
         self._loop: str | None = None  # the outermost loop, once there is one
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
         self._epoch = 0  # of epochs()
@@ -75,12 +80,18 @@ class LoopHost:
     def _begin_loop(self, loop: str) -> None:
         """Everything is restored but the random state."""
         if self._loop is None:
+            self._take_signals()
             place = self.progress
             self._steps_at_epoch_start = place.step if place.batch == 0 else None
             self._epoch, self._num_used = place.epoch, place.batch
             if self.finished is not None:
                 self._run.finish_again()
         self._loop = loop
+
+    def _take_signals(self) -> None:
+        left = self._signals.install() if self.finished is None else []
+        if left and self._run.world.is_first:
+            tell(f"{', '.join(left)}: handled by other code, so this run does not save on it")
 
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
@@ -172,26 +183,47 @@ class LoopHost:
         if counters.finished is not None or not (self._unsettled or at_end or finished):
             return
         counters.move_to(*self._place())
+        common = self._hear() if self._may_save() and finished is None else Wishes()
         if finished is not None:
             counters.finished = finished
             self._save()
             self._run.trace_state("end")
-        elif self._is_due():
+            self._signals.restore()
+        elif common.leave or common.save or (self._due and self._may_save()):
             self._save()
         self._unsettled = False
+        if common.leave:
+            self._leave(common.leave)
+
+    def _hear(self) -> Wishes:
+        """What the ranks wish at this place, a step boundary; what this one wishes is sent."""
+        own = Wishes(self._signals.received, int(self._is_clock_due()))
+        common = self._wishes.hear(own)
+        if not common.leave:
+            self._wishes.say(own._replace(save=0) if common.save else own)
+        return common
+
+    def _is_clock_due(self) -> bool:
+        return self._cadence.needs_agreement and self._cadence.is_due(self.progress.step)
+
+    def _leave(self, signal_number: int) -> NoReturn:
+        """The run was asked to leave, and has just been saved."""
+        step, name = self.progress.step, Signals(signal_number).name
+        if self._run.world.is_first:
+            tell(f"{name}: saved at step {step}; the same command continues")
+        self._let_go()
+        raise Preempted(signal_number, step)
+
+    def _let_go(self) -> None:
+        """Gives back what this process holds: the signals, the run directory."""
+        self._signals.restore()
+        self._run.close()
 
     def _place(self) -> tuple[int, int]:
         """Epoch and batch of the loop."""
         if self._main is not None:
             return self._main.epoch, self._main.batch
         return self._epoch, self._num_used
-
-    def _is_due(self) -> bool:
-        if not self._may_save():
-            return False
-        if self._cadence.needs_agreement:
-            return self._run.world.broadcast(self._due or self._cadence.is_due(self.progress.step))
-        return self._due
 
     def _may_save(self) -> bool:
         """Whether this is no accumulation window, or one whose gradients can be saved."""

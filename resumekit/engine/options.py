@@ -12,6 +12,9 @@ from resumekit.errors import ConfigurationError
 
 CHANGES = frozenset({"horizon", "batch_size", "world_size"})
 
+# Those that launchers, schedulers and people send, and that a process can take.
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
+
 
 class OptionKeywords(TypedDict, total=False):
     """The options as keywords; see ``Options``."""
@@ -30,6 +33,7 @@ class OptionKeywords(TypedDict, total=False):
     resume_from: str | None
     on_save_error: str
     mid_accumulation: str
+    leave_on: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Options:
         mid_accumulation: when a save on the clock or by ``save()`` is made that comes due inside an
             accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:
             what the window has summed up in ``.grad`` is then saved as well.
+        leave_on: the signals that ask the run to leave: it saves at the next step boundary and
+            raises ``Preempted``. See docs/preemption.md.
     """
 
     save_every: int | str | None = None
@@ -74,6 +80,7 @@ class Options:
     resume_from: str | None = None
     on_save_error: str = "raise"
     mid_accumulation: str = "boundary"
+    leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
 
     @property
     def saves_gradients(self) -> bool:
@@ -104,6 +111,9 @@ class Options:
         for name in ("exclude", "allow_missing"):
             _check_keys(name, getattr(self, name))
         _check_names("allow_changes", self.allow_changes)
+        _check_names("leave_on", self.leave_on)
+        for name in self.leave_on:
+            _one_of("leave_on", name, SIGNALS)
         for change in self.allow_changes:
             _one_of("allow_changes", change, tuple(sorted(CHANGES)))
 

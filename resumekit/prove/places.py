@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError
 
-_PATTERN = re.compile(r"(step|checkpoint):(\d+)", re.ASCII)
+_PATTERN = re.compile(r"(step|checkpoint):(\d+)(?::(SIG[A-Z0-9]+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,12 @@ class KillPlace:
         event: ``step``: the step was recorded, and nothing that follows it has happened;
             ``checkpoint``: that checkpoint was committed.
         step: the optimizer step.
+        signal: the name of the signal that it sends itself.
     """
 
     event: str
     step: int
+    signal: str = "SIGKILL"
 
     @classmethod
     def parse(cls, text: str, *, where: str) -> KillPlace:
@@ -39,7 +41,7 @@ class KillPlace:
             raise ConfigurationError(
                 where, found=repr(text), expected="'step:<n>' or 'checkpoint:<n>'"
             )
-        return cls(match[1], int(match[2]))
+        return cls(match[1], int(match[2]), match[3] or "SIGKILL")
 
     def is_behind(self, saved: int) -> bool:
         """Whether a run that is killed here has the checkpoint of step ``saved`` already."""
@@ -47,4 +49,5 @@ class KillPlace:
         return self.step > saved or (self.event == "checkpoint" and self.step == saved)
 
     def __str__(self) -> str:
-        return f"{self.event}:{self.step}"
+        place = f"{self.event}:{self.step}"
+        return place if self.signal == "SIGKILL" else f"{place}:{self.signal}"

@@ -81,7 +81,11 @@ def chosen_places(
             found=f"given together with {'seed' if kills is None else 'kills'}",
             expected="either chosen places or random instants",
         )
-    return tuple(KillPlace.parse(text, where="at") for text in at)
+    places = tuple(KillPlace.parse(text, where="at") for text in at)
+    for place in places:
+        if place.signal != "SIGKILL":
+            raise ConfigurationError("at", found=repr(str(place)), expected="a place alone")
+    return places
 
 
 def require_reached(

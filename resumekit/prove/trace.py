@@ -39,7 +39,8 @@ class Trace:
         directory: where the trace file goes; made if missing.
         rank: the rank of this process.
         kill: ``"step:7"`` or ``"checkpoint:8"``: SIGKILL this process right after that record was
-            written, for tests that need a kill at a known place.
+            written, for tests that need a kill at a known place; ``"step:7:SIGTERM"`` sends it
+            another signal.
     """
 
     def __init__(self, directory: Path, *, rank: int = 0, kill: str | None = None) -> None:
@@ -150,7 +151,7 @@ class Trace:
             rest = rest[os.write(self._handle, rest) :]
         kill = self._kill
         if kill is not None and (kill.event, kill.step) == (record["kind"], record.get("step")):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, signal.Signals[kill.signal])
 
     def _is_for(self, directory: Path, rank: int) -> bool:
         # A forked child inherits the handle; it must not write into its parent's file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Any, Literal
 
 from resumekit.testing.task import target_of
@@ -12,31 +13,48 @@ from resumekit.testing.task import target_of
 
 @dataclass(frozen=True)
 class KillPoint:
-    """A place in a run at which its processes are killed by SIGKILL.
+    """A place in a run at which its processes are killed by SIGKILL, or asked to leave.
 
     Args:
         event: ``"step"``: the step was counted, and nothing of it is saved yet; ``"checkpoint"``:
             the checkpoint of that step was committed a moment ago.
         number: the optimizer step.
         rank: the rank that dies first; None lets whichever comes there first.
+        signal: ``"SIGKILL"``, or one that asks the run to leave: then the rank gets it there, and
+            every rank must end with the exit status ``128 +`` its number.
     """
 
     event: Literal["step", "checkpoint"]
     number: int
     rank: int | None = None
+    signal: str = "SIGKILL"
 
     @classmethod
-    def step(cls, number: int, *, rank: int | None = None) -> KillPoint:
+    def step(cls, number: int, *, rank: int | None = None, signal: str = "SIGKILL") -> KillPoint:
         """Right after a step, before anything that follows it."""
-        return cls("step", number, rank)
+        return cls("step", number, rank, signal)
 
     @classmethod
-    def checkpoint(cls, number: int, *, rank: int | None = None) -> KillPoint:
+    def checkpoint(
+        cls, number: int, *, rank: int | None = None, signal: str = "SIGKILL"
+    ) -> KillPoint:
         """Right after the checkpoint of a step was committed."""
-        return cls("checkpoint", number, rank)
+        return cls("checkpoint", number, rank, signal)
+
+    @classmethod
+    def nowhere(cls, signal: str) -> KillPoint:
+        """No place of a run: the signal is sent by somebody else."""
+        return cls("step", -1, -1, signal)
+
+    @property
+    def exit_status(self) -> int:
+        """What a process ends with: minus the signal that killed it, or the status it chose."""
+        number = int(Signals[self.signal])
+        return -number if self.signal == "SIGKILL" else 128 + number
 
     def __str__(self) -> str:
-        return f"{self.event}:{self.number}"
+        place = f"{self.event}:{self.number}"
+        return place if self.signal == "SIGKILL" else f"{place}:{self.signal}"
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,9 @@ class Kit:
         (directory / "training").mkdir(parents=True)
         return Run(cell, directory, directory / "trace", (), inject)
 
-    def run_again(self, run: Run, *, kill: KillPoint | None = None) -> Run:
+    def run_again(
+        self, run: Run, *, kill: KillPoint | None = None, leaves_on: str | None = None
+    ) -> Run:
         """The run with one launch more, in its directory: the identical command, left alone.
 
         Put another cell into the run, and the launch has other options or another number of ranks.
@@ -181,10 +183,14 @@ class Kit:
         Args:
             run: what was launched so far.
             kill: where this launch is to be killed; None lets it run to its end.
+            leaves_on: the signal with which the function asks one of its ranks to leave, at an
+                instant of its own choice.
 
         Raises:
             CommandTimeoutError: the launch did not end in time.
         """
+        if leaves_on is not None:
+            kill = KillPoint.nowhere(leaves_on)
         if self._uninterrupted.get(run.cell.run_key) is run:
             del self._uninterrupted[run.cell.run_key]  # from now on it is no single launch
         result = self._launch(run.cell, run.directory, len(run.launches), kill, run.inject)
@@ -273,9 +279,12 @@ class Kit:
             where = str(directory / "training")
             task = Task(cell.target, where, cell.options, environment, str(log))
             logs[self._launcher.start(task)] = log
-        statuses = self._wait(cell, logs)
-        failed = [pid for pid, status in statuses.items() if status not in (0, _KILLED)]
-        was_killed = _KILLED in statuses.values()
+        statuses = self._wait(cell, logs, kill)
+        wanted = _KILLED if kill is None else kill.exit_status
+        failed = [pid for pid, status in statuses.items() if status not in (0, wanted)]
+        was_killed = wanted in statuses.values()
+        if kill is not None and wanted != _KILLED:  # those who are asked to leave all do so
+            was_killed = list(statuses.values()) == [wanted] * cell.world_size
         failure = "" if was_killed or not failed else tail_of(logs[failed[0]]) or "no output"
         if was_killed and kill is None:
             failure = "killed by SIGKILL, by nobody here (out of memory?)"
@@ -283,11 +292,12 @@ class Kit:
             kill, was_killed and kill is not None, failure, time.monotonic() - began
         )
 
-    def _wait(self, cell: Cell, logs: Mapping[int, Path]) -> dict[int, int]:
+    def _wait(self, cell: Cell, logs: Mapping[int, Path], kill: KillPoint | None) -> dict[int, int]:
         """The exit statuses of the processes that ended by themselves or at a kill point.
 
         One that fails or dies takes all others with it, as a launcher would.
         """
+        asked = None if kill is None or kill.exit_status < 0 else kill.exit_status
         running = list(logs)
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + self._timeout_seconds
@@ -299,7 +309,7 @@ class Kit:
             running.remove(pid)
             statuses[pid] = status
             kill_processes(pid)  # loader workers and the like that outlived it
-            if status != 0:
+            if status not in (0, asked):
                 # Its peers may notice and fail before its own death is heard of here.
                 deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
         for pid in running:

@@ -170,6 +170,18 @@ class ConformanceSuite:
     def test_a_killed_run_continues_exactly(self, kit: Kit, kill: str, world_size: int) -> None:
         kit.assert_exact(self.cell(kill, world_size=world_size))
 
+    def test_a_run_that_was_asked_to_leave_continues_exactly(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        steps = self.steps_in_epoch(self.cell(world_size=world_size).options, world_size)
+        asked = steps + 1  # no save is due there, nor at the step after it
+        asked_at = KillPoint.step(asked, rank=world_size - 1, signal="SIGTERM")
+        verdict = kit.assert_exact(self.cell((asked_at,), world_size=world_size))
+        left = verdict.resumes[0]
+        # Alone it leaves at once; among several the wish is common at the next boundary.
+        expected = asked if world_size == 1 else asked + 1
+        assert (left.step, left.num_repeated_steps) == (expected, 0), f"{left}"
+
     def test_everything_together_continues_exactly(self, kit: Kit, world_size: int) -> None:
         kit.assert_exact(self.cell("mid-epoch 1", self.everything, world_size=world_size))
 

@@ -1,0 +1,91 @@
+"""Signals that ask a run to leave: noted when they come, and acted on at a step boundary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+# What these do to a process that has not asked for them.
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+_installed: weakref.WeakSet[LeaveSignals] = weakref.WeakSet()
+
+
+class LeaveSignals:
+    """Notes the first signal that comes.
+
+    The handler does nothing else: what it interrupts may be any line of the step, or of a save. A
+    second SIGINT is a KeyboardInterrupt, as ever.
+
+    Args:
+        names: of the signals, e.g. ``"SIGTERM"``.
+
+    Attributes:
+        received: the number of the signal, 0 while there was none.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._numbers = [signal.Signals[name] for name in names]
+        self._former: dict[signal.Signals, Any] = {}
+        self.received = 0
+
+    def install(self) -> list[str]:
+        """Takes the signals that nobody else handles.
+
+        Returns:
+            The names of those that it leaves to others.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return [number.name for number in self._numbers]  # only the main thread may
+        left = []
+        for number in self._numbers:
+            former = _former_handler(number)
+            if former in _DEFAULTS:
+                signal.signal(number, self._note)
+                self._former[number] = former
+            else:
+                left.append(number.name)
+        _installed.add(self)
+        return left
+
+    def restore(self) -> None:
+        """Gives the signals back."""
+        is_main = threading.current_thread() is threading.main_thread()
+        for number, former in self._former.items() if is_main else ():
+            if signal.getsignal(number) == self._note:  # nobody else has taken it since
+                signal.signal(number, former)
+        self._former.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        self.received = self.received or number
+
+    def _let_go_in_child(self) -> None:
+        """A forked child, such as a loader's worker, is no run: it ends when it is told to.
+
+        The other signals are for its parent. They often reach the whole process group.
+        """
+        for number in self._former:
+            is_end = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
+
+
+def _former_handler(number: signal.Signals) -> Any:
+    """What handles the signal; a run that was abandoned without ``close`` does not count."""
+    handler = signal.getsignal(number)
+    owner = getattr(handler, "__self__", None)
+    return owner._former[number] if isinstance(owner, LeaveSignals) else handler
+
+
+def _after_fork() -> None:
+    for each in list(_installed):
+        each._let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,176 @@
+"""A signal asks the run to leave: it saves at a step boundary, and the same command continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.engine.preemption import LeaveSignals
+from resumekit.errors import ConfigurationError, Preempted
+
+TERM = signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Training:
+    """A loop of ten steps that sends itself a signal."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        loader = DataLoader(TensorDataset(torch.randn(20, 2)), batch_size=2, shuffle=True)
+        self.loader = loader
+        self.checkpointer = Checkpointer(
+            directory, model=self.model, optimizer=self.optimizer, **options
+        )
+
+    def run(self, *, at: int | None = None, number: int = TERM, accumulate: int = 1) -> int:
+        """The micro-batches that this launch used; the signal comes after batch ``at``."""
+        used = 0
+        for (batch,) in self.checkpointer.batches(self.loader, epochs=1):
+            used += 1
+            self.model(batch).sum().backward()
+            if used == at:
+                os.kill(os.getpid(), number)
+            if used % accumulate == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.checkpointer.step()
+        self.checkpointer.close()
+        return used
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_the_run_saves_at_the_boundary_and_leaves(tmp_path: Path, name: str) -> None:
+    number = signal.Signals[name]
+    with pytest.raises(Preempted) as left:
+        Training(tmp_path).run(at=3, number=number)
+    assert left.value.code == 128 + number
+    assert (left.value.signal_number, left.value.step) == (number, 3)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+    assert Training(tmp_path).run() == 7
+
+
+def test_preempted_passes_handlers_of_exceptions() -> None:
+    assert not issubclass(Preempted, Exception)
+
+
+def test_an_accumulation_window_is_finished_first(tmp_path: Path) -> None:
+    with pytest.raises(Preempted) as left:
+        Training(tmp_path).run(at=3, accumulate=2)
+    assert left.value.step == 2
+    assert Training(tmp_path).run(accumulate=2) == 6
+
+
+def test_a_signal_at_the_last_step_finishes_the_run(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    assert training.run(at=10) == 10
+    assert training.checkpointer.finished is not None
+
+
+def test_a_step_that_is_saved_anyway_is_saved_once(tmp_path: Path) -> None:
+    with pytest.raises(Preempted):
+        Training(tmp_path, save_every=3, keep_latest=None).run(at=3)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+
+
+def test_the_signals_are_given_back_at_the_end_and_on_errors(tmp_path: Path) -> None:
+    before = signal.getsignal(TERM)
+    training = Training(tmp_path)
+    batches = training.checkpointer.batches(training.loader, epochs=1)
+    next(batches)
+    assert signal.getsignal(TERM) != before
+    training.checkpointer.close()
+    assert signal.getsignal(TERM) == before
+
+    failing = Training(tmp_path / "other")
+
+    def fail() -> None:
+        with failing.checkpointer as checkpointer:
+            next(checkpointer.batches(failing.loader, epochs=1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert signal.getsignal(TERM) == before
+
+
+def test_a_finished_run_gives_the_signals_back_without_close(tmp_path: Path) -> None:
+    before = signal.getsignal(TERM)
+    training = Training(tmp_path)
+    for _ in training.checkpointer.batches(training.loader, epochs=1):
+        training.checkpointer.step()
+    assert signal.getsignal(TERM) == before
+
+
+def test_code_that_handles_a_signal_keeps_it_and_the_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = []
+    signal.signal(TERM, lambda number, frame: heard.append(number))
+    assert Training(tmp_path).run(at=3) == 10
+    assert heard == [TERM]
+    assert "SIGTERM: handled by other code" in capsys.readouterr().err
+
+
+def test_no_signal_is_taken_that_was_not_asked_for(tmp_path: Path) -> None:
+    before = signal.getsignal(TERM)
+    training = Training(tmp_path, leave_on=("SIGUSR1",))
+    next(training.checkpointer.batches(training.loader, epochs=1))
+    assert signal.getsignal(TERM) == before
+    assert signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, None)
+    training.checkpointer.close()
+
+
+def test_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"leave_on: 'SIGKILL'.*SIGTERM"):
+        Training(tmp_path, leave_on=("SIGKILL",))
+
+
+def test_a_second_interrupt_from_the_keyboard_interrupts() -> None:
+    signals = LeaveSignals(["SIGINT"])
+    signals.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    signals.restore()
+
+
+def test_a_run_that_was_abandoned_does_not_keep_the_signals(tmp_path: Path) -> None:
+    first = Training(tmp_path / "first")
+    next(first.checkpointer.batches(first.loader, epochs=1))
+    with pytest.raises(Preempted):
+        Training(tmp_path / "second").run(at=3)
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+def test_a_forked_child_ends_when_it_is_told_to() -> None:
+    signals = LeaveSignals(["SIGTERM", "SIGUSR1"])
+    signals.install()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)  # meant for its parent
+        os.kill(os.getpid(), TERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    signals.restore()
+    assert os.waitstatus_to_exitcode(status) == -TERM
