@@ -1,0 +1,20 @@
+"""A rank that dies in the first attempt of a job, for ``torchrun --max-restarts``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from workloads import train
+
+from resumekit.prove.records import launch_directory
+from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
+
+if __name__ == "__main__":
+    directory, traces, kill = sys.argv[1:]
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    os.environ[TRACE_VARIABLE] = str(launch_directory(Path(traces), attempt))
+    if attempt == 0 and os.environ["RANK"] == "1":
+        os.environ[KILL_VARIABLE] = kill
+    train(directory, dropout=True, save_every=3)

@@ -1,0 +1,39 @@
+"""A launcher that starts a job again by itself: the second attempt continues exactly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workloads import train
+
+from resumekit.prove.compare import compare
+from resumekit.testing import Cell, Kit
+
+SCRIPT = Path(__file__).with_name("restart_workload.py")
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit")) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("kill", ["step:7", "checkpoint:6"])
+def test_a_rank_that_dies_under_torchrun_is_started_again_and_continues(
+    tmp_path: Path, kit: Kit, kill: str
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [str(SCRIPT), str(tmp_path / "run"), str(tmp_path / "trace"), kill]
+    command = [sys.executable, *launcher, "--max-restarts=3", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole = kit.run_uninterrupted(Cell(train, {"dropout": True, "save_every": 3}, world_size=2))
+    verdict = compare(whole.trace, tmp_path / "trace", expect_resume=True)
+    assert verdict.exact, f"{verdict}"
+    # An attempt may fail before it has trained: gloo does not always find its peers at once.
+    (resume,) = verdict.resumes
+    assert resume.step == 6
