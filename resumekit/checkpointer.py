@@ -248,7 +248,7 @@ class Checkpointer(LoopHost):
         is_due = self._stop_reason is not None or (self._due and self._may_save())
         if self._loop is not None and is_due:
             self._settle(None)
-        self._wishes.end()
+        self._wishes.wait()
         self._let_go()
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ collectives; nothing of a checkpoint passes through them unverified.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from resumekit.errors import (
 
 T = TypeVar("T")
 
-AGREEMENT_TIMEOUT_SECONDS = 600.0
+AGREEMENT_TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,27 @@ class World:
             raise outcome.error if self.is_first else _from_rank(0, outcome.error)
         return outcome.value  # type: ignore[no-any-return]
 
-    def require_equal(self, what: str, value: Any) -> None:
-        """Raises RankDisagreementError on every rank unless all ranks give the same. Collective."""
-        values = self.gather(value)
-        if any(each != values[0] for each in values):
-            said = "; ".join(f"rank {rank} says {each!r}" for rank, each in enumerate(values))
-            raise RankDisagreementError(what, found=said, expected="one value on all ranks")
+    def require_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        """Returns when all ranks give the same values. Collective.
+
+        Args:
+            what: what they are, for the error.
+            values: by name; plain, and the same keys may be missing on some ranks.
+
+        Raises:
+            RankDisagreementError: on every rank, naming the first value that differs and who said
+                what.
+        """
+        every = self.gather(dict(values))
+        for name in sorted({name for each in every for name in each}):
+            said = [repr(each[name]) if name in each else "nothing" for each in every]
+            if len(set(said)) > 1:
+                raise RankDisagreementError(
+                    f"{what} {name}",
+                    found=_who_said(said),
+                    expected="the same on all ranks",
+                    remedy="Give every rank the same arguments",
+                )
 
     def _attempt(self, action: Callable[[], Any]) -> _Outcome:
         # Whatever fails here must reach the other ranks, or they wait for this one for ever.
@@ -184,6 +199,17 @@ class World:
             wrapped = RankFailedError(f"rank {self.rank}", found=f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             return _Outcome(error=wrapped)
+
+
+def _who_said(said: Sequence[str]) -> str:
+    """Each value that was given, once, with the ranks that gave it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(said):
+        ranks.setdefault(value, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {value}"
+        for value, who in ranks.items()
+    )
 
 
 @contextmanager

@@ -200,7 +200,8 @@ class LoopHost:
         own = Wishes(self._signals.received, int(self._is_clock_due()))
         common = self._wishes.hear(own)
         if not common.leave:
-            self._wishes.say(own._replace(save=0) if common.save else own)
+            left = own._replace(save=0) if common.save else own
+            self._wishes.say(left, self.progress.step)
         return common
 
     def _is_clock_due(self) -> bool:
@@ -230,6 +231,7 @@ class LoopHost:
         return self._stepped or self._run.options.saves_gradients
 
     def _save(self) -> None:
+        self._wishes.wait()
         self._due = False
         try:
             self._run.save()

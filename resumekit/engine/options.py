@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from resumekit.contract import Slot
+from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.engine.cadence import parse_cadence
 from resumekit.errors import ConfigurationError
 
@@ -34,6 +35,7 @@ class OptionKeywords(TypedDict, total=False):
     on_save_error: str
     mid_accumulation: str
     leave_on: Collection[str]
+    agreement_timeout_seconds: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Options:
             what the window has summed up in ``.grad`` is then saved as well.
         leave_on: the signals that ask the run to leave: it saves at the next step boundary and
             raises ``Preempted``. See docs/preemption.md.
+        agreement_timeout_seconds: how long a rank waits for the others at a save or a resume before
+            it gives up with ``RankLostError``. A rank that has died is noticed at once.
     """
 
     save_every: int | str | None = None
@@ -81,11 +85,21 @@ class Options:
     on_save_error: str = "raise"
     mid_accumulation: str = "boundary"
     leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
 
     @property
     def saves_gradients(self) -> bool:
         """Whether a save may be made inside an accumulation window."""
         return self.mid_accumulation == "gradients"
+
+    def as_plain(self) -> dict[str, Any]:
+        """The options by name, in plain values that two ranks can compare."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        named = (frozenset, set, tuple, list)
+        return {
+            name: sorted(value) if isinstance(value, named) else value
+            for name, value in values.items()
+        }
 
     @classmethod
     def from_keywords(cls, keywords: OptionKeywords) -> Options:
@@ -108,6 +122,7 @@ class Options:
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)
+        _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
         for name in ("exclude", "allow_missing"):
             _check_keys(name, getattr(self, name))
         _check_names("allow_changes", self.allow_changes)

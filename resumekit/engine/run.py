@@ -85,7 +85,7 @@ class Run:
         self._own = self._own_components(extras)
         self._given = components
         self.components = self._with_own(() if callable(components) else components)
-        self.world = World.current()
+        self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
         self.trace = Trace.from_environment(self.world.rank)
@@ -130,6 +130,7 @@ class Run:
         """
         if self._looked:
             return
+        self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
         self._found = Finder(self.world, store, self.options, left_out).find()
@@ -175,6 +176,8 @@ class Run:
 
     def _begin_saving(self) -> None:
         assert self._store is not None
+        patterns = {each.key: str(each.sharing_pattern) for each in self.components}
+        self.world.require_equal("components", patterns)
         options = self.options
         retention = RetentionPolicy(
             keep_latest=options.keep_latest,
@@ -265,6 +268,7 @@ class Run:
         Raises:
             DriftError: the interrupted run had another one, and no policy allows it.
         """
+        self.world.require_equal("horizon", horizon)
         then = self.counters.horizon
         if then and then != horizon:
             if "horizon" not in self.options.allow_changes:

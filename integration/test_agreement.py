@@ -1,0 +1,45 @@
+"""Ranks that do not agree hear of it on every rank, with the name of who said what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from agreement_workloads import disagree
+
+from resumekit.testing import Cell, Kit, Run
+
+SAID = {
+    "option": "options save_every: rank 0: 3; rank 1: 4, expected the same on all ranks",
+    "component": "components ema: rank 0: nothing; rank 1: ",
+    "horizon": "horizon epochs: rank 0: 2; rank 1: 3",
+    "directory": "SharedDirectoryError",
+    "step": "the ranks together from 2 to 3",
+}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit")) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("about", SAID)
+def test_a_disagreement_is_told_on_every_rank(kit: Kit, about: str) -> None:
+    run = kit.run_again(kit.new_run(Cell(disagree, {"about": about}, world_size=2)))
+    assert run.failure
+    for log in logs(run):
+        assert SAID[about] in log, log[-2000:]
+        assert "resumekit.errors." in log
+
+
+def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit) -> None:
+    began = time.monotonic()
+    run = kit.run_again(kit.new_run(Cell(disagree, {"about": "silence"}, world_size=2)))
+    assert 10 < time.monotonic() - began < 40
+    assert "RankLostError: the ranks: one of them does not answer" in logs(run)[0]
+
+
+def logs(run: Run) -> list[str]:
+    return [path.read_text() for path in sorted(run.directory.glob("launch-*.log"))]
