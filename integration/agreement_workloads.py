@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,5 +43,42 @@ def disagree(directory: str, *, about: str) -> None:
             checkpointer.step()
         checkpointer.step()
         if about == "silence" and is_odd and checkpointer.progress.step == 2:
-            os.kill(os.getpid(), 19)  # SIGSTOP
+            os.kill(os.getpid(), signal.SIGSTOP)
     checkpointer.close()
+
+
+def save_and_lose(
+    directory: str, *, name: str = "", after_seconds: float = 0.0, rank: int = 0
+) -> None:
+    """Saves after every step; one rank gets a signal so long after the first save."""
+    torch.distributed.init_process_group("gloo")
+    own_rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.2), nn.Linear(256, 1))
+    where = Path(directory) / "run"
+    checkpointer = Checkpointer(
+        where,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        save_every=1,
+        agreement_timeout_seconds=3,
+    )
+    loader = DataLoader(TensorDataset(torch.ones(20, 64)), batch_size=1)
+    if name and own_rank == rank:
+        threading.Thread(
+            target=_signal_later, args=(where, name, after_seconds), daemon=True
+        ).start()
+    for (batch,) in checkpointer.batches(loader, epochs=1):
+        loss = model(batch).sum()
+        loss.backward()
+        checkpointer.step(loss=loss)
+    checkpointer.close()
+
+
+def _signal_later(where: Path, name: str, after_seconds: float) -> None:
+    while not any(where.glob("step-*")):
+        time.sleep(0.001)
+    time.sleep(after_seconds)
+    os.kill(os.getpid(), signal.Signals[name])

@@ -28,9 +28,6 @@ from resumekit.testing.task import Task
 
 _KILLED = -9
 
-# How long the other ranks of a job go on after one of them died.
-_PEERS_SECONDS = 0.1
-
 # torch 2.13 _compile.py imports torch._dynamo at an optimizer's first step: a second per launch.
 DEFAULT_PRELOAD = ("torch", "torch._dynamo", "numpy")
 
@@ -101,6 +98,7 @@ class Kit:
         environment: variables set for every process, beside the inherited ones.
         cold: start every process as a fresh interpreter instead.
         timeout_seconds: the longest that one launch may take.
+        peers_seconds: how long the other ranks of a job go on after one of them died.
     """
 
     def __init__(
@@ -111,7 +109,9 @@ class Kit:
         environment: Mapping[str, str] = DEFAULT_ENVIRONMENT,
         cold: bool = False,
         timeout_seconds: float = 120.0,
+        peers_seconds: float = 0.1,
     ) -> None:
+        self._peers_seconds = peers_seconds
         self._directory = directory
         self._timeout_seconds = timeout_seconds
         self._uninterrupted: dict[str, Run] = {}
@@ -311,7 +311,7 @@ class Kit:
             kill_processes(pid)  # loader workers and the like that outlived it
             if status not in (0, asked):
                 # Its peers may notice and fail before its own death is heard of here.
-                deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
+                deadline = min(deadline, time.monotonic() + self._peers_seconds)
         for pid in running:
             kill_processes(pid)
             self._launcher.wait_any([pid], self._timeout_seconds)

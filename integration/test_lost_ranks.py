@@ -1,0 +1,47 @@
+"""A rank that dies or stops at a random instant of a save: nothing is lost, and nobody hangs.
+
+``--full-matrix`` makes 20 trials of each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from agreement_workloads import save_and_lose
+
+from resumekit.prove.compare import compare
+from resumekit.testing import Cell, Kit
+
+NUM_TRIALS, ALL_TRIALS = 2, 20
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), peers_seconds=4.0) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_the_others_end_with_an_error_and_the_run_continues_exactly(
+    request: pytest.FixtureRequest, kit: Kit, name: str
+) -> None:
+    chance = random.Random(name)
+    plain = Cell(save_and_lose, world_size=2)
+    whole = kit.run_uninterrupted(plain)
+    assert not whole.failure, whole.failure
+    trials = ALL_TRIALS if request.config.getoption("--full-matrix") else NUM_TRIALS
+    for trial in range(trials):
+        rank = chance.randrange(2)
+        options = {"name": name, "after_seconds": chance.uniform(0.0, 0.3), "rank": rank}
+        run = kit.run_again(kit.new_run(replace(plain, options=options)))
+        what = f"trial {trial}: {options}"
+        log = run.directory / f"launch-00000-rank-{1 - rank:05d}.log"
+        assert "RankLostError" in log.read_text(), f"{what}: {log.read_text()[-1000:]}"
+        # The failure was meant; what counts is the launch that follows it.
+        run = kit.run_again(replace(run, cell=plain))
+        assert not run.launches[-1].failure, f"{what}: {run.launches[-1].failure}"
+        verdict = compare(whole.trace, run.trace, expect_resume=True)
+        assert verdict.exact, f"{what}: {verdict}"
