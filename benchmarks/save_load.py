@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -32,10 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from findings import Findings, machine
 from rich.console import Console
-from rich.table import Table
 
 from resumekit.payload import Payload, read_payload, state_digest
 from resumekit.storage import Manifest, StepName, Store
@@ -241,19 +239,6 @@ def memory_child(directory: Path) -> dict[str, int]:
 # Telling
 
 
-def machine() -> dict[str, str]:
-    """Hardware and versions."""
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": f"torch {torch.__version__}, numpy {np.__version__}",
-        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
-    }
-
-
 def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str, str]]:
     """What was asked, ours, torch's, ratio or size, and the aim."""
 
@@ -272,28 +257,6 @@ def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str
 
 
 HEADINGS = ("", "resumekit", "torch + fsync", "ratio", "aim")
-
-
-def record(
-    rows: list[tuple[str, str, str, str, str]], about: Mapping[str, str], num_rounds: int
-) -> Path:
-    """The dated file with these results."""
-    now = datetime.now(timezone.utc)
-    path = RESULTS / f"{now:%Y-%m-%d}.md"
-    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
-    lines = [
-        f"# Save and load, {now:%Y-%m-%d %H:%M} UTC",
-        "",
-        "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49 GB.",
-        f"Medians of {num_rounds} interleaved rounds; a ratio is the median of the rounds' ratios.",
-        "",
-        *(f"- {name}: {text}" for name, text in about.items()),
-        "",
-        *("| " + " | ".join(row) + " |" for row in table),
-    ]
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
 def main() -> None:
@@ -315,14 +278,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="save-load-", dir=arguments.directory or ".") as name:
         extra_bytes = in_child("--memory-child", "--directory", name)["extra"]
         seconds = measure(Path(name), arguments.rounds, console)
-    rows, about = rows_of(seconds, extra_bytes), machine()
-    table = Table(*HEADINGS, title=f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    found = Findings(
+        f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds",
+        HEADINGS,
+        rows_of(seconds, extra_bytes),
+        machine("torch", "numpy"),
+    )
+    found.show(console)
     if arguments.record:
-        console.print(f"written to {record(rows, about, arguments.rounds)}")
+        path = found.record(
+            "",
+            heading="Save and load",
+            before=[
+                "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49",
+                f"GB. Medians of {arguments.rounds} interleaved rounds; a ratio is the median of",
+                "the rounds' ratios.",
+            ],
+        )
+        console.print(f"written to {path}")
 
 
 if __name__ == "__main__":

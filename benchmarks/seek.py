@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,22 +26,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from findings import Findings, machine, version_of
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from resumekit.data import DataPosition, ResumableSampler
 
-RESULTS = Path(__file__).parent / "results"
 LENGTHS = (1_000_000, 10_000_000, 100_000_000)
 BATCH_SIZE = 256
 
@@ -282,50 +277,6 @@ def rows_of(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-def machine() -> dict[str, str]:
-    """Hardware and versions."""
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages = ("torch", "numpy", "accelerate", "torchdata")
-    versions = [f"{name} {version(name)}" for name in packages if _is_installed(name)]
-    return {
-        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": ", ".join(versions),
-        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
-    }
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def record(rows: Sequence[tuple[str, ...]], about: Mapping[str, str], num_rounds: int) -> Path:
-    """The dated file with these results."""
-    now = datetime.now(timezone.utc)
-    path = RESULTS / f"{now:%Y-%m-%d}-seek.md"
-    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
-    lines = [
-        f"# The middle of an epoch, found again, {now:%Y-%m-%d %H:%M} UTC",
-        "",
-        "`python benchmarks/seek.py --record`: from a fresh loader to the next batch, after half",
-        f"an epoch in batches of {BATCH_SIZE}, without workers. Medians of {num_rounds} rounds;",
-        "a ratio is the median of the rounds' ratios. Read: samples read before that batch.",
-        "",
-        *(f"- {name}: {text}" for name, text in about.items()),
-        "",
-        *("| " + " | ".join(row) + " |" for row in table),
-    ]
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -342,18 +293,29 @@ def main() -> None:
             print(json.dumps(seek(name, arguments.lengths[0], Path(path))))
         return
     console = Console()
-    names = [name for name in CONTENDERS if _is_installed(NEEDS.get(name, "torch"))]
+    names = [name for name in CONTENDERS if version_of(NEEDS.get(name, "torch"))]
     for name in CONTENDERS.keys() - set(names):
         console.print(f"{name} is left out: {NEEDS[name]} is not installed")
     results = measure(names, arguments.lengths, arguments.rounds, console)
-    rows, about = rows_of(results), machine()
-    table = Table(*HEADINGS, title=f"the middle of an epoch, {arguments.rounds} rounds")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    found = Findings(
+        f"the middle of an epoch, {arguments.rounds} rounds",
+        HEADINGS,
+        rows_of(results),
+        machine("torch", "numpy", "accelerate", "torchdata"),
+    )
+    found.show(console)
     if arguments.record:
-        console.print(f"written to {record(rows, about, arguments.rounds)}")
+        path = found.record(
+            "seek",
+            heading="The middle of an epoch, found again",
+            before=[
+                "`python benchmarks/seek.py --record`: from a fresh loader to the next batch,",
+                f"after half an epoch in batches of {BATCH_SIZE}, without workers. Medians of",
+                f"{arguments.rounds} rounds; a ratio is the median of the rounds' ratios. Read:",
+                "samples read before that batch.",
+            ],
+        )
+        console.print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -16,21 +16,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from findings import Findings, machine, version_of
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -235,52 +231,6 @@ def row_of(name: str, batch_size: int, pairs: Sequence[Pair]) -> tuple[str, ...]
     )
 
 
-def machine() -> dict[str, str]:
-    """Hardware and versions."""
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in cpus if "model name" in line), "unknown")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages = ("torch", "numpy", "torchdata")
-    return {
-        "processor": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages if _is_there(name)),
-        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
-    }
-
-
-def _is_there(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def record(rows: Sequence[tuple[str, ...]], about: Mapping[str, str], num_rounds: int) -> Path:
-    """The dated file with these results."""
-    now = datetime.now(timezone.utc)
-    path = RESULTS / f"{now:%Y-%m-%d}-step-overhead.md"
-    table = [HEADINGS, ("---",) * len(HEADINGS), *rows]
-    lines = [
-        f"# What tracking adds to a batch, {now:%Y-%m-%d %H:%M} UTC",
-        "",
-        "`python benchmarks/step_overhead.py --record`: the next batch and, in ours, `step()`,",
-        f"without a save. Two loops in one process, by turns of {BATCHES_PER_TURN} batches;",
-        f"medians of {num_rounds * TURNS_PER_ROUND} turns, also of their differences and ratios.",
-        "Samples are ready and not collated. CPU: of the main process, which is all that workers",
-        "cost where a training step leaves them time. The aim is to add less than",
-        f"{AIM} microseconds a batch.",
-        "",
-        *(f"- {name}: {text}" for name, text in about.items()),
-        "",
-        *("| " + " | ".join(row) + " |" for row in table),
-    ]
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -289,21 +239,36 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     console = Console()
-    table = Table(*HEADINGS, title=f"a batch, tracked and not saved, {arguments.rounds} rounds")
     rows = []
     for name in arguments.only or KINDS:
-        if not _is_there(KINDS[name].needs):
+        if not version_of(KINDS[name].needs):
             console.print(f"{name} is left out: {KINDS[name].needs} is not installed")
             continue
         for batch_size in BATCH_SIZES:
             rounds = [measure(KINDS[name], batch_size) for _ in range(arguments.rounds)]
             rows.append(row_of(name, batch_size, [pair for pairs in rounds for pair in pairs]))
-            table.add_row(*rows[-1])
-    about = machine()
-    console.print(table)
-    console.print("\n".join(f"{name}: {text}" for name, text in about.items()), style="dim")
+    found = Findings(
+        f"a batch, tracked and not saved, {arguments.rounds} rounds",
+        HEADINGS,
+        rows,
+        machine("torch", "numpy", "torchdata"),
+    )
+    found.show(console)
     if arguments.record:
-        console.print(f"written to {record(rows, about, arguments.rounds)}")
+        num_turns = arguments.rounds * TURNS_PER_ROUND
+        path = found.record(
+            "step-overhead",
+            heading="What tracking adds to a batch",
+            before=[
+                "`python benchmarks/step_overhead.py --record`: the next batch and, in ours,",
+                "`step()`, without a save. Two loops in one process, by turns of",
+                f"{BATCHES_PER_TURN} batches; medians of {num_turns} turns, also of their",
+                "differences and ratios. Samples are ready and not collated. CPU: of the main",
+                "process, which is all that workers cost where a training step leaves them time.",
+                f"The aim is to add less than {AIM} microseconds a batch.",
+            ],
+        )
+        console.print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from findings import Findings, machine, version_of
 from rich.console import Console
 
 from resumekit.errors import ProveError
@@ -204,55 +202,33 @@ def last_line(text: str) -> str:
 # Telling
 
 
-def version_of(package: str) -> str | None:
-    """The installed version; None when there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def about(cases: Sequence[Case]) -> dict[str, str]:
-    """Hardware and versions."""
+def found_by(rows: Sequence[Row], cases: Sequence[Case]) -> Findings:
+    """The table, and the machine with what is installed of the frameworks."""
     packages = dict.fromkeys(["torch", *(case.package for case in cases)])
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread for each process",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{package} {version_of(package)}" for package in packages),
-    }
+    about = machine(*packages)
+    return Findings("", HEADINGS, [row.cells for row in rows], about)
 
 
-def markdown(rows: Sequence[Row]) -> list[str]:
-    """The table's lines."""
-    table = [HEADINGS, ("---",) * len(HEADINGS), *(row.cells for row in rows)]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in table]
-
-
-def record(rows: Sequence[Row], cases: Sequence[Case]) -> Path:
+def record(found: Findings) -> Path:
     """The dated file with these results."""
-    now = datetime.now(timezone.utc)
-    path = RESULTS / f"{now:%Y-%m-%d}-stock-resume.md"
-    lines = [
-        f"# What a framework's own resume forgets, {now:%Y-%m-%d %H:%M} UTC",
-        "",
-        "`python benchmarks/stock_resume.py --record`: each `integration/scripts/stock_*.py`,",
-        "which resumes as its framework's documentation recommends, and its twin `train_*.py` go",
-        "through the same call of `resumekit prove --at`. All train 3 epochs of",
-        f"{STEPS_PER_EPOCH} steps with shuffled data, dropout, AdamW, a schedule and averaged",
-        "weights (ema), without workers, on the CPU.",
-        "",
-        *(f"- {name}: {text}" for name, text in about(cases).items()),
-        "",
-        *markdown(rows),
-        "",
-        "A divergence is the first step that differs from the run that was never killed, the",
-        "likely cause first, then all else that differs in that step: `data` is the batch, `rng`",
-        "the state of a generator after the step, the others are the states and the loss after it.",
-        "The Trainer shows its callbacks neither batch nor loss; a wrong batch would show in the",
-        "weights.",
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return found.record(
+        "stock-resume",
+        heading="What a framework's own resume forgets",
+        before=[
+            "`python benchmarks/stock_resume.py --record`: each `integration/scripts/stock_*.py`,",
+            "which resumes as its framework's documentation recommends, and its twin `train_*.py`",
+            "go through the same call of `resumekit prove --at`. All train 3 epochs of",
+            f"{STEPS_PER_EPOCH} steps with shuffled data, dropout, AdamW, a schedule and averaged",
+            "weights (ema), without workers, on the CPU; one thread for each process.",
+        ],
+        after=[
+            "A divergence is the first step that differs from the run that was never killed, the",
+            "likely cause first, then all else that differs in that step: `data` is the batch,",
+            "`rng` the state of a generator after the step, the others are the states and the",
+            "loss after it. The Trainer shows its callbacks neither batch nor loss; a wrong batch",
+            "would show in the weights.",
+        ],
+    )
 
 
 def main() -> None:
@@ -278,11 +254,12 @@ def main() -> None:
             rows.append(measure(case, pattern))
             seconds = time.monotonic() - began
             told.print(f"{' | '.join(rows[-1].cells)} ({seconds:.0f} s)", style="dim")
-    print("\n".join(markdown(rows)))
+    found = found_by(rows, cases)
+    print("\n".join(found.markdown()))
     if any(NO_ANSWER in cell for row in rows for cell in row.cells):
         raise SystemExit("there are rows without an answer; nothing is recorded")
     if arguments.record:
-        print(f"written: {record(rows, cases).relative_to(ROOT)}")
+        print(f"written: {record(found).relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
