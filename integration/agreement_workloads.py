@@ -39,6 +39,8 @@ def disagree(directory: str, *, about: str) -> None:
     epochs = 3 if about == "horizon" and is_odd else 2
     for (batch,) in checkpointer.batches(loader, epochs=epochs):
         model(batch).sum().backward()
+        if about == "replicas" and is_odd and checkpointer.progress.step == 1:
+            model.bias.data += 1
         if about == "step" and is_odd and checkpointer.progress.step == 1:
             checkpointer.step()
         checkpointer.step()

@@ -16,6 +16,7 @@ SAID = {
     "horizon": "horizon epochs: rank 0: 2; rank 1: 3",
     "directory": "SharedDirectoryError",
     "step": "the ranks together from 2 to 3",
+    "replicas": "model: bias: replicated, and not alike (rank 0: ",
 }
 
 

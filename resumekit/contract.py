@@ -34,11 +34,11 @@ class Fidelity(str, Enum):
 
 
 class Validation(str, Enum):
-    """How much a save spends on proving that replicated state is the same on every rank."""
+    """How much is spent on proving that replicated state is the same on every rank."""
 
-    OFF = "off"
-    DIGEST = "digest"
-    FULL = "full"
+    OFF = "off"  # nothing
+    DIGEST = "digest"  # at every save each rank digests what it holds
+    FULL = "full"  # after a resume as well
 
 
 @runtime_checkable
@@ -46,7 +46,9 @@ class Stateful(Protocol):
     """Anything whose state can be taken out and put back.
 
     An optional method ``check_state_dict(state)`` may raise a typed error without changing the
-    object; resume calls it on every component before it loads the first one.
+    object; resume calls it on every component before it loads the first one. Another,
+    ``replicated_state()``, gives the part of a REPLICATED state that must be alike on all ranks,
+    where that is not all of it.
     """
 
     def state_dict(self) -> Any: ...
@@ -84,7 +86,7 @@ class StateComponent:
         sharing_pattern: a pattern, or a callable that gives one when the run starts.
         required: whether a checkpoint without it is refused.
         process_group: the group of a PER_GROUP component (a torch group or its ranks).
-        validate: how replicated state is to be compared between ranks; nothing compares it yet.
+        validate: how replicated state is compared between the ranks.
         fidelity: how it comes back.
         reason: why it is not exact; empty when it is.
     """

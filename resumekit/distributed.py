@@ -184,7 +184,7 @@ class World:
             if len(set(said)) > 1:
                 raise RankDisagreementError(
                     f"{what} {name}",
-                    found=_who_said(said),
+                    found=who_said(said),
                     expected="the same on all ranks",
                     remedy="Give every rank the same arguments",
                 )
@@ -201,7 +201,7 @@ class World:
             return _Outcome(error=wrapped)
 
 
-def _who_said(said: Sequence[str]) -> str:
+def who_said(said: Sequence[str]) -> str:
     """Each value that was given, once, with the ranks that gave it."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(said):

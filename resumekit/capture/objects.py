@@ -47,6 +47,12 @@ class ObjectState:
             return {"class": class_name(self.given), "opaque": self.given.state_dict()}
         return {"weights": self._weights.state_dict(), "counters": self._counters()}
 
+    def replicated_state(self) -> dict[str, Any]:
+        """What must be alike on all ranks; of a module the parameters."""
+        if self._weights is None:
+            return self.state_dict()
+        return {"weights": self._weights.replicated_state(), "counters": self._counters()}
+
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
 

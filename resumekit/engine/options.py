@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from resumekit.contract import Slot
+from resumekit.contract import Slot, Validation
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.engine.cadence import parse_cadence
 from resumekit.errors import ConfigurationError
@@ -36,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     mid_accumulation: str
     leave_on: Collection[str]
     agreement_timeout_seconds: int
+    validate: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Options:
             raises ``Preempted``. See docs/preemption.md.
         agreement_timeout_seconds: how long a rank waits for the others at a save or a resume before
             it gives up with ``RankLostError``. A rank that has died is noticed at once.
+        validate: how replicated state is compared between the ranks: ``"digest"`` at every save,
+            ``"full"`` after a resume as well, ``"off"`` never.
     """
 
     save_every: int | str | None = None
@@ -86,6 +89,7 @@ class Options:
     mid_accumulation: str = "boundary"
     leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
     agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
+    validate: str = Validation.DIGEST.value
 
     @property
     def saves_gradients(self) -> bool:
@@ -119,6 +123,7 @@ class Options:
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
         _one_of("randomness", self.randomness, ("tape", "keyed"))
+        _one_of("validate", self.validate, tuple(level.value for level in Validation))
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)

@@ -23,6 +23,7 @@ from resumekit.contract import (
     SharingPattern,
     Slot,
     StateComponent,
+    Validation,
     check_components,
 )
 from resumekit.data import DataPosition, Feed
@@ -33,6 +34,7 @@ from resumekit.engine.drift import accept_drift
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
+from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
 from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
 from resumekit.engine.saving import Description, Saver, require_written
@@ -91,6 +93,7 @@ class Run:
         self.trace = Trace.from_environment(self.world.rank)
         self._store: Store | None = None
         self._saver: Saver | None = None
+        self._replicas: Replicas | None = None
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
@@ -184,6 +187,8 @@ class Run:
             keep_best=options.keep_best,
             keep_every=options.keep_every,
         )
+        level = Validation(options.validate)
+        self._replicas = Replicas(self.world, self.components, level)
         self._saver = Saver(self.world, self._store, self.components, retention)
         self._fingerprint = fingerprint(
             world_size=self.world.world_size, components=self.components
@@ -201,6 +206,8 @@ class Run:
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
+        assert self._replicas is not None
+        self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
         for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
@@ -292,6 +299,8 @@ class Run:
     def save(self) -> None:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
+        assert self._replicas is not None
+        self._replicas.check_before_save()
         self.counters.fold(self.world)
         progress = self.counters.progress
         self._saver.save(
