@@ -20,7 +20,7 @@ from typing import Any
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("--steps", type=int, default=12)
-parser.add_argument("--pause-seconds", type=float, default=0.01)
+parser.add_argument("--pause-seconds", type=float, default=0.02)
 parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=0)
 parser.add_argument("--fail-on-relaunch", action="store_true")
