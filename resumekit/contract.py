@@ -49,6 +49,15 @@ class Stateful(Protocol):
     object; resume calls it on every component before it loads the first one. Another,
     ``replicated_state()``, gives the part of a REPLICATED state that must be alike on all ranks,
     where that is not all of it.
+
+    The state of a SHARDED component may hold DTensors. It is given back with DTensors of the live
+    ones' mesh and placements, whose local parts are in host memory. Two methods are optional:
+
+    - ``pairs(state)`` gives each tensor of a saved state with the live DTensor that it is to be
+      spread like; by default those that stand in the same place of ``state_dict()``. The tensors
+      given are on the meta device.
+    - ``first_rank_only()`` names the plain tensors that may differ between the ranks, by their
+      dotted place in the state; those of rank 0 are saved.
     """
 
     def state_dict(self) -> Any: ...

@@ -27,6 +27,7 @@ from resumekit.errors import (
 )
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 AGREEMENT_TIMEOUT_SECONDS = 600
 
@@ -151,7 +152,7 @@ class World:
         outcomes = self.gather(outcome)
         for rank, each in enumerate(outcomes):
             if each.error is not None:
-                raise outcome.error or _from_rank(rank, each.error)
+                raise outcome.error or from_rank(rank, each.error)
         return [each.value for each in outcomes]
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -164,8 +165,38 @@ class World:
             return action()
         outcome = self.broadcast(self._attempt(action) if self.is_first else _Outcome())
         if outcome.error is not None:
-            raise outcome.error if self.is_first else _from_rank(0, outcome.error)
+            raise outcome.error if self.is_first else from_rank(0, outcome.error)
         return outcome.value  # type: ignore[no-any-return]
+
+    def exchange(self, value: T, make: Callable[[list[T]], list[U]]) -> U:
+        """What rank 0 makes of the values of all ranks for this one. Collective.
+
+        Args:
+            value: of this rank; it travels to rank 0 alone.
+            make: gives from the values in rank order one for each rank; runs on rank 0.
+
+        Raises:
+            ResumekitError: on every rank, when ``make`` failed.
+        """
+        if self.world_size == 1:
+            return make([value])[0]
+        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        with _others_answer():
+            dist.gather_object(value, values, dst=0, group=self._group)
+        made: list[Any] = [None] * self.world_size
+        if values is not None:
+            given = values
+            outcome = self._attempt(lambda: make(given))
+            made = [_Outcome(error=outcome.error)] * self.world_size
+            if outcome.error is None:
+                made = [_Outcome(value=each) for each in outcome.value]
+        mine: list[Any] = [None]
+        with _others_answer():
+            given_out = made if self.is_first else None
+            dist.scatter_object_list(mine, given_out, src=0, group=self._group)
+        if mine[0].error is not None:
+            raise mine[0].error if self.is_first else from_rank(0, mine[0].error)
+        return mine[0].value  # type: ignore[no-any-return]
 
     def require_equal(self, what: str, values: Mapping[str, Any]) -> None:
         """Returns when all ranks give the same values. Collective.
@@ -225,7 +256,8 @@ def _others_answer() -> Iterator[None]:
         ) from error
 
 
-def _from_rank(rank: int, error: ResumekitError) -> ResumekitError:
+def from_rank(rank: int, error: ResumekitError) -> ResumekitError:
+    """An error of another rank, told as such."""
     return type(error)(
         f"rank {rank}: {error.where}",
         found=error.found,

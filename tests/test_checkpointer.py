@@ -204,7 +204,7 @@ def test_wrong_declarations_are_refused() -> None:
         StateComponent("model", 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", [SharingPattern.SHARDED, SharingPattern.PER_NODE])
+@pytest.mark.parametrize("pattern", [SharingPattern.PER_NODE])
 def test_a_pattern_that_cannot_be_saved_yet_is_refused(
     tmp_path: Path, pattern: SharingPattern
 ) -> None:

@@ -16,6 +16,7 @@ from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refu
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
 from resumekit.contract import WorldChange
+from resumekit.sharding import is_sharded
 
 # What the key of such a component ends in.
 RANK_BUFFERS = "rank_buffers"
@@ -40,7 +41,10 @@ class RankBuffers:
         state = ModelState(self.module, key=self.key).state_dict()
         raw_names = (name for name, _ in self.module.named_buffers())
         names = clean_names(self.module, raw_names).values()
-        return {name: state[name] for name in names if name in state}
+        # The parts of a sharded buffer belong together, and are saved with the model.
+        return {
+            name: state[name] for name in names if name in state and not is_sharded(state[name])
+        }
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.

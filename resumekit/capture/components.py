@@ -14,8 +14,10 @@ from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.capture.spread import holds_sharded, require_no_flat_parameters
+from resumekit.contract import SharingPattern, Slot, StateComponent, Stateful
 from resumekit.errors import DeclarationError
+from resumekit.sharding import is_sharded
 
 
 def state_components(
@@ -28,7 +30,7 @@ def state_components(
     adopt: bool = False,
     num_ranks: int = 1,
 ) -> tuple[StateComponent, ...]:
-    """The components of a run's replicated objects, each slot one object or a dict of named ones.
+    """The components of a run's shared objects, each slot one object or a dict of named ones.
 
     Args:
         model: modules; they also name the optimizers' parameters.
@@ -58,9 +60,25 @@ def state_components(
         ),
         **named_states(Slot.EMA, ema, lambda given, key: ObjectState(given, key=key)),
     }
-    replicated = tuple(StateComponent(key, stateful) for key, stateful in states.items())
+    for key, module in by_key(Slot.MODEL, model).items():
+        require_no_flat_parameters(key, module)
+    shared = tuple(
+        StateComponent(key, stateful, _pattern_of(stateful)) for key, stateful in states.items()
+    )
     own = rank_buffer_components(model=model, ema=ema) if num_ranks > 1 else ()
-    return (*replicated, *own)
+    return (*shared, *own)
+
+
+def _pattern_of(stateful: Stateful) -> SharingPattern:
+    """SHARDED where every rank holds a part: of the state, or of the parameters of an optimizer."""
+    if isinstance(stateful, OptimizerState):
+        groups = getattr(stateful.optimizer, "param_groups", ())
+        sharded = any(is_sharded(parameter) for group in groups for parameter in group["params"])
+    elif isinstance(stateful, ModelState | ObjectState):
+        sharded = holds_sharded(stateful.state_dict())
+    else:
+        sharded = False
+    return SharingPattern.SHARDED if sharded else SharingPattern.REPLICATED
 
 
 def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:

@@ -15,6 +15,7 @@ from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
 from resumekit.contract import SharingPattern, Slot, StateComponent, WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.sharding import is_sharded
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"
@@ -174,6 +175,15 @@ def _component(component: StateComponent, is_within: Callable[[], bool]) -> Stat
             "mid_accumulation",
             found=f"'gradients', and {component.key} is a {type(stateful).__name__}",
             expected="a model whose gradients stand in the .grad of its parameters",
+            remedy="Leave mid_accumulation at 'boundary'",
+        )
+    if any(map(is_sharded, module.parameters())):
+        # FSDP2 keeps what a window has summed up to itself. torch 2.13
+        # distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.unsharded_accumulated_grad.
+        raise ConfigurationError(
+            "mid_accumulation",
+            found=f"'gradients', and the parameters of {component.key} are sharded",
+            expected="parameters that every rank holds whole",
             remedy="Leave mid_accumulation at 'boundary'",
         )
     gradients = AccumulatedGradients(module, is_within, key=key)

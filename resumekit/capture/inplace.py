@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from resumekit.sharding import is_sharded, local_part
+
 NewTensor = Callable[[Tensor], Tensor]
 
 
@@ -51,7 +53,7 @@ class Restorer:
             made = self._new(saved, new_tensor)
             return made.to(live.device) if isinstance(live, Tensor) else made
         with torch.no_grad():
-            live.copy_(saved)
+            local_part(live).copy_(local_part(saved))
         assert isinstance(live, Tensor)
         self._filled[id(live)] = saved
         return live
@@ -60,10 +62,12 @@ class Restorer:
         # One live tensor may stand in two places (param groups share a default tensor lr) while the
         # saved run had two values there: the second place then gets a tensor of its own.
         first = self._filled.get(id(live))
-        return first is not None and first is not saved and not torch.equal(first, saved)
+        if first is None or first is saved:
+            return False
+        return not torch.equal(local_part(first), local_part(saved))
 
     def _new(self, saved: Tensor, new_tensor: NewTensor) -> Tensor:
-        if saved.layout != torch.strided or saved.data_ptr() == 0:
+        if is_sharded(saved) or saved.layout != torch.strided or saved.data_ptr() == 0:
             return new_tensor(saved)
         view = (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype, saved.device)
         if view not in self._made:
@@ -103,4 +107,5 @@ def fits(live: Any, saved: Any) -> bool:
         and live.dtype == saved.dtype
         and live.shape == saved.shape
         and live.layout == saved.layout
+        and is_sharded(live) == is_sharded(saved)
     )

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.names import clean_names
 from resumekit.errors import StateMismatchError
+from resumekit.sharding import is_sharded, local_part, part_like
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
@@ -79,8 +80,9 @@ class ModelState:
         Raises:
             StateMismatchError: the module itself did not take what it was given.
         """
-        names = clean_names(self.module, self.module.state_dict())
-        by_raw_name = {raw: _given(raw, state[name]) for raw, name in names.items()}
+        live = self.module.state_dict()
+        names = clean_names(self.module, live)
+        by_raw_name = {raw: _given(raw, state[name], live[raw]) for raw, name in names.items()}
         # Not strict: a module may leave names out of its own state_dict (adapters without their
         # base model do), and check_state_dict has compared the names with what it gives.
         outcome = self.module.load_state_dict(by_raw_name, strict=False)
@@ -91,6 +93,14 @@ class ModelState:
         refuse(self.key, problems, remedy=_REMEDY)
         return ()
 
+    def first_rank_only(self) -> frozenset[str]:
+        """The buffers of which every rank has its own."""
+        buffers = clean_names(self.module, (name for name, _ in self.module.named_buffers()))
+        state = self.state_dict()
+        return frozenset(
+            name for name in buffers.values() if name in state and not is_sharded(state[name])
+        )
+
     def fingerprint(self) -> dict[str, Any]:
         """What describes the model: the numbers of its parameters, trainable and in all."""
         parameters = [p for p in self.module.parameters() if not is_lazy(p)]
@@ -100,9 +110,9 @@ class ModelState:
         }
 
 
-def _given(name: str, value: Any) -> Any:
+def _given(name: str, value: Any, live: Any) -> Any:
     # torch copies tensors into the live ones, but hands extra state over as it is.
-    return copy.deepcopy(value) if name.endswith(_EXTRA_STATE) else value
+    return copy.deepcopy(value) if name.endswith(_EXTRA_STATE) else part_like(live, value)
 
 
 def _described(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:
@@ -133,7 +143,7 @@ def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
     """Names tied on one side only: tied here, two values there; or tied there, two tensors here."""
     for first, second in _ties(live):
         if not _is_one(saved[first], saved[second]) and not torch.equal(
-            saved[first], saved[second]
+            local_part(saved[first]), local_part(saved[second])
         ):
             yield Mismatch(second, f"its own values, other than {first!r}", f"tied to {first!r}")
     for first, second in _ties(saved):
@@ -157,7 +167,8 @@ def _is_one(tensor: Any, other: Any) -> bool:
 
 
 def _address(value: Any) -> int:
-    """Where a tensor's memory is; 0 where it has none of its own (lazy, meta, sparse, sharded)."""
+    """Where a tensor's memory is; 0 where it has none of its own (lazy, meta, sparse)."""
+    value = local_part(value)
     if not isinstance(value, Tensor) or is_lazy(value) or value.layout != torch.strided:
         return 0
     return value.data_ptr() if value.numel() and not value.is_meta else 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from resumekit.capture.inplace import Restorer, fits
@@ -18,6 +18,7 @@ from resumekit.capture.mismatch import (
     require_fields,
 )
 from resumekit.capture.model import ModelState
+from resumekit.capture.spread import pairs_in
 from resumekit.errors import StateMismatchError
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
@@ -91,6 +92,15 @@ class ObjectState:
             if name in live:
                 restore(live[name], value)
         return self._weights.load_state_dict(state["weights"])
+
+    def pairs(self, state: Any) -> Iterator[tuple[Tensor, Any]]:
+        """Each saved tensor with the live DTensor that it is to be spread like."""
+        return pairs_in(state, self.state_dict())
+
+    def first_rank_only(self) -> frozenset[str]:
+        """The buffers of which every rank has its own."""
+        own = frozenset() if self._weights is None else self._weights.first_rank_only()
+        return frozenset(f"weights.{name}" for name in own)
 
     def _counters(self) -> dict[str, Any]:
         """How many models were averaged; a module that is no AveragedModel does not count."""

@@ -9,16 +9,22 @@ brings its own is loaded by its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from resumekit.capture.mismatch import class_name, describe, is_same_class, refuse, require_fields
 from resumekit.capture.names import parameter_names
-from resumekit.capture.optimizer_load import hyperparameters, inherits_load, load_exactly
+from resumekit.capture.optimizer_load import (
+    hyperparameters,
+    inherits_load,
+    load_exactly,
+    spread_like,
+)
 from resumekit.capture.optimizer_mismatch import optimizer_mismatches
+from resumekit.capture.spread import pairs_in
 from resumekit.errors import ConfigurationError, StateMismatchError
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
@@ -126,6 +132,26 @@ class OptimizerState:
             self.optimizer.load_state_dict(self._own(packed))
         return ()
 
+    def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
+        """Each saved tensor with the live DTensor that it is to be spread like.
+
+        Moments that do not exist yet are to be spread like their parameter.
+        """
+        live = self.state_dict()
+        if "opaque" in live:
+            yield from pairs_in(state, live)
+            return
+        parameters = self._parameters_by_name()
+        for fqn, values in state["state"].items():
+            if fqn not in parameters or not isinstance(values, dict):
+                continue
+            known = live["state"].get(fqn, {})
+            for name, value in values.items():
+                partner = spread_like(name, value, parameters[fqn], known)
+                if partner is not None and partner.shape == value.shape:
+                    yield value, partner
+        yield from pairs_in(state["unnamed_state"], live["unnamed_state"])
+
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""
         groups = getattr(self.optimizer, "param_groups", [])
@@ -158,6 +184,13 @@ class OptimizerState:
                         expected="one parameter for one name",
                     )
         return names
+
+    def _parameters_by_name(self) -> dict[str, Tensor]:
+        return {
+            name: parameter
+            for group, names in zip(self.optimizer.param_groups, self._names(), strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
 
     def _parameters(self, names: list[list[str]]) -> dict[str, str]:
         """What each parameter is (dtype and shape), by name."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resumekit.capture.inplace import Restorer
+from resumekit.sharding import is_sharded, part_like
 
 # Not hyperparameters: which parameters a group holds.
 _MEMBERSHIP = ("params", "param_names")
@@ -57,7 +58,7 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
         restored[key] = {
             name: restore(
                 live.get(name),
-                value,
+                part_like(spread_like(name, value, parameter, live), value),
                 partial(_moment, parameter, adopt=adopt, on_host=_is_host_step(name, group)),
             )
             for name, value in saved.items()
@@ -68,6 +69,24 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def spread_like(name: str, value: Any, parameter: Tensor, live: Mapping[str, Any]) -> Any:
+    """The DTensor that a value of a parameter's state is spread like; None for one that is whole.
+
+    Args:
+        name: of the value in the parameter's state.
+        value: the saved one.
+        parameter: the live parameter.
+        live: the parameter's live state, empty before the first step.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    if isinstance(live.get(name), Tensor):
+        return live[name] if is_sharded(live[name]) else None
+    # Made from the parameter, as every optimizer makes its moments; its count of steps is not.
+    is_moment = value.shape == parameter.shape and name != "step"
+    return parameter if is_moment and is_sharded(parameter) else None
 
 
 def _is_host_step(name: str, group: Mapping[str, Any]) -> bool:

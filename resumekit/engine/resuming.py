@@ -12,9 +12,10 @@ from typing import Any
 
 from resumekit.capture.buffers import RANK_BUFFERS
 from resumekit.contract import SharingPattern, Slot, StateComponent, WorldChange
-from resumekit.distributed import World
+from resumekit.distributed import World, from_rank
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.report import Rejection, tell
+from resumekit.engine.spreading import is_spread, read_spread
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,6 +23,7 @@ from resumekit.errors import (
     DirectoryError,
     NoUsableCheckpointError,
     OwnershipLostError,
+    ResumekitError,
     StateMismatchError,
 )
 from resumekit.payload import read_payload
@@ -61,6 +63,8 @@ class Finder:
 
     Args:
         left_out: component keys or slots that are not read.
+        components: of this run, as far as they are known yet; of state that is spread over the
+            ranks they say which part this rank needs.
     """
 
     def __init__(
@@ -69,11 +73,13 @@ class Finder:
         store: Store,
         options: Options,
         left_out: frozenset[str],
+        components: Sequence[StateComponent] = (),
     ) -> None:
         self._world = world
         self._store = store
         self._options = options
         self._left_out = left_out
+        self._live = {component.key: component for component in components}
 
     def find(self) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
@@ -134,15 +140,18 @@ class Finder:
     def _read(self, name: StepName) -> Found | CheckpointError:
         """What this checkpoint holds for this rank, or what any rank found wrong with it."""
         found: Found | None = None
-        error: CheckpointError | None = None
+        error: ResumekitError | None = None
         try:
             reader = self._store.open_step(name)
             found = Found(name, reader, *self._states(reader), ())
-        except CheckpointError as problem:
+        except ResumekitError as problem:
             error = problem
         errors = self._world.gather(error)
-        worst = next((each for each in errors if each is not None), None)
+        worst = next((each for each in errors if isinstance(each, CheckpointError)), None)
         if worst is None:
+            for rank, other in enumerate(errors):
+                if other is not None:
+                    raise error or from_rank(rank, other)
             assert found is not None
             return found
         if isinstance(worst, CorruptCheckpointError):
@@ -161,8 +170,13 @@ class Finder:
     def _states(self, reader: StepReader) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
         wanted: dict[tuple[str, int], list[str]] = {}
         former: dict[str, dict[int, Any]] = {}
+        states: dict[str, Any] = {}
         for record in reader.manifest.components:
             if names_component(self._left_out, record.key):
+                continue
+            live = self._live.get(record.key)
+            if is_spread(record, live):
+                states[record.key] = read_spread(reader, record, live)
                 continue
             ranks = self._source_ranks(record, reader.manifest)
             if ranks is None:
@@ -170,7 +184,6 @@ class Finder:
                 ranks = self._change(reader.manifest).readable
             for rank in ranks:
                 wanted.setdefault((record.directory, rank), []).append(record.key)
-        states: dict[str, Any] = {}
         for (directory, rank), keys in wanted.items():
             for key, state in read_payload(reader, directory, rank, keys).items():
                 if key in former:

@@ -136,7 +136,7 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        self._found = Finder(self.world, store, self.options, left_out).find()
+        self._found = Finder(self.world, store, self.options, left_out, self.components).find()
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)

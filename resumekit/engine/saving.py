@@ -14,8 +14,10 @@ from typing import Any
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
 from resumekit.distributed import World
 from resumekit.engine.report import tell
+from resumekit.engine.spreading import sharded_payloads
 from resumekit.errors import DeclarationError, ResumekitError, SaveError
 from resumekit.payload import Payload
+from resumekit.payload.sharded import ShardedPayload
 from resumekit.storage import (
     ComponentRecord,
     FileEntry,
@@ -29,8 +31,17 @@ from resumekit.storage import (
 # These have a folder of their own, readable by stock tools; the rest shares one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
+_WRITTEN = frozenset(
+    {
+        SharingPattern.GLOBAL,
+        SharingPattern.REPLICATED,
+        SharingPattern.PER_RANK,
+        SharingPattern.SHARDED,
+    }
+)
 
-_WRITTEN = frozenset({SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.PER_RANK})
+
+Payloads = Sequence[Payload | ShardedPayload]
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ def require_written(components: Sequence[StateComponent]) -> None:
 
 def directory_of(component: StateComponent) -> str:
     """The folder inside a step directory that holds this component."""
+    if component.sharing_pattern is SharingPattern.SHARDED:
+        return component.key
     is_per_rank = component.sharing_pattern is SharingPattern.PER_RANK
     return component.key if component.slot in _OWN_DIRECTORY and not is_per_rank else "state"
 
@@ -79,6 +92,11 @@ class Saver:
         self._components = components
         self._retention = retention
         self._layouts = world.gather(world.layout)
+        self._sharded = {
+            each.key: (each.stateful, directory_of(each))
+            for each in components
+            if each.sharing_pattern is SharingPattern.SHARDED
+        }
         self.parent: str | None = None
 
     def save(self, description: Description) -> StepName:
@@ -105,14 +123,16 @@ class Saver:
         self._world.on_first(self._retain)
         return name
 
-    def _payloads(self) -> list[Payload]:
+    def _payloads(self) -> Payloads:
         encoded: list[Payload] = []
         self._world.everywhere(lambda: encoded.extend(self._encode()))
-        return encoded
+        return [*encoded, *sharded_payloads(self._world, self._sharded)]
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}
         for component in self._components:
+            if component.key in self._sharded:
+                continue
             if self._world.rank in self._writers(component):
                 states = by_directory.setdefault(directory_of(component), {})
                 states[component.key] = component.stateful.state_dict()
@@ -125,7 +145,7 @@ class Saver:
         assert isinstance(component.sharing_pattern, SharingPattern)
         return writer_ranks(component.sharing_pattern, self._layouts, component.process_group)
 
-    def _stage(self, step: int, payloads: list[Payload]) -> tuple[StepName, Staging]:
+    def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Staging]:
         demands = self._world.gather(
             (sum(p.num_bytes for p in payloads), sum(p.num_files for p in payloads))
         )
@@ -146,7 +166,7 @@ class Saver:
         name, staging_name = self._world.on_first(stage)
         return name, mine[0] if mine else self._store.attach(staging_name)
 
-    def _write(self, staging: Staging, payloads: list[Payload]) -> list[FileEntry]:
+    def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
         return [entry for payload in payloads for entry in payload.write(staging)]
 
     def _manifest(

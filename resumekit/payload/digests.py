@@ -19,6 +19,7 @@ from resumekit.payload.found import check_tensor
 from resumekit.payload.leaves import buffers_of
 from resumekit.payload.limits import MAX_DEPTH
 from resumekit.payload.places import Place, UniqueNames
+from resumekit.sharding import box_of, is_sharded, local_part
 
 
 def leaf_digests(value: Any) -> dict[str, str]:
@@ -26,7 +27,8 @@ def leaf_digests(value: Any) -> dict[str, str]:
 
     Leaves are compared bit for bit: a tensor by type, shape and bytes, a float by its bits. The
     kind of a container does not count (a list and a tuple of the same leaves are the same), nor do
-    the device or the memory layout of a tensor. The digests are the same in every process, and
+    the device or the memory layout of a tensor. Of a DTensor this rank's part is digested, with the
+    place of that part. The digests are the same in every process, and
     before and after a save.
 
     Args:
@@ -73,7 +75,12 @@ def _leaves(value: Any, place: Place, depth: int = 0) -> Iterator[tuple[Place, A
 
 def _digest(leaf: Any, place: Place) -> str:
     header: Any
-    if isinstance(leaf, torch.Tensor):
+    if is_sharded(leaf):
+        local = local_part(leaf)
+        check_tensor(local, place)
+        box = str(box_of(leaf, str(place)))
+        header, pieces = [str(leaf.dtype), list(leaf.shape), box], buffers_of(local)
+    elif isinstance(leaf, torch.Tensor):
         check_tensor(leaf, place)
         header, pieces = [str(leaf.dtype), list(leaf.shape)], buffers_of(leaf)
     elif type(leaf) is np.ndarray:

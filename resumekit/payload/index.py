@@ -50,7 +50,7 @@ class Index:
             "tensors": {record.name: _record_to_json(record) for record in self.records},
             "states": dict(self.states),
         }
-        return (_readable(fields) + "\n").encode("ascii")
+        return (readable(fields) + "\n").encode("ascii")
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Index:
@@ -64,10 +64,10 @@ class Index:
         try:
             _check_format(fields, where)
             return cls(
-                states=_as_dict(fields["states"]),
-                records=_records(_as_dict(fields["tensors"]), where),
-                ties=_ties(_as_dict(fields["ties"])),
-                block_digests=_strings(fields["block_digests"]),
+                states=as_dict(fields["states"]),
+                records=_records(as_dict(fields["tensors"]), where),
+                ties=_ties(as_dict(fields["ties"])),
+                block_digests=strings(fields["block_digests"]),
             )
         except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
@@ -105,7 +105,7 @@ def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
     records: list[Record] = []
     reached = 0
     for name, row in rows.items():
-        record = _record(name, _as_dict(row), where)
+        record = _record(name, as_dict(row), where)
         if record.begin != reached or record.end != row["end"]:
             raise ValueError(
                 f"{name[:200]!r} of {record.num_bytes} bytes is at {record.begin} to "
@@ -138,31 +138,33 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _ties(ties: dict[str, Any]) -> dict[str, str]:
-    return dict(zip(ties, _strings(list(ties.values())), strict=True))
+    return dict(zip(ties, strings(list(ties.values())), strict=True))
 
 
-def _strings(values: Any) -> tuple[str, ...]:
+def strings(values: Any) -> tuple[str, ...]:
+    """A list of strings, or ValueError."""
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{str(values)[:80]} instead of strings")
     return tuple(values)
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
+    """An object, or ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:80]!r} instead of an object")
     return value
 
 
-def _readable(value: Any, indent: int = 0) -> str:
+def readable(value: Any, indent: int = 0) -> str:
     """JSON in which whatever fits into a line stands on one."""
     text = json.dumps(value)
     if len(text) + indent <= _LINE_CHARACTERS or not isinstance(value, dict | list):
         return text
     inner = " " * (indent + 1)
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {_readable(item, indent + 1)}" for key, item in value.items()]
+        parts = [f"{json.dumps(key)}: {readable(item, indent + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{' ' * indent}}}"
-    parts = [_readable(item, indent + 1) for item in value]
+    parts = [readable(item, indent + 1) for item in value]
     return "[\n" + _filled(parts, inner) + f"\n{' ' * indent}]"
 
 

@@ -1,0 +1,267 @@
+"""Training functions whose model is spread over the ranks, in every layout that torch offers.
+
+One loop for all of them, on scikit-learn's handwritten digits; sizes that no number of ranks
+divides. It never looks at whether it was started before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from digits import Digits
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, DistributedSampler
+
+from resumekit.adapters.torch import Checkpointer
+
+NUM_SAMPLES = 96
+GLOBAL_BATCH = 24
+
+
+class Classifier(nn.Module):
+    """Layers of awkward sizes, a norm, a parameter that never gets a gradient."""
+
+    def __init__(self, *, tied: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.expand = nn.Linear(64, 52)
+        self.squeeze = nn.Linear(52, 34)
+        self.norm = nn.LayerNorm(34)
+        self.again = nn.Linear(34, 34, bias=False)
+        self.unused = nn.Linear(34, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(34, 10)
+        if tied:
+            self.again.weight = nn.Parameter(torch.randn(34, 34) * 0.1)
+            self.once_more = nn.Linear(34, 34, bias=False)
+            self.once_more.weight = self.again.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.expand(images))
+        hidden = torch.tanh(self.norm(self.squeeze(hidden)))
+        hidden = self.dropout(self.again(hidden))
+        if hasattr(self, "once_more"):
+            hidden = self.once_more(hidden)
+        return self.head(hidden)
+
+
+def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, int, int]:
+    """The model in a layout; the number of data-parallel ranks, and this one's place among them."""
+    rank = int(os.environ.get("RANK", "0"))
+    if layout == "plain":
+        return model, 1, 0
+    if layout == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        return ddp, num_ranks, rank
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        return sharded(model, mesh), num_ranks, rank
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
+        return sharded(model, mesh), num_ranks, rank
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        return parallel(model, mesh), 1, 0
+    mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
+    whole = sharded(parallel(model, mesh["tensor"]), mesh["shard"])
+    return whole, num_ranks // 2, mesh["shard"].get_local_rank()
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """The model under fully_shard, layer by layer."""
+    for layer in (model.expand, model.squeeze):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    whole: nn.Module = model
+    return whole
+
+
+def parallel(model: Classifier, mesh: DeviceMesh) -> nn.Module:
+    """The model with its two large layers split by columns and by rows."""
+    plan = {"expand": ColwiseParallel(), "squeeze": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the cell asks for."""
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+    frozen = [p for n, p in model.named_parameters() if n.endswith("unused.weight")]
+    for parameter in frozen:
+        parameter.requires_grad_(requires_grad=False)
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if n.endswith("weight") and p.requires_grad]
+    return torch.optim.Adam(
+        [{"params": rest, "weight_decay": 0.1}, {"params": biases, "lr": 5e-3}],
+        lr=1e-2,
+        amsgrad=True,
+        foreach=False,
+    )
+
+
+def begin(layout: str) -> tuple[int, int]:
+    """Starts the process group that a layout needs; gives the rank and the number of ranks."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    elif layout not in ("plain", "ddp"):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    return int(os.environ.get("RANK", "0")), num_ranks
+
+
+def end() -> None:
+    """Ends the process group, all ranks together."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def train(
+    directory: str,
+    *,
+    layout: str = "fsdp",
+    optimizer: str = "adamw",
+    dropout: float = 0.0,
+    tied: bool = False,
+    ema: bool = False,
+    epochs: int = 3,
+    save_every: int = 3,
+) -> None:
+    """Trains in a layout with a loader; see the module's docstring.
+
+    Args:
+        directory: the run directory.
+        layout: how the model is spread.
+        optimizer: which one.
+        dropout: of the classifier.
+        tied: whether two layers share a weight.
+        ema: whether a second model of the same layout follows the first.
+        epochs: to train.
+        save_every: steps.
+    """
+    _, num_ranks = begin(layout)
+    torch.manual_seed(0)
+    model, num_shares, share = spread(Classifier(tied=tied, dropout=dropout), layout, num_ranks)
+    optim = make_optimizer(optimizer, model)
+    follower = spread(Classifier(tied=tied), layout, num_ranks)[0] if ema else None
+    # Ranks that share a batch share the dropout masks too: what they replicate must stay alike.
+    torch.manual_seed(share + 10)
+    data = Digits(NUM_SAMPLES, augment=False)
+    sampler = DistributedSampler(data, num_replicas=num_shares, rank=share, shuffle=True, seed=3)
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_shares, sampler=sampler)
+    checkpointer = Checkpointer(
+        directory, model=model, optimizer=optim, ema=follower, save_every=save_every
+    )
+    for images, labels in checkpointer.batches(loader, epochs=epochs):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        if follower is not None:
+            follow(follower, model)
+        checkpointer.step(loss=loss)
+    checkpointer.close()
+    end()
+
+
+def take_over(
+    directory: str,
+    *,
+    layout: str = "fsdp",
+    optimizer: str = "adamw",
+    tied: bool = False,
+    num_steps: int = 4,
+    num_beyond: int = 20,
+) -> None:
+    """One of several launches of a run, each in a layout of its own, by another number of ranks.
+
+    It notes the whole state that it found, trains some steps, saves, notes the whole state that it
+    saved, and then trains on without saving: its losses are what the next launch is held against.
+
+    Args:
+        directory: the run directory.
+        layout: how the model is spread.
+        optimizer: which one.
+        tied: whether two layers share a weight.
+        num_steps: to train before the save.
+        num_beyond: to train after it.
+    """
+    rank, num_ranks = begin(layout)
+    torch.manual_seed(0 if num_ranks == 4 else 99)  # what the others begin with must not matter
+    model, num_shares, share = spread(Classifier(tied=tied), layout, num_ranks)
+    optim = make_optimizer(optimizer, model)
+    extras = {"steps": 0}
+    checkpointer = Checkpointer(
+        directory, model=model, optimizer=optim, extras=extras, allow_changes={"world_size"}
+    )
+    notes: dict[str, Any] = {"layout": f"{layout} on {num_ranks}"}
+    notes["resumed"] = checkpointer.resume().resumed
+    notes["state_found"] = gathered(model, optim)
+    digits = Digits(NUM_SAMPLES, augment=False)
+    images, labels = digits.images, torch.tensor(digits.labels)
+    losses = []
+    last = extras["steps"] + num_steps
+    for step in range(extras["steps"], last + num_beyond):
+        chosen = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(step))
+        mine = chosen[:GLOBAL_BATCH][share::num_shares]
+        loss = nn.functional.cross_entropy(model(images[mine]), labels[mine])
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(mean_loss(loss))
+        extras["steps"] = step + 1
+        if step + 1 == last:
+            checkpointer.save()
+            notes["state_saved"] = gathered(model, optim)
+    notes["losses"] = losses
+    if rank == 0:
+        with (Path(directory).parent / "notes.jsonl").open("a") as file:
+            file.write(json.dumps(notes) + "\n")
+    checkpointer.close()
+    end()
+
+
+@torch.no_grad()
+def follow(follower: nn.Module, model: nn.Module) -> None:
+    """One step of an exponential moving average, part by part."""
+    for slow, fast in zip(follower.parameters(), model.parameters(), strict=True):
+        slow.lerp_(fast.detach(), 0.1)
+
+
+def mean_loss(loss: torch.Tensor) -> float:
+    """The loss over the batches of all ranks."""
+    value = loss.detach().clone()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(value)
+        value /= torch.distributed.get_world_size()
+    return float(value)
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+    """Every tensor of model and optimizer, whole, by FQN; its bits as numbers. Collective."""
+    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
+    state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            state[f"{names[id(parameter)]}.{name}"] = value
+    return {name: _bits(value) for name, value in state.items()}
+
+
+def _bits(value: torch.Tensor) -> list[int]:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    bits: list[int] = whole.detach().contiguous().reshape(-1).view(torch.int32).tolist()
+    return bits

@@ -1,0 +1,24 @@
+"""State whose tensors are spread over the ranks: each writes its parts, and reads what it needs.
+
+torch.distributed.checkpoint plans who writes what, and what is to be read; every byte goes through
+our own data files and indices. See docs/design/0012-sharded-state.md.
+"""
+
+from resumekit.payload.sharded.encode import LocalState, encode_local
+from resumekit.payload.sharded.index import ShardedIndex
+from resumekit.payload.sharded.plan import Assignment, Proposal, assign
+from resumekit.payload.sharded.read import Pairs, Source, read_sharded
+from resumekit.payload.sharded.write import ShardedPayload
+
+__all__ = [
+    "Assignment",
+    "LocalState",
+    "Pairs",
+    "Proposal",
+    "ShardedIndex",
+    "ShardedPayload",
+    "Source",
+    "assign",
+    "encode_local",
+    "read_sharded",
+]

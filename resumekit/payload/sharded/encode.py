@@ -1,0 +1,92 @@
+"""One rank's view of a state whose tensors are spread: a tree without values, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from resumekit.payload.encode import Encoder
+from resumekit.payload.found import FoundTensor
+from resumekit.payload.leaves import Leaf
+from resumekit.payload.places import Place
+from resumekit.sharding import is_sharded, local_part
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """A state as one rank holds it.
+
+    Args:
+        key: the component's key.
+        tree: what is not a tensor, with the name of a tensor where one stands.
+        tensors: the live tensors by name, DTensors and plain ones.
+        found: the part of each that lies in this rank's memory.
+        leaves: bytes that are no tensors, alike on every rank.
+        ties: names of tensors that are the same tensor as another name.
+        first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
+    """
+
+    key: str
+    tree: Any
+    tensors: dict[str, Tensor]
+    found: dict[str, FoundTensor]
+    leaves: dict[str, Leaf]
+    ties: dict[str, str]
+    first_rank_only: frozenset[str] = frozenset()
+
+
+def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
+    """The state of one component as this rank holds it; nothing is copied.
+
+    Args:
+        key: the component's key.
+        state: nested state; tensors are named by their place in it, a model's by FQN.
+        first_rank_only: names of plain tensors that may differ between the ranks.
+
+    Raises:
+        UnsupportedValueError: a value cannot be stored; names its place.
+    """
+    encoder = _LocalEncoder()
+    tree = encoder.encode(state, where=key)
+    return LocalState(
+        key,
+        tree,
+        encoder.tensors,
+        encoder.found,
+        encoder.plain_leaves,
+        encoder.ties,
+        frozenset(first_rank_only),
+    )
+
+
+class _LocalEncoder(Encoder):
+    """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+        self.found: dict[str, FoundTensor] = {}
+        self.ties: dict[str, str] = {}
+        self._owners: dict[Any, str] = {}
+
+    @property
+    def plain_leaves(self) -> dict[str, Leaf]:
+        """Bytes that are no tensors, by name."""
+        return self._leaves
+
+    def _tensor(self, value: Tensor, place: Place) -> Any:
+        name = self._name(place)
+        found = FoundTensor(local_part(value), place, name)
+        self._found.append(found)  # where a tensor as a key is noticed
+        if not found.shares_nothing:
+            placements = value.placements if is_sharded(value) else None  # type: ignore[attr-defined]
+            first = self._owners.setdefault((found.view, tuple(value.shape), placements), name)
+            if first != name:
+                self.ties[name] = first
+                return {"$tensor": first}
+        self.tensors[name] = value
+        self.found[name] = found
+        return {"$tensor": name}

@@ -1,0 +1,238 @@
+"""Who writes which part. torch.distributed.checkpoint plans it; nothing else of it is used.
+
+It is imported where it is needed, because it takes a second to load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from resumekit.errors import RankDisagreementError, UnsupportedValueError
+from resumekit.payload.sharded.cover import tiling_problem
+from resumekit.payload.sharded.encode import LocalState
+from resumekit.payload.sharded.index import Chunk, Logical
+from resumekit.sharding import Box, box_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank could write of a component; it travels to rank 0.
+
+    Args:
+        plan: torch's local save plan, without empty parts.
+        signature: a digest of the names, types and whole shapes of all tensors.
+    """
+
+    plan: SavePlan
+    signature: str
+
+    @classmethod
+    def of(cls, local: LocalState, rank: int) -> Proposal:
+        """What this rank could write.
+
+        Raises:
+            UnsupportedValueError: a DTensor's part cannot be told; names it.
+        """
+        from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+        for name, tensor in local.tensors.items():
+            box_of(tensor, f"{local.key}: {name}")
+        left_out = local.first_rank_only if rank else frozenset()
+        mine = {name: tensor for name, tensor in local.tensors.items() if name not in left_out}
+        plan = create_default_local_save_plan(mine, rank == 0)
+        items = [item for item in plan.items if _box(item).num_elements]
+        return cls(replace(plan, items=items), _signature(local))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a rank is to write of a component.
+
+    Args:
+        names: the tensors of which it writes its part.
+        tensors: on rank 0, where the parts of each tensor are.
+    """
+
+    names: tuple[str, ...]
+    tensors: dict[str, Logical] | None = None
+
+
+def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]:
+    """What each rank is to write; parts that several ranks hold are spread over them.
+
+    Args:
+        local: the state as rank 0 holds it.
+        proposals: of every rank, in rank order.
+
+    Raises:
+        RankDisagreementError: the ranks' states are not parts of one state.
+        UnsupportedValueError: the parts of a tensor overlap, or some are missing; names it.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    _require_one_state(local.key, proposals)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    try:
+        plans, _ = planner.create_global_plan([proposal.plan for proposal in proposals])
+    except ValueError as error:  # its own check: parts that overlap, or are not all there
+        raise _refused(local, proposals) or UnsupportedValueError(
+            local.key, found=f"parts that torch's planner refuses: {error}"
+        ) from error
+    chunks: dict[str, list[Chunk]] = {name: [] for name in local.tensors}
+    names: list[tuple[str, ...]] = []
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            chunks[item.index.fqn].append(Chunk(rank, _box(item)))
+        names.append(tuple(item.index.fqn for item in plan.items))
+    tensors = {
+        name: Logical(
+            local.found[name].element,
+            tuple(local.tensors[name].shape),
+            tuple(sorted(parts, key=lambda chunk: chunk.box.offsets)),
+        )
+        for name, parts in chunks.items()
+    }
+    for name, logical in tensors.items():
+        problem = tiling_problem(logical.shape, (chunk.box for chunk in logical.chunks))
+        if problem is not None:
+            raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
+    return [Assignment(given, None if rank else tensors) for rank, given in enumerate(names)]
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None  # everything in the plan is a tensor
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _signature(local: LocalState) -> str:
+    lines = [
+        [name, str(tensor.dtype), list(tensor.shape)] for name, tensor in local.tensors.items()
+    ]
+    # A rank whose part is empty cannot see that two names are one tensor.
+    lines += [
+        [name, str(local.tensors[other].dtype), list(local.tensors[other].shape)]
+        for name, other in local.ties.items()
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(lines)).encode("ascii"))
+
+
+def _require_one_state(key: str, proposals: Sequence[Proposal]) -> None:
+    others = [r for r, each in enumerate(proposals) if each.signature != proposals[0].signature]
+    if others:
+        shown = ", ".join(map(str, others[:_MOST_NAMED]))
+        raise RankDisagreementError(
+            key,
+            found=f"rank {shown} has tensors of other names, types or shapes than rank 0",
+            expected="parts of one state on all ranks",
+            remedy="Declare it per_rank where every rank has its own",
+        )
+
+
+def _refused(local: LocalState, proposals: Sequence[Proposal]) -> UnsupportedValueError | None:
+    """The first tensor whose parts do not tile it, told by name."""
+    boxes: dict[str, dict[Box, None]] = {name: {} for name in local.tensors}
+    for proposal in proposals:
+        for item in proposal.plan.items:
+            boxes[item.index.fqn][_box(item)] = None
+    for name, parts in boxes.items():
+        problem = tiling_problem(tuple(local.tensors[name].shape), parts)
+        if problem is not None:
+            return UnsupportedValueError(f"{local.key}: {name}", found=problem)
+    return None
+
+
+class Target:
+    """What torch's load planner asks of a tensor: its whole size, and the part wanted here."""
+
+    def __init__(self, shape: tuple[int, ...], box: Box) -> None:
+        self._shape = shape
+        self._box = box
+
+    def size(self) -> torch.Size:
+        """The size of the whole tensor."""
+        return torch.Size(self._shape)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        # torch 2.13 distributed/checkpoint/planner_helpers.py, _create_chunk_list asks for it.
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size(self._box.offsets), sizes=torch.Size(self._box.sizes)
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A box to be copied out of one stored part.
+
+    Args:
+        name: of the tensor.
+        chunk: the stored part.
+        stored: where the box lies in that part.
+        wanted: where it lies in the part wanted.
+    """
+
+    name: str
+    chunk: Chunk
+    stored: Box
+    wanted: Box
+
+
+def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> list[Fetch]:
+    """What is to be read so that the wanted parts are there.
+
+    Args:
+        tensors: where the parts of each tensor are.
+        wanted: the part wanted of each, by name.
+    """
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    asked = {name: box for name, box in wanted.items() if box.num_elements}
+    metadata = Metadata(
+        {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(),
+                size=torch.Size(tensors[name].shape),
+                chunks=[
+                    ChunkStorageMetadata(
+                        offsets=torch.Size(chunk.box.offsets), sizes=torch.Size(chunk.box.sizes)
+                    )
+                    for chunk in tensors[name].chunks
+                ],
+            )
+            for name in asked
+        }
+    )
+    targets = {name: Target(tensors[name].shape, box) for name, box in asked.items()}
+    plan = create_default_local_load_plan(targets, metadata, strict=True)
+    return [_fetch(item, tensors) for item in plan.items]
+
+
+def _fetch(item: Any, tensors: Mapping[str, Logical]) -> Fetch:
+    name, lengths = item.dest_index.fqn, tuple(item.lengths)
+    return Fetch(
+        name,
+        tensors[name].chunks[item.storage_index.index],
+        Box(tuple(item.storage_offsets), lengths),
+        Box(tuple(item.dest_offsets), lengths),
+    )

@@ -1,0 +1,272 @@
+"""From the parts that several ranks wrote to the parts that this rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resumekit.errors import CorruptCheckpointError
+from resumekit.payload.blocks import BlockReader
+from resumekit.payload.decode import Decoder
+from resumekit.payload.index import Index
+from resumekit.payload.layout import header
+from resumekit.payload.leaves import PLAIN_TYPES, dense_strides, retyped
+from resumekit.payload.payload import read_index, stem_of
+from resumekit.payload.sharded.index import Logical, ShardedIndex
+from resumekit.payload.sharded.plan import Fetch, plan_fetches
+from resumekit.payload.sharded.stretch import Stretch, read_stretches, stretches
+from resumekit.payload.sharded.write import INDEX_NAME
+from resumekit.sharding import Box, box_of, sharded_like
+from resumekit.storage import StepReader
+from resumekit.storage.sealed import MAX_JSON_BYTES
+
+# Pairs of a tensor of the state without values and the live DTensor whose part is wanted of it.
+Pairs = Iterable[tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a component stands in a checkpoint.
+
+    Args:
+        step: the checkpoint.
+        directory: of the component.
+        key: of the component.
+        is_sharded: whether several ranks wrote parts of it; else rank ``writer`` wrote it whole.
+        writer: the rank that wrote it whole.
+    """
+
+    step: StepReader
+    directory: str
+    key: str
+    is_sharded: bool
+    writer: int = 0
+
+    @property
+    def where(self) -> str:
+        """What error messages call its index."""
+        name = INDEX_NAME if self.is_sharded else f"rank-{self.writer:05d}.json"
+        return f"{self.step.name}/{self.directory}/{name}"
+
+    def index(self) -> ShardedIndex:
+        """Where its tensors are; verified."""
+        if not self.is_sharded:
+            plain = read_index(self.step, stem_of(self.directory, self.writer))
+            return ShardedIndex.of_one_writer(plain, self.writer)
+        with self.step.file(f"{self.directory}/{INDEX_NAME}") as file:
+            data = file.read(max_bytes=MAX_JSON_BYTES)
+        return ShardedIndex.from_bytes(data, where=self.where)
+
+
+def read_sharded(
+    source: Source,
+    pair: Callable[[Any], Pairs],
+    check: Callable[[Any], None] = lambda state: None,
+) -> Any:
+    """The state of one component, with this rank's part of what is spread; all of it verified.
+
+    Only the blocks that hold wanted bytes are read, into host memory.
+
+    Args:
+        source: where it stands.
+        pair: given the state with tensors of the meta device in the place of all tensors, the live
+            DTensor that each is to be spread like; a tensor without one is read whole.
+        check: given the same, refuses it before anything more is read.
+
+    Raises:
+        CorruptCheckpointError: damage; names the file.
+        FormatVersionError: written by a newer version, or with a newer torch.
+        UnreadableCheckpointError: an I/O error.
+    """
+    index = source.index()
+    if source.key not in index.states:
+        raise CorruptCheckpointError(source.where, found=f"has no state of {source.key!r}")
+    tree = index.states[source.key]
+    whole = set(_names_of_bytes(tree))
+    values = _read(source, index, dict.fromkeys(whole))
+    shapes = {
+        name: values[name] if name in values else _without_values(logical)
+        for name, logical in index.tensors.items()
+    }
+    name_of = {id(tensor): name for name, tensor in shapes.items() if name not in whole}
+    skeleton = Decoder(shapes, where=source.where).decode(tree)
+    check(skeleton)
+    partners = {name_of[id(saved)]: live for saved, live in pair(skeleton) if id(saved) in name_of}
+    named = {name for name in _names_of_tensors(tree) if name not in whole}
+    values.update(_read(source, index, {name: partners.get(name) for name in named}))
+    return Decoder(values, where=source.where).decode(tree)
+
+
+def _read(source: Source, index: ShardedIndex, partners: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of these names: this rank's part where there is a partner, else all of it."""
+    wanted = {
+        name: _wanted(source, index.tensors.get(name), name, partner)
+        for name, partner in partners.items()
+    }
+    fetches = _fetches(source, index, wanted)
+    files = {
+        writer: _DataFile(source.step, source.directory, writer)
+        for writer in sorted({fetch.chunk.writer for fetch in fetches})
+    }
+    for fetch in fetches:  # before memory is asked for: the index may promise more than there is
+        files[fetch.chunk.writer].require(fetch, index.tensors[fetch.name])
+    memory = {
+        name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
+        for name, box in wanted.items()
+    }
+    for writer, file in files.items():
+        mine = [fetch for fetch in fetches if fetch.chunk.writer == writer]
+        parts = [part for fetch in mine for part in file.stretches(fetch, memory[fetch.name])]
+        read_stretches(file.open, parts, file.index.block_digests)
+    strides = {
+        fetch.name: files[fetch.chunk.writer].strides(fetch.name)
+        for fetch in fetches
+        if fetch.chunk.box.sizes == index.tensors[fetch.name].shape
+    }
+    return {
+        name: _value(index.tensors[name], memory[name], strides.get(name), partner)
+        for name, partner in partners.items()
+    }
+
+
+def _wanted(source: Source, logical: Logical | None, name: str, partner: Any) -> Box:
+    if logical is None:
+        raise CorruptCheckpointError(source.where, found=f"has no tensor {name[:200]!r}")
+    box = Box.whole(logical.shape) if partner is None else box_of(partner, name)
+    none_of_it = (0,) * len(logical.shape)
+    return Box(none_of_it, none_of_it) if box is None else box
+
+
+def _fetches(source: Source, index: ShardedIndex, wanted: dict[str, Box]) -> list[Fetch]:
+    """What is to be read; together it is all that is wanted."""
+    fetches = plan_fetches(index.tensors, wanted)
+    missing = {name: box.num_elements for name, box in wanted.items()}
+    for fetch in fetches:
+        missing[fetch.name] -= fetch.wanted.num_elements
+    for name, num_elements in missing.items():
+        if num_elements:
+            raise CorruptCheckpointError(
+                f"{source.where}: {name}",
+                found=f"parts without {num_elements} of the elements {wanted[name]}",
+                expected="parts that tile the tensor",
+            )
+    return fetches
+
+
+def _value(
+    logical: Logical, memory: Tensor, strides: tuple[int, ...] | None, partner: Any
+) -> Tensor:
+    """The memory as the tensor that it holds, or as this rank's part of it."""
+    dtype = logical.element.torch_dtype
+    assert dtype is not None  # the index has been checked
+    shape = tuple(memory.shape)
+    if partner is not None:
+        local = retyped(memory, dtype, 0, shape, memory.stride())
+        part: Tensor = sharded_like(partner, local)
+        return part
+    if strides is not None:  # stored row by row, needed in another order
+        ordered = torch.empty_strided(shape, strides, dtype=memory.dtype)
+        memory = ordered.copy_(memory)
+    return retyped(memory, dtype, 0, shape, memory.stride())
+
+
+class _DataFile:
+    """One writer's data file, by the index beside it."""
+
+    def __init__(self, step: StepReader, directory: str, writer: int) -> None:
+        stem = stem_of(directory, writer)
+        self._step = step
+        self._path = f"{stem}.safetensors"
+        self.index: Index = read_index(step, stem)
+        self._records = {record.name: record for record in self.index.records}
+        self._begin = len(header(self.index.records, self.index.ties))
+        self._check_size()
+
+    def open(self) -> BlockReader:
+        """The file, for verified reading."""
+        return self._step.file(self._path)
+
+    def strides(self, name: str) -> tuple[int, ...] | None:
+        """The strides that a tensor had in memory, where they were not row-major."""
+        return self._records[name].strides
+
+    def require(self, fetch: Fetch, logical: Logical) -> None:
+        """Raises CorruptCheckpointError unless the part that is to be fetched is there."""
+        record, sizes = self._records.get(fetch.name), fetch.chunk.box.sizes
+        if record is None or record.shape != sizes or record.element != logical.element:
+            raise CorruptCheckpointError(
+                f"{self._step.name}/{self._path}",
+                found=f"its index has no {fetch.name[:200]!r} of shape {sizes}",
+                expected="the part that the index of all ranks tells of",
+            )
+
+    def stretches(self, fetch: Fetch, memory: Tensor) -> Iterator[Stretch]:
+        """Where in the file the elements are that are to be fetched.
+
+        Args:
+            fetch: one that ``require`` has let pass.
+            memory: of the part wanted; the elements go to their place in it.
+        """
+        record = self._records[fetch.name]
+        cut = tuple(
+            slice(begin, begin + size)
+            for begin, size in zip(fetch.wanted.offsets, fetch.wanted.sizes, strict=True)
+        )
+        return stretches(fetch.stored, record.shape, self._begin + record.begin, memory[cut])
+
+    def _check_size(self) -> None:
+        reader = self.open()
+        reader.close()
+        expected = self._begin + (self.index.records[-1].end if self.index.records else 0)
+        if reader.entry.size != expected:
+            raise CorruptCheckpointError(
+                f"{self._step.name}/{self._path}",
+                found=f"has {reader.entry.size} bytes",
+                expected=f"{expected} as its index says",
+            )
+
+
+def _plain_type(logical: Logical) -> torch.dtype:
+    """Numbers of the same width, which any copy leaves alone."""
+    return PLAIN_TYPES[logical.element.num_bytes]
+
+
+def _without_values(logical: Logical) -> Tensor:
+    dtype = logical.element.torch_dtype
+    assert dtype is not None  # the index has been checked
+    return torch.empty_strided(
+        logical.shape, dense_strides(logical.shape), dtype=dtype, device="meta"
+    )
+
+
+def _names_of_bytes(tree: Any) -> Iterator[str]:
+    """The tensors that a tree decodes bytes from, or views: they are always needed whole."""
+    for tag, body in _references(tree):
+        if tag == "$tensor" and isinstance(body, dict):
+            yield str(body.get("of"))
+        elif tag == "$blob":
+            yield str(body)
+        elif tag in ("$array", "$numbers") and isinstance(body, list):
+            yield str(body[-1:] and body[-1])
+
+
+def _names_of_tensors(tree: Any) -> Iterator[str]:
+    for tag, body in _references(tree):
+        if tag == "$tensor" and not isinstance(body, dict):
+            yield str(body)
+
+
+def _references(tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _references(item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            if key in ("$tensor", "$blob", "$array", "$numbers"):
+                yield key, item
+            else:
+                yield from _references(item)

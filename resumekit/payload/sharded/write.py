@@ -1,0 +1,71 @@
+"""What one rank writes of a component whose tensors are spread."""
+
+from __future__ import annotations
+
+from resumekit.payload.part import Part
+from resumekit.payload.payload import stem_of
+from resumekit.payload.sharded.encode import LocalState
+from resumekit.payload.sharded.index import Chunk, Logical, ShardedIndex
+from resumekit.payload.sharded.plan import Assignment
+from resumekit.sharding import Box
+from resumekit.storage import FileEntry, Staging
+
+INDEX_NAME = "index.json"
+
+
+class ShardedPayload:
+    """One rank's parts of a state, ready to be written; rank 0 writes the index of all parts too.
+
+    Nothing is copied, and nothing written before ``write``: the state must not change until then.
+
+    Args:
+        directory: where its files go, relative to the step directory.
+        rank: the rank that writes.
+        local: the state as this rank holds it.
+        assignment: what this rank is to write.
+    """
+
+    def __init__(
+        self, directory: str, rank: int, local: LocalState, assignment: Assignment
+    ) -> None:
+        self._rank = rank
+        leaves = {name: local.found[name].leaf() for name in assignment.names}
+        self._index_path = f"{directory}/{INDEX_NAME}"
+        self._index: bytes | None = None
+        if assignment.tensors is not None:
+            leaves.update(local.leaves)
+            plain = {
+                name: Logical(
+                    leaf.element,
+                    leaf.shape,
+                    (Chunk(rank, Box.whole(leaf.shape)),) if leaf.num_bytes else (),
+                )
+                for name, leaf in local.leaves.items()
+            }
+            tensors = {**assignment.tensors, **plain}
+            self._index = ShardedIndex({local.key: local.tree}, tensors, local.ties).to_bytes()
+        stem = stem_of(directory, rank)
+        self._part = Part(stem, rank, leaves, ties={}, states={}) if leaves else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it will write."""
+        return (self._part.num_bytes if self._part else 0) + len(self._index or b"")
+
+    @property
+    def num_files(self) -> int:
+        """Files that it will write."""
+        return (self._part.num_files if self._part else 0) + (self._index is not None)
+
+    def write(self, staging: Staging) -> list[FileEntry]:
+        """The lines of its files in the inventory, once their bytes survive a power cut.
+
+        Raises:
+            SaveError: a file could not be written.
+        """
+        entries = self._part.write(staging) if self._part else []
+        if self._index is not None:
+            with staging.create(self._index_path, writer=self._rank) as file:
+                file.write([memoryview(self._index)])
+                entries.append(file.finish())
+        return entries
