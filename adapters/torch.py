@@ -1,4 +1,4 @@
-"""Plain PyTorch: one process, DDP, any loop that you write yourself.
+"""Plain PyTorch: one process, DDP, FSDP2, tensor parallel, any loop that you write yourself.
 
 Example:
     checkpointer = Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=500)
@@ -27,13 +27,17 @@ __all__ = ["Checkpointer"]
 
 
 class Checkpointer(_Checkpointer):
-    """A Checkpointer for a loop of your own; the same code for one process and for DDP.
+    """A Checkpointer for a loop of your own; the same code for one process and for many.
+
+    A model whose parameters are DTensors (``fully_shard``, ``parallelize_module``) is saved in
+    parts: every rank writes its own, and any other layout or number of ranks can take them over.
 
     Every slot takes one object, or a dict of objects whose keys are their names.
 
     Args:
         directory: the run directory.
-        model: the module, wrapped (DDP, ``torch.compile``) or not; names are wrapper-free.
+        model: the module, wrapped (DDP, ``torch.compile``) or not; names are wrapper-free. Shard
+            it before it is given here.
         optimizer: any ``torch.optim.Optimizer``.
         lr_scheduler: any scheduler with ``state_dict``.
         grad_scaler: a ``torch.amp.GradScaler``.

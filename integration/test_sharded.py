@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sharded_workloads import take_over, train
 
+from resumekit.prove.compare import compare
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
 PRELOAD = (
@@ -25,9 +26,9 @@ PRELOAD = (
 
 LAYOUTS = (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp x tp", 4))
 
-# Sums in another order differ in their last bits, and training widens that: over 24 steps of this
-# model by up to 4e-6 between layouts. A moment that is left out moves the losses by 1e-2.
-LOSS_TOLERANCE = 1e-4
+# Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
+# steps of this model, with losses between 1.7 and 0.01.
+LOSS_TOLERANCE = 2e-6
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_another_layout_takes_the_same_bits_over(kit: Kit, chain: str) -> None:
 def test_tied_frozen_and_grouped_parameters_change_their_layout(
     kit: Kit, options: dict[str, Any]
 ) -> None:
-    notes = launched(kit, (("fsdp", 4), ("fsdp", 3), ("plain", 1), ("fsdp", 2)), **options)
+    notes = launched(kit, (("fsdp", 4), ("fsdp", 3), ("plain", 1)), **options)
     for before, after in itertools.pairwise(notes):
         assert after["state_found"] == before["state_saved"]
 
@@ -128,3 +129,16 @@ def test_each_rank_writes_its_share_and_stock_tools_read_it(kit: Kit) -> None:
             for name, tensor in load_file(file).items():
                 chunks = index["layouts"][index["tensors"][name]["layout"]]
                 assert [rank, list(tensor.shape)] in [[w, sizes] for w, _, sizes in chunks]
+
+
+def test_damage_to_one_ranks_file_sends_all_ranks_to_the_checkpoint_before(kit: Kit) -> None:
+    cell = Cell(train, {"layout": "fsdp"}, 2)
+    run = kit.run_again(kit.new_run(cell), kill=KillPoint.step(8))
+    path = Path(run.directory, "training/step-00000006/optimizer/rank-00001.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run = kit.run_again(run)
+    assert not run.failure, run.failure
+    assert [each.name for each in path.parents[2].glob("quarantine/step-*")] != []
+    assert compare(kit.run_uninterrupted(cell).trace, run.trace, expect_resume=True).exact

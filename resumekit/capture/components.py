@@ -71,14 +71,17 @@ def state_components(
 
 def _pattern_of(stateful: Stateful) -> SharingPattern:
     """SHARDED where every rank holds a part: of the state, or of the parameters of an optimizer."""
+    return SharingPattern.SHARDED if _is_in_parts(stateful) else SharingPattern.REPLICATED
+
+
+def _is_in_parts(stateful: Stateful) -> bool:
     if isinstance(stateful, OptimizerState):
         groups = getattr(stateful.optimizer, "param_groups", ())
-        sharded = any(is_sharded(parameter) for group in groups for parameter in group["params"])
-    elif isinstance(stateful, ModelState | ObjectState):
-        sharded = holds_sharded(stateful.state_dict())
-    else:
-        sharded = False
-    return SharingPattern.SHARDED if sharded else SharingPattern.REPLICATED
+        return any(is_sharded(parameter) for group in groups for parameter in group["params"])
+    given = getattr(stateful, "given", getattr(stateful, "module", None))
+    if isinstance(given, nn.Module):
+        return any(map(is_sharded, (*given.parameters(), *given.buffers())))
+    return isinstance(stateful, ObjectState) and holds_sharded(stateful.state_dict())
 
 
 def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:

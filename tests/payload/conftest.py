@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Checkpoints:
             attempt=store.attempt,
             step=step,
             created="2024-01-01T00:00:00+00:00",
-            world_size=2,
+            world_size=4,
             progress={},
             components=(),
             files=tuple(files),
@@ -140,3 +141,37 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 @pytest.fixture
 def same() -> Callable[[Any, Any], bool]:
     return _same
+
+
+class Ranks:
+    """Plays the ranks of a job, one at a time, in this process; nothing travels between them."""
+
+    @staticmethod
+    @contextmanager
+    def rank(rank: int, num_ranks: int) -> Iterator[None]:
+        """This process as one rank of a job."""
+        # torch's own stand-in for a process group: its collectives do nothing.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group(
+            "fake", rank=rank, world_size=num_ranks, store=FakeStore()
+        )
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+    @staticmethod
+    def spread(whole: torch.Tensor, mesh: tuple[int, ...], *dimensions: int | None) -> Any:
+        """The DTensor of this rank: for each mesh dimension, the dimension that it splits."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        placements = [Replicate() if each is None else Shard(each) for each in dimensions]
+        device_mesh = init_device_mesh("cpu", mesh)
+        return distribute_tensor(whole, device_mesh, placements, src_data_rank=None)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()

@@ -1,0 +1,216 @@
+"""Models and optimizers whose tensors are spread over ranks: their names, pattern and moments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from resumekit.capture import (
+    ModelState,
+    OptimizerState,
+    gradient_components,
+    rank_buffer_components,
+    state_components,
+)
+from resumekit.capture.spread import pairs_of
+from resumekit.contract import SharingPattern, StateComponent
+from resumekit.errors import ConfigurationError, DeclarationError, StateMismatchError
+
+
+@pytest.fixture(autouse=True)
+def _a_job_of_one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.body[1].weight
+        self.norm = nn.BatchNorm1d(6)
+        self.unused = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.tied(self.body(x)))
+        return out
+
+
+def sharded() -> Any:
+    model: Any = Model()
+    return fully_shard(model)
+
+
+def stepped(model: Any, kind: Any = torch.optim.AdamW) -> Any:
+    optimizer = kind(model.parameters(), lr=0.01)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def on_meta(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return torch.empty(state.shape, dtype=state.dtype, device="meta")
+    if isinstance(state, dict):
+        return {key: on_meta(value) for key, value in state.items()}
+    return [on_meta(value) for value in state] if isinstance(state, list) else state
+
+
+def test_the_names_are_those_of_get_state_dict() -> None:
+    model = sharded()
+    optimizer = stepped(model)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    ours = OptimizerState(optimizer, {"model": model}).state_dict()
+    assert list(ModelState(model).state_dict()) == list(of_model)
+    assert {k: set(v) for k, v in ours["state"].items()} == {
+        k: set(v) for k, v in of_optimizer["state"].items()
+    }
+    assert [group["params"] for group in ours["param_groups"]] == [
+        group["params"] for group in of_optimizer["param_groups"]
+    ]
+    for name, values in of_optimizer["state"].items():
+        for key, value in values.items():
+            assert torch.equal(_local(ours["state"][name][key]), _local(value))
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_the_pattern_follows_from_the_parameters() -> None:
+    model = sharded()
+    optimizer, ema = stepped(model), sharded()
+    found = {
+        each.key: each.sharing_pattern
+        for each in state_components(model=model, optimizer=optimizer, ema=ema, num_ranks=2)
+    }
+    assert found == {
+        "model": SharingPattern.SHARDED,
+        "optimizer": SharingPattern.SHARDED,
+        "ema": SharingPattern.SHARDED,
+        "model/rank_buffers": SharingPattern.PER_RANK,
+        "ema/rank_buffers": SharingPattern.PER_RANK,
+    }
+    plain = Model()
+    assert {
+        each.sharing_pattern
+        for each in state_components(model=plain, optimizer=stepped(plain), ema=Model())
+    } == {SharingPattern.REPLICATED}
+
+
+def test_an_optimizer_without_a_state_gets_moments_like_its_parameters() -> None:
+    model = sharded()
+    saved = OptimizerState(stepped(model), {"model": model}).state_dict()
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    capture = OptimizerState(fresh, {"model": model}, adopt=True)
+    before = dict(fresh.state)
+    pairs = list(pairs_of(capture, on_meta(saved)))
+    assert len(pairs) == 2 * len(saved["state"])
+    assert dict(fresh.state) == before
+    capture.check_state_dict(saved)
+    capture.load_state_dict(saved)
+    parameters = dict(model.named_parameters())
+    for name, values in saved["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = fresh.state[parameters[name]][key]
+            assert moment.placements == parameters[name].placements
+            assert torch.equal(moment.to_local(), values[key].to_local())
+        assert type(fresh.state[parameters[name]]["step"]) is torch.Tensor
+    assert parameters["unused.weight"] not in fresh.state
+    assert fresh.param_groups[0]["lr"] == 0.01
+
+
+def test_moments_that_are_there_are_filled_in_place() -> None:
+    model = sharded()
+    optimizer = stepped(model, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9))
+    capture = OptimizerState(optimizer, {"model": model})
+    parameter = model.body[0].weight
+    live = optimizer.state[parameter]["momentum_buffer"]
+    memory = live.to_local().data_ptr()
+    whole = {k: v.full_tensor() + 1 for k, v in _moments(capture).items()}
+    state = capture.state_dict()
+    for name, value in whole.items():
+        state["state"][name] = {"momentum_buffer": value}
+    capture.load_state_dict(state)
+    assert optimizer.state[parameter]["momentum_buffer"] is live
+    assert live.to_local().data_ptr() == memory
+    assert torch.equal(live.to_local(), whole["body.0.weight"])
+
+
+def _moments(capture: OptimizerState) -> dict[str, Any]:
+    return {k: v["momentum_buffer"] for k, v in capture.state_dict()["state"].items()}
+
+
+def test_a_whole_state_is_cut_to_the_parts_of_a_sharded_model() -> None:
+    model = sharded()
+    whole = {name: value.clone() for name, value in Model().state_dict().items()}
+    whole["tied.weight"] = whole["body.1.weight"]
+    capture = ModelState(model)
+    capture.check_state_dict(whole)
+    capture.load_state_dict(whole)
+    for name, value in capture.state_dict().items():
+        assert torch.equal(_local(value), whole[name])
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_its_shapes_alone() -> None:
+    model = sharded()
+    capture = ModelState(model)
+    saved = on_meta(capture.state_dict())
+    saved["body.0.bias"] = torch.empty(7, device="meta")
+    saved["norm.bias"] = torch.empty(6, dtype=torch.float64, device="meta")
+    with pytest.raises(StateMismatchError, match=r"body\.0\.bias.*\(7,\).*and 1 more"):
+        capture.check_state_dict(saved)
+
+
+def test_a_scalar_parameter_is_told_from_a_count_of_steps() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    scale = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
+    model = nn.Module()
+    model.scale = scale
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    scale.grad = distribute_tensor(torch.tensor(1.0), mesh, [Replicate()])
+    optimizer.step()
+    saved = OptimizerState(optimizer, {"model": model}).state_dict()
+    fresh = torch.optim.Adam(model.parameters())
+    OptimizerState(fresh, {"model": model}).load_state_dict(saved)
+    kinds = {name: type(value) for name, value in fresh.state[scale].items()}
+    assert kinds == {"step": torch.Tensor, "exp_avg": DTensor, "exp_avg_sq": DTensor}
+
+
+def test_a_sharded_buffer_belongs_to_the_model_and_not_to_the_rank() -> None:
+    module = nn.Module()
+    mesh = init_device_mesh("cpu", (1,))
+    module.register_buffer("table", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    assert rank_buffer_components(model=module) == ()
+    module.register_buffer("seen", torch.zeros(()))
+    (own,) = rank_buffer_components(model=module)
+    assert list(own.stateful.state_dict()) == ["seen"]
+    assert ModelState(module).first_rank_only() == {"seen"}
+
+
+def test_the_first_fsdp_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one rank has nothing to share with
+        flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    wrapped = nn.Sequential(flat)
+    with pytest.raises(DeclarationError, match=r"model: 0: wrapped in FullyShardedDataParallel"):
+        state_components(model=wrapped)
+
+
+def test_gradients_of_sharded_parameters_are_refused_by_name() -> None:
+    component = StateComponent("model", ModelState(sharded()), SharingPattern.SHARDED)
+    with pytest.raises(ConfigurationError, match="parameters of model are sharded"):
+        gradient_components([component], lambda: True)
