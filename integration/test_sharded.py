@@ -108,7 +108,7 @@ def test_another_layout_takes_the_same_bits_over(kit: Kit, chain: str) -> None:
 def test_tied_frozen_and_grouped_parameters_change_their_layout(
     kit: Kit, options: dict[str, Any]
 ) -> None:
-    notes = launched(kit, (("fsdp", 4), ("fsdp", 3), ("plain", 1)), **options)
+    notes = launched(kit, (("fsdp", 4), ("fsdp", 3), ("plain", 1)), num_beyond=0, **options)
     for before, after in itertools.pairwise(notes):
         assert after["state_found"] == before["state_saved"]
 
@@ -142,3 +142,19 @@ def test_damage_to_one_ranks_file_sends_all_ranks_to_the_checkpoint_before(kit: 
     assert not run.failure, run.failure
     assert [each.name for each in path.parents[2].glob("quarantine/step-*")] != []
     assert compare(kit.run_uninterrupted(cell).trace, run.trace, expect_resume=True).exact
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"tied": True}, "once_more.weight"), ({"optimizer": "sgd"}, "AdamW")],
+    ids=("another model", "another optimizer"),
+)
+def test_what_does_not_fit_is_refused_by_every_rank(
+    kit: Kit, options: dict[str, Any], words: str
+) -> None:
+    run = kit.run_again(kit.new_run(Cell(take_over, {"num_beyond": 0}, 2)))
+    assert not run.failure, run.failure
+    run = kit.run_again(replace(run, cell=Cell(take_over, {"num_beyond": 0, **options}, 2)))
+    assert "StateMismatchError" in run.failure
+    assert words in run.failure
+    assert len((run.directory / "notes.jsonl").read_text().splitlines()) == 1

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from resumekit.errors import UnsupportedValueError
@@ -127,4 +128,12 @@ def part_like(partner: Any, saved: Any) -> Any:
     cut = tuple(
         slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)
     )
-    return sharded_like(partner, saved[cut])
+    return sharded_like(partner, saved[cut].clone())
+
+
+def fill(live: Any, saved: Any) -> None:
+    """Copies a saved tensor into a live one of the same shape, each rank its own part."""
+    source, target = local_part(part_like(live, saved)), local_part(live)
+    with torch.no_grad():
+        if target.numel():  # of a rank outside the mesh, nothing
+            target.copy_(source)

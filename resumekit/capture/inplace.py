@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.sharding import is_sharded, local_part
+from resumekit.sharding import fill, is_sharded, local_part
 
 NewTensor = Callable[[Tensor], Tensor]
 
@@ -52,8 +52,7 @@ class Restorer:
         if not fits(live, saved) or self._is_taken(live, saved):
             made = self._new(saved, new_tensor)
             return made.to(live.device) if isinstance(live, Tensor) else made
-        with torch.no_grad():
-            local_part(live).copy_(local_part(saved))
+        fill(live, saved)
         assert isinstance(live, Tensor)
         self._filled[id(live)] = saved
         return live

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.names import clean_names
 from resumekit.errors import StateMismatchError
-from resumekit.sharding import is_sharded, local_part, part_like
+from resumekit.sharding import fill, is_sharded, local_part
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
@@ -112,7 +112,12 @@ class ModelState:
 
 def _given(name: str, value: Any, live: Any) -> Any:
     # torch copies tensors into the live ones, but hands extra state over as it is.
-    return copy.deepcopy(value) if name.endswith(_EXTRA_STATE) else part_like(live, value)
+    if name.endswith(_EXTRA_STATE):
+        return copy.deepcopy(value)
+    if is_sharded(live):  # from host memory, which torch's own copy of DTensors does not expect
+        fill(live, value)
+        return live
+    return value
 
 
 def _described(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:

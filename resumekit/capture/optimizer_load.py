@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resumekit.capture.inplace import Restorer
-from resumekit.sharding import is_sharded, part_like
+from resumekit.sharding import is_sharded, local_part, part_like, sharded_like
 
 # Not hyperparameters: which parameters a group holds.
 _MEMBERSHIP = ("params", "param_names")
@@ -97,4 +97,7 @@ def _is_host_step(name: str, group: Mapping[str, Any]) -> bool:
 def _moment(parameter: Tensor, saved: Tensor, *, adopt: bool, on_host: bool) -> Tensor:
     """A tensor for the optimizer to keep, where its parameter is."""
     # It keeps the saved layout in memory: reductions (Adafactor's, Muon's) depend on it.
-    return saved.detach().to(saved.device if on_host else parameter.device, copy=not adopt)
+    part = local_part(saved).detach()
+    device = part.device if on_host else local_part(parameter).device
+    made: Tensor = part.to(device, copy=not adopt)
+    return sharded_like(saved, made) if is_sharded(saved) else made
