@@ -149,11 +149,29 @@ def test_every_type_comes_back_bit_for_bit(
 def test_what_all_ranks_hold_is_written_once_and_spread_over_them(
     checkpoints: Any, ranks: Any
 ) -> None:
-    state = {f"layer.{i}": torch.full((1000,), float(i)) for i in range(8)}
+    state = {f"layer.{i}": torch.full((20_000,), float(i)) for i in range(8)}
     step = save(checkpoints, ranks, 4, lambda: dict(state))
     sizes = [e.size for e in step.manifest.files if e.path.endswith(".safetensors")]
-    assert sizes == [4096 + 2 * 4000] * 4
+    assert sizes == [4096 + 2 * 80_000] * 4
     assert torch.equal(load(step, {})["layer.5"], state["layer.5"])
+
+
+def test_small_tensors_that_all_ranks_hold_stand_together(checkpoints: Any, ranks: Any) -> None:
+    def make() -> State:
+        state: State = {}
+        for i in range(20):
+            state[f"{i}.moment"] = ranks.spread(WHOLE + i, (4,), 0)
+            state[f"{i}.step"] = torch.tensor(float(i))
+        return state
+
+    step = save(checkpoints, ranks, 4, make)
+    with step.file("state/index.json") as file:
+        index = json.loads(file.read())
+    steps = {index["tensors"][f"{i}.step"]["layout"] for i in range(20)}
+    assert [index["layouts"][each] for each in steps] == [[[0, [], []]]]
+    with step.file("state/rank-00000.json") as file:
+        names = list(json.loads(file.read())["tensors"])
+    assert all(name.endswith("step") for name in names[:20])
 
 
 def test_what_differs_between_the_ranks_comes_from_the_first(checkpoints: Any, ranks: Any) -> None:

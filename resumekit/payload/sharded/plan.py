@@ -17,12 +17,16 @@ from resumekit.errors import RankDisagreementError, UnsupportedValueError
 from resumekit.payload.sharded.cover import tiling_problem
 from resumekit.payload.sharded.encode import LocalState
 from resumekit.payload.sharded.index import Chunk, Logical
-from resumekit.sharding import Box, box_of
+from resumekit.sharding import Box, box_of, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 _MOST_NAMED = 3
+
+# Every rank reads all of what every rank holds. Spread over a thousand files, a thousand counts of
+# steps would cost each rank a thousand blocks.
+_SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,11 @@ class Proposal:
 
         for name, tensor in local.tensors.items():
             box_of(tensor, f"{local.key}: {name}")
-        left_out = local.first_rank_only if rank else frozenset()
-        mine = {name: tensor for name, tensor in local.tensors.items() if name not in left_out}
+        mine = {
+            name: tensor
+            for name, tensor in local.tensors.items()
+            if rank == 0 or not _is_first_ranks(local, name)
+        }
         plan = create_default_local_save_plan(mine, rank == 0)
         items = [item for item in plan.items if _box(item).num_elements]
         return cls(replace(plan, items=items), _signature(local))
@@ -108,6 +115,14 @@ def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]
         if problem is not None:
             raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
     return [Assignment(given, None if rank else tensors) for rank, given in enumerate(names)]
+
+
+def _is_first_ranks(local: LocalState, name: str) -> bool:
+    """Whether rank 0 alone writes a tensor that other ranks hold as well."""
+    tensor = local.tensors[name]
+    if is_sharded(tensor):
+        return False
+    return name in local.first_rank_only or tensor.numel() * tensor.element_size() < _SMALL_BYTES
 
 
 def _box(item: WriteItem) -> Box:

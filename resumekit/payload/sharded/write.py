@@ -7,7 +7,7 @@ from resumekit.payload.payload import stem_of
 from resumekit.payload.sharded.encode import LocalState
 from resumekit.payload.sharded.index import Chunk, Logical, ShardedIndex
 from resumekit.payload.sharded.plan import Assignment
-from resumekit.sharding import Box
+from resumekit.sharding import Box, is_sharded
 from resumekit.storage import FileEntry, Staging
 
 INDEX_NAME = "index.json"
@@ -29,7 +29,9 @@ class ShardedPayload:
         self, directory: str, rank: int, local: LocalState, assignment: Assignment
     ) -> None:
         self._rank = rank
-        leaves = {name: local.found[name].leaf() for name in assignment.names}
+        # What every rank reads stands together: in a block or two, not in one of each large part.
+        names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
+        leaves = {name: local.found[name].leaf() for name in names}
         self._index_path = f"{directory}/{INDEX_NAME}"
         self._index: bytes | None = None
         if assignment.tensors is not None:
