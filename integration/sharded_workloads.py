@@ -33,11 +33,13 @@ GLOBAL_BATCH = 24
 class Classifier(nn.Module):
     """Layers of awkward sizes, a norm, a parameter that never gets a gradient."""
 
-    def __init__(self, *, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, *, tied: bool = False, dropout: float = 0.0, batch_norm: bool = False
+    ) -> None:
         super().__init__()
         self.expand = nn.Linear(64, 52)
         self.squeeze = nn.Linear(52, 34)
-        self.norm = nn.LayerNorm(34)
+        self.norm = nn.BatchNorm1d(34) if batch_norm else nn.LayerNorm(34)
         self.again = nn.Linear(34, 34, bias=False)
         self.unused = nn.Linear(34, 3)
         self.dropout = nn.Dropout(dropout)
@@ -97,6 +99,8 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the cell asks for."""
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if kind == "fused":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     frozen = [p for n, p in model.named_parameters() if n.endswith("unused.weight")]
@@ -138,6 +142,7 @@ def train(
     dropout: float = 0.0,
     tied: bool = False,
     ema: bool = False,
+    batch_norm: bool = False,
     epochs: int = 3,
     save_every: int = 3,
 ) -> None:
@@ -150,14 +155,17 @@ def train(
         dropout: of the classifier.
         tied: whether two layers share a weight.
         ema: whether a second model of the same layout follows the first.
+        batch_norm: whether every rank has running statistics of its own.
         epochs: to train.
         save_every: steps.
     """
     _, num_ranks = begin(layout)
     torch.manual_seed(0)
-    model, num_shares, share = spread(Classifier(tied=tied, dropout=dropout), layout, num_ranks)
+    bare = Classifier(tied=tied, dropout=dropout, batch_norm=batch_norm)
+    model, num_shares, share = spread(bare, layout, num_ranks)
     optim = make_optimizer(optimizer, model)
-    follower = spread(Classifier(tied=tied), layout, num_ranks)[0] if ema else None
+    again = Classifier(tied=tied, batch_norm=batch_norm)
+    follower = spread(again, layout, num_ranks)[0] if ema else None
     # Ranks that share a batch share the dropout masks too: what they replicate must stay alike.
     torch.manual_seed(share + 10)
     data = Digits(NUM_SAMPLES, augment=False)
@@ -184,6 +192,7 @@ def take_over(
     layout: str = "fsdp",
     optimizer: str = "adamw",
     tied: bool = False,
+    ema: bool = False,
     num_steps: int = 4,
     num_beyond: int = 20,
 ) -> None:
@@ -197,6 +206,7 @@ def take_over(
         layout: how the model is spread.
         optimizer: which one.
         tied: whether two layers share a weight.
+        ema: whether a second model of the same layout follows the first.
         num_steps: to train before the save.
         num_beyond: to train after it.
     """
@@ -204,13 +214,19 @@ def take_over(
     torch.manual_seed(0 if num_ranks == 4 else 99)  # what the others begin with must not matter
     model, num_shares, share = spread(Classifier(tied=tied), layout, num_ranks)
     optim = make_optimizer(optimizer, model)
+    follower = spread(Classifier(tied=tied), layout, num_ranks)[0] if ema else None
     extras = {"steps": 0}
     checkpointer = Checkpointer(
-        directory, model=model, optimizer=optim, extras=extras, allow_changes={"world_size"}
+        directory,
+        model=model,
+        optimizer=optim,
+        ema=follower,
+        extras=extras,
+        allow_changes={"world_size"},
     )
     notes: dict[str, Any] = {"layout": f"{layout} on {num_ranks}"}
     notes["resumed"] = checkpointer.resume().resumed
-    notes["state_found"] = gathered(model, optim)
+    notes["state_found"] = gathered(model, optim, follower)
     digits = Digits(NUM_SAMPLES, augment=False)
     images, labels = digits.images, torch.tensor(digits.labels)
     losses = []
@@ -222,11 +238,13 @@ def take_over(
         loss.backward()
         optim.step()
         optim.zero_grad()
+        if follower is not None:
+            follow(follower, model)
         losses.append(mean_loss(loss))
         extras["steps"] = step + 1
         if step + 1 == last:
             checkpointer.save()
-            notes["state_saved"] = gathered(model, optim)
+            notes["state_saved"] = gathered(model, optim, follower)
     notes["losses"] = losses
     if rank == 0:
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
@@ -251,13 +269,17 @@ def mean_loss(loss: torch.Tensor) -> float:
     return float(value)
 
 
-def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-    """Every tensor of model and optimizer, whole, by FQN; its bits as numbers. Collective."""
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, follower: nn.Module | None
+) -> dict[str, list[int]]:
+    """Every tensor there is, whole, by FQN; its bits as numbers. Collective."""
     names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             state[f"{names[id(parameter)]}.{name}"] = value
+    averaged = {} if follower is None else follower.state_dict()
+    state.update({f"follower.{n.removeprefix('module.')}": v for n, v in averaged.items()})
     return {name: _bits(value) for name, value in state.items()}
 
 

@@ -50,7 +50,8 @@ def test_a_killed_run_continues_exactly_in_its_layout(
     [
         {"optimizer": "sgd", "tied": True},
         {"optimizer": "adam with groups", "dropout": 0.1},
-        {"ema": True},
+        {"optimizer": "fused", "ema": True},
+        {"batch_norm": True},
     ],
     ids=str,
 )
@@ -104,11 +105,13 @@ def test_another_layout_takes_the_same_bits_over(kit: Kit, chain: str) -> None:
         assert found == pytest.approx(expected, abs=LOSS_TOLERANCE), where
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "sgd", "tied": True}, {"optimizer": "groups"}])
-def test_tied_frozen_and_grouped_parameters_change_their_layout(
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "sgd", "tied": True}, {"optimizer": "groups", "ema": True}], ids=str
+)
+def test_tied_frozen_grouped_and_averaged_parameters_change_their_layout(
     kit: Kit, options: dict[str, Any]
 ) -> None:
-    notes = launched(kit, (("fsdp", 4), ("fsdp", 3), ("plain", 1)), num_beyond=0, **options)
+    notes = launched(kit, (("ddp", 2), ("fsdp", 3), ("plain", 1)), num_beyond=0, **options)
     for before, after in itertools.pairwise(notes):
         assert after["state_found"] == before["state_saved"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from resumekit import Checkpointer
 from resumekit.capture import (
     ModelState,
     OptimizerState,
@@ -214,3 +216,45 @@ def test_gradients_of_sharded_parameters_are_refused_by_name() -> None:
     component = StateComponent("model", ModelState(sharded()), SharingPattern.SHARDED)
     with pytest.raises(ConfigurationError, match="parameters of model are sharded"):
         gradient_components([component], lambda: True)
+
+
+class Own:
+    """A component of a user's own: DTensors in a list in a dict."""
+
+    def __init__(self, value: float) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        self.parts = [distribute_tensor(torch.full((4,), value), mesh, [Shard(0)])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self.parts, "n": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for live, saved in zip(self.parts, state["parts"], strict=True):
+            live.copy_(saved)
+
+
+def test_a_component_of_ones_own_may_hold_dtensors(tmp_path: Path) -> None:
+    def component(own: Own) -> StateComponent:
+        return StateComponent("callbacks/own", own, SharingPattern.SHARDED)
+
+    with Checkpointer(tmp_path, components=[component(Own(1.0))]) as first:
+        first.resume()
+        first.save()
+    assert list(tmp_path.glob("step-*/callbacks/own/index.json"))
+    own = Own(2.0)
+    with Checkpointer(tmp_path, components=[component(own)]) as second:
+        assert second.resume().resumed
+    assert torch.equal(own.parts[0].to_local(), torch.ones(4))
+
+
+def test_a_save_before_the_first_step_leaves_the_optimizer_alone(tmp_path: Path) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    components = state_components(model=model, optimizer=optimizer)
+    with Checkpointer(tmp_path, components=components) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    assert not optimizer.state
+    with Checkpointer(tmp_path, components=components) as checkpointer:
+        assert checkpointer.resume().resumed
+    assert not optimizer.state
