@@ -14,7 +14,7 @@ from typing import Any
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
 from resumekit.distributed import World
 from resumekit.engine.report import tell
-from resumekit.engine.spreading import sharded_payloads
+from resumekit.engine.spreading import Spreader
 from resumekit.errors import DeclarationError, ResumekitError, SaveError
 from resumekit.payload import Payload
 from resumekit.payload.sharded import ShardedPayload
@@ -92,11 +92,12 @@ class Saver:
         self._components = components
         self._retention = retention
         self._layouts = world.gather(world.layout)
-        self._sharded = {
+        sharded = {
             each.key: (each.stateful, directory_of(each))
             for each in components
             if each.sharing_pattern is SharingPattern.SHARDED
         }
+        self._spreader = Spreader(world, sharded)
         self.parent: str | None = None
 
     def save(self, description: Description) -> StepName:
@@ -126,12 +127,12 @@ class Saver:
     def _payloads(self) -> Payloads:
         encoded: list[Payload] = []
         self._world.everywhere(lambda: encoded.extend(self._encode()))
-        return [*encoded, *sharded_payloads(self._world, self._sharded)]
+        return [*encoded, *self._spreader.payloads()]
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}
         for component in self._components:
-            if component.key in self._sharded:
+            if component.sharing_pattern is SharingPattern.SHARDED:
                 continue
             if self._world.rank in self._writers(component):
                 states = by_directory.setdefault(directory_of(component), {})

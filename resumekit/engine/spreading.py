@@ -21,40 +21,58 @@ from resumekit.payload.sharded import (
 from resumekit.storage import ComponentRecord, StepReader
 
 
-def sharded_payloads(
-    world: World, components: Mapping[str, tuple[Stateful, str]]
-) -> list[ShardedPayload]:
-    """What this rank is to write of the SHARDED components. Collective.
+class Spreader:
+    """Plans what each rank writes of the SHARDED components, and keeps the plan while it holds.
 
     Args:
         world: the ranks.
         components: the live object and the directory of each, by key.
-
-    Raises:
-        UnsupportedValueError: a value cannot be stored, or the ranks do not hold all of a tensor.
-        RankDisagreementError: the ranks' states are not parts of one state.
     """
-    if not components:
-        return []
-    local: dict[str, LocalState] = {}
-    proposed: dict[str, Proposal] = {}
 
-    def propose() -> None:
-        for key, (stateful, _) in components.items():
-            own = getattr(stateful, "first_rank_only", frozenset)
-            local[key] = encode_local(key, stateful.state_dict(), first_rank_only=own())
-            proposed[key] = Proposal.of(local[key], world.rank)
+    def __init__(self, world: World, components: Mapping[str, tuple[Stateful, str]]) -> None:
+        self._world = world
+        self._components = components
+        self._layouts: dict[str, Any] = {}  # of the state that the assignments are for
+        self._assigned: dict[str, Assignment] = {}
 
-    def plan(proposals: list[dict[str, Proposal]]) -> list[dict[str, Assignment]]:
-        plans = {key: assign(local[key], [each[key] for each in proposals]) for key in local}
-        return [{key: plans[key][rank] for key in plans} for rank in range(len(proposals))]
+    def payloads(self) -> list[ShardedPayload]:
+        """What this rank is to write. Collective.
 
-    world.everywhere(propose)
-    assigned = world.exchange(proposed, plan)
-    return [
-        ShardedPayload(directory, world.rank, local[key], assigned[key])
-        for key, (_, directory) in components.items()
-    ]
+        Raises:
+            UnsupportedValueError: a value cannot be stored, or the ranks do not hold all of a
+                tensor.
+            RankDisagreementError: the ranks' states are not parts of one state.
+        """
+        if not self._components:
+            return []
+        local: dict[str, LocalState] = {}
+        proposed: dict[str, Proposal] = {}
+        layouts: dict[str, Any] = {}
+
+        def encode() -> bool:
+            for key, (stateful, _) in self._components.items():
+                own = getattr(stateful, "first_rank_only", frozenset)
+                local[key] = encode_local(key, stateful.state_dict(), first_rank_only=own())
+                layouts[key] = local[key].layout
+            return layouts == self._layouts
+
+        def propose() -> None:
+            for key, state in local.items():
+                proposed[key] = Proposal.of(state, self._world.rank)
+
+        def plan(proposals: list[dict[str, Proposal]]) -> list[dict[str, Assignment]]:
+            plans = {key: assign(local[key], [each[key] for each in proposals]) for key in local}
+            return [{key: plans[key][rank] for key in plans} for rank in range(len(proposals))]
+
+        if not all(self._world.everywhere(encode)):
+            self._layouts = {}
+            self._world.everywhere(propose)
+            self._assigned = self._world.exchange(proposed, plan)
+            self._layouts = layouts
+        return [
+            ShardedPayload(directory, self._world.rank, local[key], self._assigned[key])
+            for key, (_, directory) in self._components.items()
+        ]
 
 
 def is_spread(record: ComponentRecord, live: StateComponent | None) -> bool:

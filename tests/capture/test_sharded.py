@@ -258,3 +258,30 @@ def test_a_save_before_the_first_step_leaves_the_optimizer_alone(tmp_path: Path)
     with Checkpointer(tmp_path, components=components) as checkpointer:
         assert checkpointer.resume().resumed
     assert not optimizer.state
+
+
+def test_moments_that_appear_between_two_saves_are_in_the_second(tmp_path: Path) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    components = state_components(model=model, optimizer=optimizer)
+    with Checkpointer(tmp_path, components=components) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+        for _ in range(2):  # the second time with the plan of the first
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.save()
+    other = sharded()
+    fresh = torch.optim.AdamW(other.parameters(), foreach=False)
+    with Checkpointer(
+        tmp_path, components=state_components(model=other, optimizer=fresh)
+    ) as checkpointer:
+        assert checkpointer.resume().resumed
+    for name, parameter in model.named_parameters():
+        twin = other.get_parameter(name)
+        assert torch.equal(twin.to_local(), parameter.to_local())
+        assert (parameter in optimizer.state) == (twin in fresh.state)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert torch.equal(_local(fresh.state[twin][key]), _local(value))
+            assert key != "step" or value == 2

@@ -37,6 +37,15 @@ class LocalState:
     ties: dict[str, str]
     first_rank_only: frozenset[str] = frozenset()
 
+    @property
+    def layout(self) -> Any:
+        """All that a plan depends on; the plan for an equal one is the same plan."""
+        tensors = {
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, _spreading(tensor))
+            for name, tensor in self.tensors.items()
+        }
+        return tensors, self.ties, self.first_rank_only
+
 
 def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
     """The state of one component as this rank holds it; nothing is copied.
@@ -62,6 +71,11 @@ def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ())
     )
 
 
+def _spreading(tensor: Any) -> Any:
+    """The mesh and the placements of a DTensor; None for a plain tensor."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
+
+
 class _LocalEncoder(Encoder):
     """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
 
@@ -82,8 +96,8 @@ class _LocalEncoder(Encoder):
         found = FoundTensor(local_part(value), place, name)
         self._found.append(found)  # where a tensor as a key is noticed
         if not found.shares_nothing:
-            placements = value.placements if is_sharded(value) else None  # type: ignore[attr-defined]
-            first = self._owners.setdefault((found.view, tuple(value.shape), placements), name)
+            view = (found.view, tuple(value.shape), _spreading(value))
+            first = self._owners.setdefault(view, name)
             if first != name:
                 self.ties[name] = first
                 return {"$tensor": first}
