@@ -16,8 +16,8 @@ from resumekit.payload.index import Index
 from resumekit.payload.layout import header
 from resumekit.payload.leaves import PLAIN_TYPES, dense_strides, retyped
 from resumekit.payload.payload import read_index, stem_of
+from resumekit.payload.sharded.fetch import Fetch, plan_fetches
 from resumekit.payload.sharded.index import Logical, ShardedIndex
-from resumekit.payload.sharded.plan import Fetch, plan_fetches
 from resumekit.payload.sharded.stretch import Stretch, read_stretches, stretches
 from resumekit.payload.sharded.write import INDEX_NAME
 from resumekit.sharding import Box, box_of, sharded_like
