@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.contract import WorldChange
 from resumekit.data import DistributedResumableSampler
+from resumekit.layout import WorldChange
 from resumekit.prove.records import CHECKPOINT, RESUMED, STEP, read_trace
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
 

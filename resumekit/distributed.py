@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from resumekit.contract import Layout
 from resumekit.errors import (
     ConfigurationError,
     RankDisagreementError,
@@ -25,6 +24,7 @@ from resumekit.errors import (
     RankLostError,
     ResumekitError,
 )
+from resumekit.layout import Layout
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -31,6 +31,7 @@ TEST_RUNNER = frozenset({"pytest"})
 ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/contract.py", frozenset()),
+    ("resumekit/layout.py", frozenset()),
     ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
     ("resumekit/storage/", frozenset({"xxhash"})),
     ("resumekit/cli", NUMERICS | TERMINAL),
@@ -45,7 +46,7 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
 IMPORTS_ADAPTERS = frozenset({"resumekit/demo_script.py"})
 
 # Rooms that must not import torch through a neighbour either.
-TORCH_FREE = ("resumekit.errors", "resumekit.contract", "resumekit.storage")
+TORCH_FREE = ("resumekit.errors", "resumekit.contract", "resumekit.layout", "resumekit.storage")
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})
 COMPUTED = "<computed>"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
-from resumekit.contract import WorldChange
+from resumekit.layout import WorldChange
 from resumekit.sharding import is_sharded
 
 # What the key of such a component ends in.

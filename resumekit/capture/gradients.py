@@ -13,8 +13,9 @@ from resumekit.capture.inplace import fits
 from resumekit.capture.mismatch import Mismatch, describe, refuse
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
-from resumekit.contract import SharingPattern, Slot, StateComponent, WorldChange
+from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.layout import WorldChange
 from resumekit.sharding import is_sharded
 
 _REMEDY = "Build the model as it was when the checkpoint was written"

@@ -19,8 +19,8 @@ from resumekit.capture.generator import (
 )
 from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
 from resumekit.capture.new_rank import states_of_new_rank
-from resumekit.contract import WorldChange
 from resumekit.errors import DeclarationError
+from resumekit.layout import WorldChange
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.contract import Fidelity, WorldChange
+from resumekit.contract import Fidelity
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.kinds import INNER, is_stateful_data_loader
@@ -21,6 +21,7 @@ from resumekit.data.stateful import StatefulMapSource, StatefulSource, keeps_its
 from resumekit.data.wrapped import WrappedSource
 from resumekit.data.zipped import Zipped
 from resumekit.errors import ConfigurationError
+from resumekit.layout import WorldChange
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped

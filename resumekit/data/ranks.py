@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from resumekit.capture.new_rank import states_of_new_rank
-from resumekit.contract import WorldChange
 from resumekit.data.elastic import RANKS
 from resumekit.errors import DataPositionError
+from resumekit.layout import WorldChange
 
 
 def resplit_places(

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.contract import WorldChange
 from resumekit.data import DataPosition, Feed, Source
+from resumekit.layout import WorldChange
 
 
 class RandomState:

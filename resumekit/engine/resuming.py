@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture.buffers import RANK_BUFFERS
-from resumekit.contract import SharingPattern, Slot, StateComponent, WorldChange
+from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.distributed import World, from_rank
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.report import Rejection, tell
@@ -26,6 +26,7 @@ from resumekit.errors import (
     ResumekitError,
     StateMismatchError,
 )
+from resumekit.layout import WorldChange
 from resumekit.payload import read_payload
 from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
 

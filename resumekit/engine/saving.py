@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent, writer_ranks
+from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent
 from resumekit.distributed import World
 from resumekit.engine.report import tell
 from resumekit.engine.spreading import Spreader
 from resumekit.errors import DeclarationError, ResumekitError, SaveError
+from resumekit.layout import writer_ranks
 from resumekit.payload import Payload
 from resumekit.payload.sharded import ShardedPayload
 from resumekit.storage import (

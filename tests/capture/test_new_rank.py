@@ -14,7 +14,7 @@ from torch import nn
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.capture.buffers import RankBuffers
 from resumekit.capture.new_rank import states_of_new_rank
-from resumekit.contract import WorldChange
+from resumekit.layout import WorldChange
 
 GENERATORS: dict[str, Any] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),

@@ -29,9 +29,9 @@ from torch.utils.data import (
 )
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.contract import WorldChange
 from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
 from resumekit.errors import DataPositionError
+from resumekit.layout import WorldChange
 
 ALLOWED = frozenset({"batch_size", "world_size"})
 
