@@ -132,6 +132,7 @@ class World:
         largest = torch.tensor(values)
         with _others_answer():
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
 
         def result() -> list[int]:
             with _others_answer():

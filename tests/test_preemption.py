@@ -174,3 +174,21 @@ def test_a_forked_child_ends_when_it_is_told_to() -> None:
     _, status = os.waitpid(child, 0)
     signals.restore()
     assert os.waitstatus_to_exitcode(status) == -TERM
+
+
+def test_a_handler_that_others_put_back_after_the_end_does_what_was_done_before() -> None:
+    over = LeaveSignals(["SIGINT"])
+    over.install()
+    put_back = signal.getsignal(signal.SIGINT)
+    over.restore()
+    signal.signal(signal.SIGINT, put_back)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not over.received
+
+    signal.signal(signal.SIGINT, put_back)
+    another = LeaveSignals(["SIGINT"])
+    assert another.install() == []
+    another.restore()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

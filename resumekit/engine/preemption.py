@@ -31,7 +31,8 @@ class LeaveSignals:
 
     def __init__(self, names: Collection[str]) -> None:
         self._numbers = [signal.Signals[name] for name in names]
-        self._former: dict[signal.Signals, Any] = {}
+        self._former: dict[int, Any] = {}
+        self._is_listening = False
         self.received = 0
 
     def install(self) -> list[str]:
@@ -43,6 +44,7 @@ class LeaveSignals:
         if threading.current_thread() is not threading.main_thread():
             return [number.name for number in self._numbers]  # only the main thread may
         left = []
+        self._is_listening = True
         for number in self._numbers:
             former = _former_handler(number)
             if former in _DEFAULTS:
@@ -55,23 +57,27 @@ class LeaveSignals:
 
     def restore(self) -> None:
         """Gives the signals back."""
+        self._is_listening = False
         is_main = threading.current_thread() is threading.main_thread()
         for number, former in self._former.items() if is_main else ():
             if signal.getsignal(number) == self._note:  # nobody else has taken it since
                 signal.signal(number, former)
-        self._former.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
+        if not self._is_listening:  # others have put this handler back after the run's end
+            signal.signal(number, self._former[number])
+            signal.raise_signal(number)
+        elif self.received and number == signal.SIGINT:
             signal.default_int_handler(number, frame)
-        self.received = self.received or number
+        else:
+            self.received = self.received or number
 
     def _let_go_in_child(self) -> None:
         """A forked child, such as a loader's worker, is no run: it ends when it is told to.
 
         The other signals are for its parent. They often reach the whole process group.
         """
-        for number in self._former:
+        for number in self._former if self._is_listening else ():
             is_end = number == signal.SIGTERM
             signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
 
