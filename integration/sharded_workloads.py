@@ -6,8 +6,11 @@ divides. It never looks at whether it was started before.
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +119,31 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def begin(layout: str) -> tuple[int, int]:
-    """Starts the process group that a layout needs; gives the rank and the number of ranks."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks > 1:
-        torch.distributed.init_process_group("gloo")
-    elif layout not in ("plain", "ddp"):
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    return int(os.environ.get("RANK", "0")), num_ranks
+def in_a_process_group(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, in a process group of all ranks if its layout needs one."""
+
+    @functools.wraps(function)
+    def run(directory: str, *, layout: str = "fsdp", **options: Any) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            torch.distributed.init_process_group("gloo")
+        elif layout not in ("plain", "ddp"):
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+        function(directory, layout=layout, **options)
+        if torch.distributed.is_initialized():
+            # torch 2.13: freeing a DDP module after its process group was seen to hang for ever.
+            gc.collect()
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+    return run
 
 
-def end() -> None:
-    """Ends the process group, all ranks together."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
+@in_a_process_group
 def train(
     directory: str,
     *,
-    layout: str = "fsdp",
+    layout: str,
     optimizer: str = "adamw",
     dropout: float = 0.0,
     tied: bool = False,
@@ -159,7 +165,7 @@ def train(
         epochs: to train.
         save_every: steps.
     """
-    _, num_ranks = begin(layout)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     bare = Classifier(tied=tied, dropout=dropout, batch_norm=batch_norm)
     model, num_shares, share = spread(bare, layout, num_ranks)
@@ -183,13 +189,13 @@ def train(
             follow(follower, model)
         checkpointer.step(loss=loss)
     checkpointer.close()
-    end()
 
 
+@in_a_process_group
 def take_over(
     directory: str,
     *,
-    layout: str = "fsdp",
+    layout: str,
     optimizer: str = "adamw",
     tied: bool = False,
     ema: bool = False,
@@ -210,7 +216,8 @@ def take_over(
         num_steps: to train before the save.
         num_beyond: to train after it.
     """
-    rank, num_ranks = begin(layout)
+    rank = int(os.environ.get("RANK", "0"))
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0 if num_ranks == 4 else 99)  # what the others begin with must not matter
     model, num_shares, share = spread(Classifier(tied=tied), layout, num_ranks)
     optim = make_optimizer(optimizer, model)
@@ -250,7 +257,6 @@ def take_over(
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
             file.write(json.dumps(notes) + "\n")
     checkpointer.close()
-    end()
 
 
 @torch.no_grad()
