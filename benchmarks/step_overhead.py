@@ -33,6 +33,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -92,6 +93,19 @@ def weighted(data: Any) -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * len(data), len(data))
 
 
+class Own(Sampler[int]):
+    """A sampler of the user's own, which may draw as it goes: that is watched."""
+
+    def __init__(self, data: Any) -> None:
+        self._length = len(data)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self._length).tolist()
+
+
 def make_torchdata(batch_size: int) -> Any:
     """The loader of torchdata."""
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -134,6 +148,7 @@ KINDS = {
     "DistributedSampler": kind(sampler=distributed, ranks=2),
     "WeightedRandomSampler": kind(sampler=weighted),
     "ResumableSampler": kind(sampler=ResumableSampler),
+    "a sampler of yours": kind(sampler=Own),
     TORCHDATA: Kind(make_torchdata, {}, "torchdata"),
     "a dict of two loaders": Kind(lambda size: {"a": make(size), "b": make(size)}, {}),
     "IterableDataset": Kind(make_stream, {}),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from resumekit.data.states import read_states, write_states
+from resumekit.data.states import StateReader, write_states
 
 # 5 KB for each batch and generator: enough for an epoch of 13,000 batches.
 MAX_BYTES = 64 * 1024 * 1024
@@ -30,6 +30,7 @@ class FetchTape:
 
     def __init__(self) -> None:
         self.overflowed = ""
+        self._reader = StateReader()
         self._records: dict[str, dict[int, bytes]] = {}
         self._reached: dict[str, bytes] = {}  # where drawing again would be now
         self._before: dict[str, bytes] = {}
@@ -44,15 +45,15 @@ class FetchTape:
         """The epoch's iterator was just made."""
         self.overflowed, self._num_bytes = "", 0
         self._records = {}
-        self._reached = read_states()
+        self._reached = self._reader.read()
 
     def before(self) -> None:
         """The next batch is about to be fetched."""
-        self._before = read_states()
+        self._before = self._reader.read()
 
     def after(self, number: int) -> None:
         """The batch of this number in the epoch was fetched."""
-        for name, state in read_states().items():
+        for name, state in self._reader.read().items():
             before = self._before.get(name)
             if state == before:
                 continue

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
 from resumekit.data.sampler import PaddingIndices
-from resumekit.data.states import read_states, write_states
+from resumekit.data.states import StateReader, write_states
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,6 @@ class WorkerRandomState:
     """The global generators of one worker process, as bytes: number by number they ship slowly."""
 
     states: dict[str, bytes]
-
-    @classmethod
-    def current(cls) -> WorkerRandomState:
-        """The state of this process."""
-        return cls(read_states(devices=False))
 
     def restore(self) -> None:
         """Sets this process's generators to the state."""
@@ -80,15 +75,19 @@ class TapingCollate:
         self.collate = collate
         self.num_padded = num_padded
         self._padding_seen = False
+        self._reader: StateReader | None = None  # in a worker; it is not to be pickled
 
     def __call__(self, samples: Any) -> Any:
         info = get_worker_info()
         if info is None:
             return self.collate(samples)
+        if self._reader is None:
+            self._reader = StateReader()
         if info.id < self.num_padded and not self._padding_seen:
             self._padding_seen = True
             return Padding()
-        return Taped(self.collate(samples), info.id, WorkerRandomState.current())
+        batch = self.collate(samples)
+        return Taped(batch, info.id, WorkerRandomState(self._reader.read(devices=False)))
 
 
 class TapingInit:
