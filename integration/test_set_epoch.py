@@ -247,7 +247,7 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         deepspeed.init_distributed("gloo")
     yield
     if launch is with_deepspeed:
-        torch.distributed.destroy_process_group()
+        deepspeed.comm.destroy_process_group()  # and the groups that deepspeed remembers
     if launch in (with_accelerate, with_accelerate_as_one_of_two, with_transformers):
         from accelerate.state import AcceleratorState, GradientState
 
