@@ -18,15 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import (
-    AttributeState,
-    one_or_named,
-    registered_components,
-    state_components,
-)
+from resumekit.capture import AttributeState, one_or_named, registered_components
 from resumekit.contract import Slot, StateComponent
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require, require_replicated
+from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.requirements import require
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +76,7 @@ class Checkpointer(_Checkpointer):
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
-        ConfigurationError: nothing was prepared, or the model is sharded over the ranks.
+        ConfigurationError: nothing was prepared, or in a way that cannot be resumed yet.
     """
 
     def __init__(
@@ -116,7 +112,6 @@ def _check(accelerator: Accelerator) -> None:
             found="no model was prepared",
             remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
         )
-    require_replicated(accelerator)
 
 
 def _components(
@@ -138,14 +133,12 @@ def _components(
             schedulers.append(each)
         else:
             others.append(each)
-    components = state_components(
+    components = accelerator_components(
+        accelerator,
         model=one_or_named(accelerator._models),
         optimizer=one_or_named(optimizers),
         lr_scheduler=one_or_named(schedulers),
-        grad_scaler=accelerator.scaler,
         ema=ema,
-        adopt=True,
-        num_ranks=accelerator.num_processes,
     )
     # accelerate 1.15 accelerator.py accumulate: its windows end where this counter says.
     window = AttributeState(accelerator, ["step"], key=_WINDOW)

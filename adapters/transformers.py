@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
-from resumekit.capture import AttributeState, by_class_and_ordinal, state_components
+from resumekit.capture import AttributeState, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require, require_replicated
+from resumekit.frameworks.accelerate import accelerator_components, require_supported
+from resumekit.requirements import require
 
 require("transformers")
 
@@ -100,7 +101,7 @@ class ResumeCallback(TrainerCallback):
         ``_init_training_state`` says which epoch comes first, before any event; ``_run_epoch``
         skips what was used of it, and returns when the evaluation at its end is done.
         """
-        require_replicated(trainer.accelerator)
+        require_supported(trainer.accelerator)
         for setting in ("ignore_data_skip", "auto_find_batch_size"):
             if getattr(trainer.args, setting):
                 raise ConfigurationError(
@@ -198,15 +199,13 @@ class _TrainerState(AttributeState):
 
 def _components(trainer: Any, *, ema: Any) -> tuple[StateComponent, ...]:
     """All that the Trainer holds, and the attributes that other callbacks export."""
-    components = state_components(
+    components = accelerator_components(
+        trainer.accelerator,
         model=trainer.model,
         # accelerate 1.15 optimizer.py wraps: the state is that of the object inside.
         optimizer=trainer.optimizer.optimizer,
         lr_scheduler=trainer.lr_scheduler,
-        grad_scaler=trainer.accelerator.scaler,
         ema=ema,
-        adopt=True,
-        num_ranks=trainer.accelerator.num_processes,
     )
     callbacks = trainer.callback_handler.callbacks
     exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
