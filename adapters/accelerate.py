@@ -11,17 +11,18 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import AttributeState, one_or_named, registered_components
-from resumekit.contract import Slot, StateComponent
+from resumekit.capture import one_or_named, registered_components
+from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.frameworks.accelerate_states import AcceleratorCounts, StatesBeside
 from resumekit.requirements import require
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 require("accelerate")
-
-
-_WINDOW = f"{Slot.CALLBACKS.value}/accelerator"
 
 
 class Accelerator(Protocol):
@@ -100,6 +98,31 @@ class Checkpointer(_Checkpointer):
             **options,
         )
 
+        self._states = StatesBeside(
+            accelerator, save=self._save_state, resume_up_to=self._resume_up_to
+        )
+
+    def close(self) -> None:
+        """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
+        super().close()
+        self._states.detach()
+
+    def _save_state(self) -> dict[str, Any] | None:
+        """In ``accelerator.save_state``: this step is saved when all of its code has run."""
+        if self._loop is None:
+            return None
+        self.save()
+        is_counted = self._stepped or self.finished is not None
+        step = self.progress.step if is_counted else self.progress.step + 1
+        return {"run_id": self._run.run_id, "step": step}
+
+    def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
+        """In ``accelerator.load_state``: whether the run goes on from a checkpoint."""
+        if self._run.has_resumed or not self._run.find(up_to=step_of):
+            return False
+        self.resume()
+        return True
+
     def _at_step_boundary(self) -> bool:
         """Inside an accumulation window there is none."""
         return self._accelerator.sync_gradients
@@ -140,6 +163,5 @@ def _components(
         lr_scheduler=one_or_named(schedulers),
         ema=ema,
     )
-    # accelerate 1.15 accelerator.py accumulate: its windows end where this counter says.
-    window = AttributeState(accelerator, ["step"], key=_WINDOW)
-    return (*components, StateComponent(_WINDOW, window), *registered_components(others))
+    counts = AcceleratorCounts(accelerator)
+    return (*components, StateComponent(counts.key, counts), *registered_components(others))
