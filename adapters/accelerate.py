@@ -11,14 +11,17 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import one_or_named, registered_components
+from resumekit.capture import by_class_and_ordinal, one_or_named, registered_components
+from resumekit.capture.overlooked import overlooked
 from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import accelerator_components
@@ -68,6 +71,7 @@ class Checkpointer(_Checkpointer):
     Args:
         accelerator: the ``accelerate.Accelerator``.
         directory: the run directory.
+        lr_scheduler: schedulers that were neither prepared nor registered: one, or a dict of them.
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
@@ -82,6 +86,7 @@ class Checkpointer(_Checkpointer):
         accelerator: Accelerator,
         directory: str | Path,
         *,
+        lr_scheduler: Any = None,
         ema: Any = None,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
@@ -89,15 +94,14 @@ class Checkpointer(_Checkpointer):
     ) -> None:
         _check(accelerator)
         self._accelerator = accelerator
-        named = [*(ema.values() if isinstance(ema, Mapping) else [ema]), *(extras or {}).values()]
+        extras = {} if extras is None else extras
+        components = _components(accelerator, lr_scheduler=lr_scheduler, ema=ema, extras=extras)
         super().__init__(
-            directory,
-            components=_components(accelerator, ema=ema, named=named),
-            extras=extras,
-            generators=generators,
-            **options,
+            directory, components=components, extras=extras, generators=generators, **options
         )
-
+        held = [*accelerator._custom_objects, *_prepared(accelerator), *extras.values()]
+        given = [*_values(lr_scheduler), *_values(ema)]
+        self._run.account.overlooked = overlooked(_variables(sys._getframe(1)), [*held, *given])
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to
         )
@@ -138,14 +142,15 @@ def _check(accelerator: Accelerator) -> None:
 
 
 def _components(
-    accelerator: Accelerator, *, ema: Any, named: Iterable[Any]
+    accelerator: Accelerator, *, lr_scheduler: Any, ema: Any, extras: Mapping[str, Any]
 ) -> tuple[StateComponent, ...]:
     """All that the accelerator holds; what the user gave by name is not taken twice."""
-    prepared = [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers]
     # accelerate 1.15 optimizer.py and scheduler.py wrap: the state is that of the object inside.
     optimizers = [each.optimizer for each in accelerator._optimizers]
     schedulers = [each.scheduler for each in accelerator._schedulers]
-    taken = {id(each) for each in (*named, *prepared, *optimizers, *schedulers)}
+    taken = {id(each) for each in (*_prepared(accelerator), *_values(ema), *extras.values())}
+    named = {name: each for name, each in _by_name(lr_scheduler).items() if id(each) not in taken}
+    taken.update(map(id, named.values()))
     others: list[Any] = []
     for each in accelerator._custom_objects:
         if id(each) in taken:
@@ -156,12 +161,37 @@ def _components(
             schedulers.append(each)
         else:
             others.append(each)
+    if not isinstance(lr_scheduler, Mapping):
+        schedulers, named = [*schedulers, *named.values()], {}
     components = accelerator_components(
         accelerator,
         model=one_or_named(accelerator._models),
         optimizer=one_or_named(optimizers),
-        lr_scheduler=one_or_named(schedulers),
+        lr_scheduler={**by_class_and_ordinal(schedulers), **named}
+        if named
+        else one_or_named(schedulers),
         ema=ema,
     )
     counts = AcceleratorCounts(accelerator)
     return (*components, StateComponent(counts.key, counts), *registered_components(others))
+
+
+def _prepared(accelerator: Accelerator) -> list[Any]:
+    """What was prepared, and what is inside Accelerate's wrappers."""
+    wrapped = [*accelerator._optimizers, *accelerator._schedulers]
+    inside = [getattr(each, "scheduler", None) or each.optimizer for each in wrapped]
+    return [*accelerator._models, *wrapped, *inside]
+
+
+def _by_name(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else {} if given is None else {"": given}
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Of the function that makes the Checkpointer, and of the object whose method it is."""
+    own = frame.f_locals
+    return {**getattr(own.get("self"), "__dict__", {}), **own}
+
+
+def _values(given: Any) -> Iterable[Any]:
+    return _by_name(given).values()

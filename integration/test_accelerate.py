@@ -23,7 +23,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from resumekit.adapters.accelerate import Checkpointer
-from resumekit.errors import ConfigurationError, InexactError
+from resumekit.errors import ConfigurationError, InexactError, StateMismatchError
 from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
 
@@ -151,6 +151,58 @@ def test_what_was_given_by_name_or_prepared_is_not_taken_twice(
         "ema",
         "callbacks/accelerator",
     ]
+
+
+class EMAModel(Counting):
+    """Averaged weights, by its name."""
+
+
+def test_a_schedule_or_an_average_that_nobody_gave_is_named_in_the_report(
+    accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    warmup, rest = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], [1])
+    given, forgotten = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
+    follower, average = EMAModel(1), torch.optim.swa_utils.AveragedModel(model)
+    model, optimizer, loader, prepared = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.rand(4, 2))), both
+    )
+    assert prepared.scheduler is both
+    assert all(each.state_dict() for each in (forgotten, follower, average))
+    options = {"lr_scheduler": {"second": given}}
+    with Checkpointer(accelerator, tmp_path / "told", **options) as checkpointer:
+        next(checkpointer.batches(loader, epochs=1))
+    told = capsys.readouterr().err
+    lost = [part.partition(" (")[0] for part in told.split("; ") if ": lost" in part]
+    assert lost == ["lr_scheduler/forgotten: lost", "ema/follower: lost", "ema/average: lost"]
+    assert "lr_scheduler/second: exact" in told
+    assert "a StepLR that was not given" in told
+    assert "pass lr_scheduler=forgotten" in told
+    with (
+        Checkpointer(accelerator, tmp_path / "strict", strict=True) as checkpointer,
+        pytest.raises(InexactError, match="ema/follower"),
+    ):
+        next(checkpointer.batches(loader, epochs=1))
+
+
+def test_a_registered_object_too_few_or_too_many_is_refused_by_name(tmp_path: Path) -> None:
+    def run(*objects: Counting, **options: Any) -> None:
+        accelerator = fresh_accelerator()
+        accelerator.prepare(nn.Linear(2, 2))
+        accelerator.register_for_checkpointing(*objects)
+        with Checkpointer(accelerator, tmp_path, **options) as checkpointer:
+            if not checkpointer.resume().resumed:
+                checkpointer.save()
+
+    run(Counting(1), Weighing(2))
+    with pytest.raises(StateMismatchError, match=r"callbacks/Weighing-0: .*this run has none"):
+        run(Counting(1))
+    with pytest.raises(StateMismatchError, match=r"has no callbacks/Counting-1"):
+        run(Counting(1), Counting(1), Weighing(2))
+    run(Counting(1), exclude={"callbacks/Weighing-0"})
+    _forget()
 
 
 def test_objects_registered_in_another_order_come_back_by_class(tmp_path: Path) -> None:
