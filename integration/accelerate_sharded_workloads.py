@@ -71,6 +71,7 @@ def train(
     accumulate: int = 1,
     augment: bool = False,
     average: bool = False,
+    mark: bool = True,
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
@@ -102,6 +103,7 @@ def train(
             optimizer.zero_grad()
         if averaged is not None and accelerator.sync_gradients:
             averaged.update(model)
-        checkpointer.step(loss=loss, tokens=images.numel())
+        if mark:
+            checkpointer.step(loss=loss, tokens=images.numel())
     checkpointer.close()
     destroy_process_group()
