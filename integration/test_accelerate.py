@@ -338,10 +338,10 @@ class Launch:
 
 
 def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
-    stock = Launch("stock_accelerate.py", tmp_path / "unused")
-    assert len(stock.epochs) == 2, stock.told
+    plain = Launch("plain_accelerate.py", tmp_path / "unused")
+    assert len(plain.epochs) == 2, plain.told
     started = Launch("train_accelerate.py", tmp_path / "undisturbed")
-    assert started.epochs == stock.epochs, started.told
+    assert started.epochs == plain.epochs, started.told
 
     directory = tmp_path / "killed"
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
@@ -349,45 +349,25 @@ def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> N
     assert killed.status == -signal.SIGKILL, killed.told
     continued = Launch("train_accelerate.py", directory)
     assert "resuming at step 40" in continued.told
-    assert continued.epochs == stock.epochs[1:]
+    assert continued.epochs == plain.epochs[1:]
 
     finished = Launch("train_accelerate.py", directory)
     assert "nothing to do" in finished.told
     assert (finished.status, finished.epochs) == (0, [])
 
 
-def test_the_script_differs_from_its_stock_twin_by_the_adapters_lines_alone() -> None:
-    stock, ours = (
+def test_the_script_differs_from_its_plain_twin_by_three_lines_and_their_import() -> None:
+    plain, ours = (
         (SCRIPTS / name).read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
-        for name in ("stock_accelerate.py", "train_accelerate.py")
+        for name in ("plain_accelerate.py", "train_accelerate.py")
     )
-    assert [line.strip() for line in ours if line and line not in stock] == [
+    assert [line.strip() for line in ours if line and line not in plain] == [
         "from resumekit.adapters.accelerate import Checkpointer",
-        "checkpointer = Checkpointer(",
-        "accelerator, arguments.directory, ema=ema, save_every=arguments.save_every",
+        "checkpointer = Checkpointer(accelerator, arguments.directory, ema=ema, save_every=10)",
         "for epoch in checkpointer.epochs(arguments.epochs):",
         "for inputs, targets in checkpointer.batches(loader):",
-        "checkpointer.step(loss=loss)",
     ]
-    assert [line.strip() for line in stock if line and line not in ours] == [
-        "from pathlib import Path",
-        "import resumekit",
-        "accelerator.register_for_checkpointing(ema)",
-        "folder = Path(arguments.directory)",
-        'step = max((int(path.name.removeprefix("step_")) for path in folder.glob("step_*")), '
-        "default=0)",
-        "if step:",
-        'accelerator.load_state(str(folder / f"step_{step}"))',
-        "first_epoch, num_used = divmod(step, len(loader))",
-        "for epoch in range(first_epoch, arguments.epochs):",
-        "batches = loader",
-        "if epoch == first_epoch and num_used:",
-        "batches = accelerator.skip_first_batches(loader, num_used)",
-        "for inputs, targets in batches:",
-        "step += 1",
-        "resumekit.trace(",
-        "step, samples=inputs, loss=loss, model=model, optimizer=optimizer, ema=ema",
-        ")",
-        "if step % arguments.save_every == 0:",
-        'accelerator.save_state(str(folder / f"step_{step}"))',
+    assert [line.strip() for line in plain if line and line not in ours] == [
+        "for epoch in range(arguments.epochs):",
+        "for inputs, targets in loader:",
     ]

@@ -1,4 +1,4 @@
-"""Handwritten digits with Accelerate: ``stock_accelerate.py`` with the Checkpointer's lines."""
+"""Handwritten digits with Accelerate: ``plain_accelerate.py`` with three lines of a Checkpointer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", default="runs/digits")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--save-every", type=int, default=10)
     arguments = parser.parse_args()
 
     set_seed(0)
@@ -41,9 +40,7 @@ def main() -> None:
         multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99),
     )
 
-    checkpointer = Checkpointer(
-        accelerator, arguments.directory, ema=ema, save_every=arguments.save_every
-    )
+    checkpointer = Checkpointer(accelerator, arguments.directory, ema=ema, save_every=10)
     for epoch in checkpointer.epochs(arguments.epochs):
         for inputs, targets in checkpointer.batches(loader):
             loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -52,7 +49,6 @@ def main() -> None:
             lr_scheduler.step()
             optimizer.zero_grad()
             ema.update_parameters(accelerator.unwrap_model(model))
-            checkpointer.step(loss=loss)
         outputs = ema.eval()(images.to(accelerator.device)).cpu()
         accuracy = (outputs.argmax(1) == labels).float().mean().item()
         accelerator.print(f"epoch {epoch}: accuracy {accuracy:.3f}, last loss {loss.item()}")
