@@ -16,6 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", default="runs/digits")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=10)
     arguments = parser.parse_args()
 
     set_seed(0)

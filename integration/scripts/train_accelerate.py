@@ -1,4 +1,4 @@
-"""Handwritten digits with Accelerate: ``plain_accelerate.py`` with three lines of a Checkpointer."""
+"""Handwritten digits with Accelerate: its plain twin and three lines of a Checkpointer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", default="runs/digits")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=10)
     arguments = parser.parse_args()
 
     set_seed(0)
@@ -40,9 +41,9 @@ def main() -> None:
         multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99),
     )
 
-    checkpointer = Checkpointer(accelerator, arguments.directory, ema=ema, save_every=10)
-    for epoch in checkpointer.epochs(arguments.epochs):
-        for inputs, targets in checkpointer.batches(loader):
+    ckpt = Checkpointer(accelerator, arguments.directory, ema=ema, save_every=arguments.save_every)
+    for epoch in ckpt.epochs(arguments.epochs):
+        for inputs, targets in ckpt.batches(loader):
             loss = nn.functional.cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()
