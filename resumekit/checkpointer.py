@@ -41,6 +41,8 @@ class Checkpointer(LoopHost):
         extras: a live dict of your own values. Plain values are replaced under their key, objects
             with ``state_dict`` are loaded in place.
         generators: private random generators by name (torch, NumPy or ``random.Random``).
+        groups: process groups by the names that components may call them by, see
+            ``StateComponent``.
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
@@ -55,6 +57,7 @@ class Checkpointer(LoopHost):
         components: Components,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
+        groups: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
         run = Run(
@@ -63,6 +66,7 @@ class Checkpointer(LoopHost):
             Options.from_keywords(options),
             extras={} if extras is None else extras,
             generators={} if generators is None else generators,
+            groups={} if groups is None else groups,
         )
         super().__init__(run)
         _close_at_exit(self)

@@ -13,8 +13,14 @@ import xxhash
 
 from resumekit.contract import SharingPattern, StateComponent, Validation
 from resumekit.distributed import World, who_said
+from resumekit.engine.membership import Membership
 from resumekit.errors import RankDisagreementError
 from resumekit.payload import leaf_digests
+
+# One state on all ranks, or on all ranks of a group.
+_REPLICATED = frozenset(
+    {SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE}
+)
 
 
 class Replicas:
@@ -23,18 +29,23 @@ class Replicas:
     Args:
         world: the ranks.
         components: of the run.
+        membership: which ranks hold one state of each of them.
         level: for all of them; a component may ask for more, or for none.
     """
 
     def __init__(
-        self, world: World, components: Sequence[StateComponent], level: Validation
+        self,
+        world: World,
+        components: Sequence[StateComponent],
+        membership: Membership,
+        level: Validation,
     ) -> None:
         self._world = world
+        self._membership = membership
         compared = [
             each
             for each in components
-            if each.sharing_pattern is SharingPattern.REPLICATED
-            and Validation.OFF not in (each.validate, level)
+            if each.sharing_pattern in _REPLICATED and Validation.OFF not in (each.validate, level)
         ]
         self._at_save = compared if world.world_size > 1 else []
         self._after_resume = [
@@ -67,8 +78,13 @@ class Replicas:
 
         every = self._world.everywhere(digest)
         for key in leaves:
-            if len({each[key] for each in every}) > 1:
-                _refuse(key, self._world.gather(leaves[key]))
+            drifted = [
+                group
+                for group in self._membership.groups(key)
+                if len({every[rank][key] for rank in group}) > 1
+            ]
+            if drifted:
+                _refuse(key, drifted[0], self._world.gather(leaves[key]))
 
 
 def _replicated_state(stateful: Any) -> Any:
@@ -80,14 +96,16 @@ def _combined(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8"))
 
 
-def _refuse(key: str, every: Sequence[Mapping[str, Any]]) -> None:
-    names = dict.fromkeys(name for each in every for name in each)  # in the order of the state
+def _refuse(key: str, ranks: Sequence[int], every: Sequence[Mapping[str, Any]]) -> None:
+    """Names the first leaf that the ranks of a group do not have in common."""
+    names = dict.fromkeys(name for rank in ranks for name in every[rank])  # in the state's order
     for name in names:
-        said = [each.get(name, "nothing")[:12] for each in every]
-        if len(set(said)) > 1:
+        said = {rank: every[rank].get(name, "nothing")[:12] for rank in ranks}
+        if len(set(said.values())) > 1:
             raise RankDisagreementError(
                 f"{key}: {name}",
                 found=f"replicated, and not alike ({who_said(said)})",
-                expected="the same on all ranks",
+                expected="the same on all ranks"
+                + (" of a group" if len(ranks) < len(every) else ""),
                 remedy="Synchronise it, or declare the component per_rank",
             )

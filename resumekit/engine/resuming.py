@@ -6,13 +6,14 @@ the next one is tried. Nothing live changes before every check has passed on eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture.buffers import RANK_BUFFERS
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.distributed import World, from_rank
+from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.report import Rejection, tell
 from resumekit.engine.spreading import is_spread, read_spread
@@ -26,12 +27,15 @@ from resumekit.errors import (
     ResumekitError,
     StateMismatchError,
 )
-from resumekit.layout import WorldChange
+from resumekit.layout import Groups, WorldChange
 from resumekit.payload import read_payload
 from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; it is told.
 _MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})
+
+# One state for the job.
+_OF_THE_JOB = frozenset({SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.value})
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class Found:
         name: its directory's name.
         reader: the open step directory.
         states: the states this rank needs, by component key.
-        former: of components of which each rank has its own, the states of former ranks by rank,
-            where the number of ranks has changed; ``resplit`` makes this rank's states of them.
+        former: of components of which each rank or group has its own, the states of former ones by
+            number, where it is not plain which one this rank takes; ``resplit`` makes its states
+            of them.
+        left: of components in stages, the names of the tensors that this rank does not hold.
         rejected: newer checkpoints that were passed over.
     """
 
@@ -51,12 +57,19 @@ class Found:
     reader: StepReader
     states: dict[str, Any]
     former: dict[str, dict[int, Any]]
-    rejected: tuple[Rejection, ...]
+    left: dict[str, frozenset[str]]
+    rejected: tuple[Rejection, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
         """The checkpoint's inventory."""
         return self.reader.manifest
+
+    def leave(self, keys: Iterable[str]) -> None:
+        """Forgets the states of some components."""
+        for key in keys:
+            self.states.pop(key, None)
+            self.former.pop(key, None)
 
 
 class Finder:
@@ -66,6 +79,7 @@ class Finder:
         left_out: component keys or slots that are not read.
         components: of this run, as far as they are known yet; of state that is spread over the
             ranks they say which part this rank needs.
+        membership: of those components.
     """
 
     def __init__(
@@ -75,12 +89,14 @@ class Finder:
         options: Options,
         left_out: frozenset[str],
         components: Sequence[StateComponent] = (),
+        membership: Membership | None = None,
     ) -> None:
         self._world = world
         self._store = store
         self._options = options
         self._left_out = left_out
         self._live = {component.key: component for component in components}
+        self._membership = membership or Membership(world.rank, {})
 
     def find(self) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
@@ -144,7 +160,7 @@ class Finder:
         error: ResumekitError | None = None
         try:
             reader = self._store.open_step(name)
-            found = Found(name, reader, *self._states(reader), ())
+            found = self._states(name, reader)
         except ResumekitError as problem:
             error = problem
         errors = self._world.gather(error)
@@ -168,37 +184,46 @@ class Finder:
         except DirectoryError as trouble:  # an older checkpoint may be good all the same
             return f"{error} It stays where it is: {trouble}"
 
-    def _states(self, reader: StepReader) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
+    def _states(self, name: StepName, reader: StepReader) -> Found:
+        found = Found(name, reader, {}, {}, {})
         wanted: dict[tuple[str, int], list[str]] = {}
-        former: dict[str, dict[int, Any]] = {}
-        states: dict[str, Any] = {}
+        numbers: dict[tuple[str, int], int] = {}  # of the former rank or group that wrote
         for record in reader.manifest.components:
             if names_component(self._left_out, record.key):
                 continue
             live = self._live.get(record.key)
             if is_spread(record, live):
-                states[record.key] = read_spread(reader, record, live)
+                in_stages = record.key in self._membership and self._membership.is_in_stages(live)
+                state, left = read_spread(reader, record, live, in_stages=in_stages)
+                found.states[record.key], found.left[record.key] = state, left
                 continue
-            ranks = self._source_ranks(record, reader.manifest)
-            if ranks is None:
-                former[record.key] = {}
-                ranks = self._change(reader.manifest).readable
-            for rank in ranks:
-                wanted.setdefault((record.directory, rank), []).append(record.key)
-        for (directory, rank), keys in wanted.items():
-            for key, state in read_payload(reader, directory, rank, keys).items():
-                if key in former:
-                    former[key][rank] = state
+            own = self._own_number(record, reader.manifest)
+            if own is None:
+                found.former[record.key] = {}
+            for number in self._needed(record, reader.manifest) if own is None else (own,):
+                numbers[record.key, record.writers[number]] = number
+                wanted.setdefault((record.directory, record.writers[number]), []).append(record.key)
+        for (directory, writer), keys in wanted.items():
+            for key, state in read_payload(reader, directory, writer, keys).items():
+                if key in found.former:
+                    found.former[key][numbers[key, writer]] = state
                 else:
-                    states[key] = state
-        return states, former
+                    found.states[key] = state
+        return found
 
-    def _source_ranks(self, record: ComponentRecord, manifest: Manifest) -> tuple[int, ...] | None:
-        """Who wrote what this rank needs; None where it takes several of another job's ranks."""
-        if record.pattern != SharingPattern.PER_RANK.value:
-            return record.writers[:1]
+    def _own_number(self, record: ComponentRecord, manifest: Manifest) -> int | None:
+        """Which of the writers this rank takes its state from; None where that is not plain yet."""
+        if record.pattern in _OF_THE_JOB:
+            return 0
+        if record.pattern == SharingPattern.PER_RANK.value:
+            return self._world.rank if self._is_same_world(record, manifest) else None
+        if record.key not in self._membership:
+            return None
+        return own_group(record, manifest, self._membership, self._world)
+
+    def _is_same_world(self, record: ComponentRecord, manifest: Manifest) -> bool:
         if manifest.world_size == self._world.world_size:
-            return (self._world.rank,)
+            return True
         if "world_size" not in self._options.allow_changes:
             raise StateMismatchError(
                 record.key,
@@ -207,7 +232,13 @@ class Finder:
                 remedy=f"Launch with {manifest.world_size} ranks, or pass "
                 "allow_changes={'world_size'}",
             )
-        return None
+        return False
+
+    def _needed(self, record: ComponentRecord, manifest: Manifest) -> tuple[int, ...]:
+        """The writers whose states may become this rank's state."""
+        if record.pattern == SharingPattern.PER_RANK.value:
+            return self._change(manifest).readable
+        return tuple(range(len(record.writers)))
 
     def _change(self, manifest: Manifest) -> WorldChange:
         return WorldChange(self._world.rank, self._world.world_size, manifest.world_size)
@@ -217,42 +248,101 @@ class Finder:
             tell(message)
 
 
-def resplit(found: Found, components: Sequence[StateComponent], world: World) -> tuple[str, ...]:
+def own_group(
+    record: ComponentRecord, manifest: Manifest, membership: Membership, world: World
+) -> int | None:
+    """The number of the group whose state this rank takes; None where their number has changed.
+
+    Raises:
+        StateMismatchError: as many ranks form other groups than in the checkpoint.
+    """
+    groups = membership.groups(record.key)
+    if manifest.world_size == world.world_size and groups != record.groups:
+        raise StateMismatchError(
+            record.key,
+            found=f"the groups of ranks {_listed(groups)}",
+            expected=f"{_listed(record.groups)}, as in the checkpoint",
+            remedy="Form the groups as when it was saved",
+        )
+    return membership.ordinal(record.key) if len(groups) == len(record.groups) else None
+
+
+def _listed(groups: Groups) -> str:
+    return ", ".join(str(list(group)) for group in groups)
+
+
+def resplit(
+    found: Found, components: Sequence[StateComponent], membership: Membership, world: World
+) -> tuple[str, ...]:
     """Makes this rank's states of those of the former ranks; gives the remarks of all. Collective.
 
     Raises:
         StateMismatchError: the number of ranks has changed, and a component cannot follow.
         DataPositionError: the former ranks were not at one place in the data.
     """
-    change = WorldChange(world.rank, world.world_size, found.manifest.world_size)
-    if change.world_size == change.former_world_size:
-        return ()
+    manifest = found.manifest
+    records = {record.key: record for record in manifest.components}
+    change = WorldChange(world.rank, world.world_size, manifest.world_size)
 
     def of_this_rank() -> tuple[str, ...]:
         remarks: list[str] = []
         for component in components:
-            if component.key in found.former:
-                state, own = _resplit(component, found.former[component.key], change)
-                found.states[component.key] = state
-                remarks.extend(own)
+            key = component.key
+            if key not in found.former:
+                continue
+            former, of_groups = found.former[key], change
+            if records[key].pattern != SharingPattern.PER_RANK.value:
+                number = own_group(records[key], manifest, membership, world)
+                if number is not None:
+                    found.states[key] = former[number]
+                    continue
+                num_groups = len(membership.groups(key))
+                of_groups = WorldChange(membership.ordinal(key), num_groups, len(former))
+            noun = "ranks" if of_groups is change else "groups of ranks"
+            found.states[key], own = _resplit(component, former, of_groups, noun)
+            remarks.extend(own)
         return tuple(remarks)
 
-    words = f"number of ranks was {change.former_world_size}, now {change.world_size}"
-    return (words, *(remark for own in world.everywhere(of_this_rank) for remark in own))
+    if not any(world.gather(bool(found.former))):
+        return ()
+    remarks = [remark for own in world.everywhere(of_this_rank) for remark in own]
+    if change.world_size != change.former_world_size:
+        words = f"number of ranks was {change.former_world_size}, now {change.world_size}"
+        remarks.insert(0, words)
+    return tuple(remarks)
+
+
+def require_taken(found: Found, world: World) -> None:
+    """Returns when every saved tensor of a component in stages has a stage that holds it here.
+
+    Raises:
+        StateMismatchError: on every rank; it names the first tensor that nobody holds.
+    """
+    every = world.gather(found.left)
+    for key, left in found.left.items():
+        nobody = sorted(left.intersection(*(each.get(key, frozenset()) for each in every)))
+        if nobody:
+            more = f" (and {len(nobody) - 1} more)" if len(nobody) > 1 else ""
+            raise StateMismatchError(
+                f"{key}: {nobody[0]}",
+                found=f"in the checkpoint{more}",
+                expected="a stage that holds it",
+                remedy="Build the stages of the whole model",
+            )
 
 
 def _resplit(
-    component: StateComponent, former: Mapping[int, Any], change: WorldChange
+    component: StateComponent, former: Mapping[int, Any], change: WorldChange, noun: str
 ) -> tuple[Any, tuple[str, ...]]:
     method = getattr(component.stateful, "resplit_state_dict", None)
     if method is None:
         raise StateMismatchError(
             component.key,
-            found=f"a state of its own on each of {change.former_world_size} ranks, for a job of "
-            f"{change.world_size}",
+            found=f"a state of its own on each of {change.former_world_size} {noun}, for "
+            f"{change.world_size} of them",
             expected="a method resplit_state_dict, which makes of them the state of another rank",
-            remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch with "
-            f"{change.former_world_size} ranks",
+            remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
+            "it was",
         )
     state, remarks = method(former, change)
     return state, tuple(remarks)
@@ -262,6 +352,7 @@ def check_fit(
     manifest: Manifest,
     components: Sequence[StateComponent],
     options: Options,
+    membership: Membership,
     *,
     world_size: int,
 ) -> tuple[str, ...]:
@@ -271,12 +362,14 @@ def check_fit(
         manifest: the checkpoint's.
         components: of this run.
         options: of this run.
+        membership: of the components.
         world_size: the ranks of this run.
 
     Raises:
         StateMismatchError: a component on one side only, and nothing allows it.
     """
-    saved = {record.key for record in manifest.components}
+    regrouped = regrouped_buffers(manifest, components, membership)
+    saved = {record.key for record in manifest.components} - regrouped
     live = {component.key for component in components}
     checkpoint = str(StepName(manifest.step, manifest.revision))
     fresh: list[str] = []
@@ -285,6 +378,7 @@ def check_fit(
         if key in saved or names_component(options.exclude, key):
             continue
         allowed = names_component(options.allow_missing, key)
+        allowed = allowed or key in regrouped
         allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
         if not (allowed or component.slot in _MAY_START_FRESH or not component.required):
             raise StateMismatchError(
@@ -304,6 +398,21 @@ def check_fit(
                 remedy=f"Give it to the Checkpointer, or pass exclude={{{key!r}}} to leave it out",
             )
     return tuple(fresh)
+
+
+def regrouped_buffers(
+    manifest: Manifest, components: Sequence[StateComponent], membership: Membership
+) -> frozenset[str]:
+    """The keys of each rank's own buffers of modules that other groups of ranks hold here.
+
+    No rank can take them over: they start from the buffers that were saved with the module.
+    """
+    then = {record.key: record.groups for record in manifest.components}
+    return frozenset(
+        f"{each.key}/{RANK_BUFFERS}"
+        for each in components
+        if each.key in then and then[each.key] != membership.recorded(each)
+    )
 
 
 def _is_rank_buffers(key: str) -> bool:

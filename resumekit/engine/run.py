@@ -31,13 +31,22 @@ from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.drift import accept_drift
+from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
-from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
-from resumekit.engine.saving import Description, Saver, require_written
+from resumekit.engine.resuming import (
+    Finder,
+    Found,
+    check_fit,
+    check_states,
+    regrouped_buffers,
+    require_taken,
+    resplit,
+)
+from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
 from resumekit.errors import DriftError
 from resumekit.prove.trace import StateEvent, Trace
@@ -75,6 +84,7 @@ class Run:
         *,
         extras: dict[str, Any],
         generators: Mapping[str, Any],
+        groups: Mapping[str, Any],
     ) -> None:
         self.directory = _relocated(directory)
         self.options = options
@@ -86,6 +96,7 @@ class Run:
         self.rng = RandomState(generators, self.position)
         self._own = self._own_components(extras)
         self._given = components
+        self._groups = groups
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
@@ -94,6 +105,7 @@ class Run:
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
+        self._membership: Membership | None = None  # of the components as they are now
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
@@ -120,9 +132,7 @@ class Run:
         added: tuple[StateComponent, ...] = ()
         if gradients or self.options.saves_gradients:
             added = gradient_components(components, self.counters.is_within_window)
-        checked = check_components([*components, *added, *self._own])
-        require_written(checked)
-        return checked
+        return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
 
@@ -136,7 +146,10 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        self._found = Finder(self.world, store, self.options, left_out, self.components).find()
+        known = () if callable(self._given) else self.components
+        membership = self._agree_on_components(known)
+        finder = Finder(self.world, store, self.options, left_out, known, membership)
+        self._found = finder.find()
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
@@ -177,10 +190,14 @@ class Run:
         self._store = store
         return store
 
+    def _agree_on_components(self, components: Sequence[StateComponent]) -> Membership:
+        patterns = {each.key: str(each.sharing_pattern) for each in components}
+        self.world.require_equal("components", patterns)
+        return Membership.agreed(self.world, components, self._groups)
+
     def _begin_saving(self) -> None:
         assert self._store is not None
-        patterns = {each.key: str(each.sharing_pattern) for each in self.components}
-        self.world.require_equal("components", patterns)
+        self._membership = membership = self._agree_on_components(self.components)
         options = self.options
         retention = RetentionPolicy(
             keep_latest=options.keep_latest,
@@ -188,11 +205,11 @@ class Run:
             keep_every=options.keep_every,
         )
         level = Validation(options.validate)
-        self._replicas = Replicas(self.world, self.components, level)
-        self._saver = Saver(self.world, self._store, self.components, retention)
-        self._fingerprint = fingerprint(
-            world_size=self.world.world_size, components=self.components
-        )
+        self._replicas = Replicas(self.world, self.components, membership, level)
+        self._saver = Saver(self.world, self._store, self.components, membership, retention)
+        # The manifest holds rank 0's, which says nothing of what other groups have.
+        alike = [each for each in self.components if not membership.recorded(each)]
+        self._fingerprint = fingerprint(world_size=self.world.world_size, components=alike)
 
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest
@@ -200,9 +217,18 @@ class Run:
             check_randomness({each.key for each in manifest.components}, self.options.randomness)
         changed = differences(manifest.fingerprint, self._fingerprint)
         accept_drift(changed, self.components, self.options)
-        fresh = check_fit(manifest, self.components, self.options, world_size=self.world.world_size)
+        assert self._membership is not None
+        found.leave(regrouped_buffers(manifest, self.components, self._membership))
+        fresh = check_fit(
+            manifest,
+            self.components,
+            self.options,
+            self._membership,
+            world_size=self.world.world_size,
+        )
         self.account.take_history(manifest)
-        changes = resplit(found, self.components, self.world)
+        require_taken(found, self.world)
+        changes = resplit(found, self.components, self._membership, self.world)
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))

@@ -8,7 +8,7 @@ from resumekit.payload.sharded.encode import LocalState, encode_local
 from resumekit.payload.sharded.index import ShardedIndex
 from resumekit.payload.sharded.plan import Assignment, Proposal, assign
 from resumekit.payload.sharded.read import Pairs, Source, read_sharded
-from resumekit.payload.sharded.write import ShardedPayload
+from resumekit.payload.sharded.write import ShardedPayload, index_name
 
 __all__ = [
     "Assignment",
@@ -20,5 +20,6 @@ __all__ = [
     "Source",
     "assign",
     "encode_local",
+    "index_name",
     "read_sharded",
 ]

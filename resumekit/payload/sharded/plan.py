@@ -30,7 +30,7 @@ _SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank could write of a component; it travels to rank 0.
+    """What one rank could write of a component; it travels to the first rank of its group.
 
     Args:
         plan: torch's local save plan, without empty parts.
@@ -41,8 +41,12 @@ class Proposal:
     signature: str
 
     @classmethod
-    def of(cls, local: LocalState, rank: int) -> Proposal:
+    def of(cls, local: LocalState, place: int) -> Proposal:
         """What this rank could write.
+
+        Args:
+            local: the state as this rank holds it.
+            place: of this rank in its group, from 0.
 
         Raises:
             UnsupportedValueError: a DTensor's part cannot be told; names it.
@@ -54,9 +58,9 @@ class Proposal:
         mine = {
             name: tensor
             for name, tensor in local.tensors.items()
-            if rank == 0 or not _is_first_ranks(local, name)
+            if place == 0 or not _is_first_ranks(local, name)
         }
-        plan = create_default_local_save_plan(mine, rank == 0)
+        plan = create_default_local_save_plan(mine, place == 0)
         items = [item for item in plan.items if _box(item).num_elements]
         return cls(replace(plan, items=items), _signature(local))
 
@@ -67,19 +71,22 @@ class Assignment:
 
     Args:
         names: the tensors of which it writes its part.
-        tensors: on rank 0, where the parts of each tensor are.
+        tensors: on the first rank, where the parts of each tensor are.
     """
 
     names: tuple[str, ...]
     tensors: dict[str, Logical] | None = None
 
 
-def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]:
+def assign(
+    local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
+) -> list[Assignment]:
     """What each rank is to write; parts that several ranks hold are spread over them.
 
     Args:
-        local: the state as rank 0 holds it.
-        proposals: of every rank, in rank order.
+        local: the state as the first rank holds it.
+        proposals: of every rank of a group, in rank order.
+        ranks: their global ranks; by default 0 and on.
 
     Raises:
         RankDisagreementError: the ranks' states are not parts of one state.
@@ -87,7 +94,8 @@ def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    _require_one_state(local.key, proposals)
+    ranks = range(len(proposals)) if ranks is None else ranks
+    _require_one_state(local.key, proposals, ranks)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
         plans, _ = planner.create_global_plan([proposal.plan for proposal in proposals])
@@ -97,7 +105,7 @@ def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]
         ) from error
     chunks: dict[str, list[Chunk]] = {name: [] for name in local.tensors}
     names: list[tuple[str, ...]] = []
-    for rank, plan in enumerate(plans):
+    for rank, plan in zip(ranks, plans, strict=True):
         for item in plan.items:
             chunks[item.index.fqn].append(Chunk(rank, _box(item)))
         names.append(tuple(item.index.fqn for item in plan.items))
@@ -113,11 +121,11 @@ def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]
         problem = tiling_problem(logical.shape, (chunk.box for chunk in logical.chunks))
         if problem is not None:
             raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
-    return [Assignment(given, None if rank else tensors) for rank, given in enumerate(names)]
+    return [Assignment(given, None if place else tensors) for place, given in enumerate(names)]
 
 
 def _is_first_ranks(local: LocalState, name: str) -> bool:
-    """Whether rank 0 alone writes a tensor that other ranks hold as well."""
+    """Whether the first rank alone writes a tensor that other ranks hold as well."""
     tensor = local.tensors[name]
     if is_sharded(tensor):
         return False
@@ -142,15 +150,20 @@ def _signature(local: LocalState) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(lines)).encode("ascii"))
 
 
-def _require_one_state(key: str, proposals: Sequence[Proposal]) -> None:
-    others = [r for r, each in enumerate(proposals) if each.signature != proposals[0].signature]
+def _require_one_state(key: str, proposals: Sequence[Proposal], ranks: Sequence[int]) -> None:
+    others = [
+        rank
+        for rank, each in zip(ranks, proposals, strict=True)
+        if each.signature != proposals[0].signature
+    ]
     if others:
         shown = ", ".join(map(str, others[:_MOST_NAMED]))
         raise RankDisagreementError(
             key,
-            found=f"rank {shown} has tensors of other names, types or shapes than rank 0",
-            expected="parts of one state on all ranks",
-            remedy="Declare it per_rank where every rank has its own",
+            found=f"rank {shown} has tensors of other names, types or shapes than rank {ranks[0]}",
+            expected="parts of one state on all ranks of a group",
+            remedy="Give each pipeline stage a process group of its own, or declare it per_rank "
+            "where every rank has its own",
         )
 
 
