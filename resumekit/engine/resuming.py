@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture.buffers import RANK_BUFFERS
+from resumekit.capture.gradient_buckets import GRADIENT_BUCKETS
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.distributed import World, from_rank
 from resumekit.engine.membership import Membership
@@ -390,6 +391,7 @@ def check_fit(
         fresh.append(key)
     for key in sorted(saved - live):
         goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
+        goes_without = goes_without or key.rpartition("/")[2] == GRADIENT_BUCKETS
         if not (names_component(options.exclude, key) or goes_without):
             raise StateMismatchError(
                 key,

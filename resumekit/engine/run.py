@@ -14,6 +14,7 @@ import xxhash
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
+    bucket_components,
     differences,
     fingerprint,
     gradient_components,
@@ -129,9 +130,10 @@ class Run:
     def _with_own(
         self, components: Sequence[StateComponent], *, gradients: bool = False
     ) -> tuple[StateComponent, ...]:
-        added: tuple[StateComponent, ...] = ()
+        given = {each.key for each in components}
+        added = tuple(each for each in bucket_components(components) if each.key not in given)
         if gradients or self.options.saves_gradients:
-            added = gradient_components(components, self.counters.is_within_window)
+            added += gradient_components(components, self.counters.is_within_window)
         return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
@@ -232,11 +234,12 @@ class Run:
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
+        after = next(iter(self._everybody_calls("after_resume")), ())
         assert self._replicas is not None
         self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
-        for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
+        for remark in (*self._start_fresh(found.name, fresh), *remarks[0], *after):
             self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
@@ -253,6 +256,15 @@ class Run:
             changes=changes,
             rejected=found.rejected,
             finished=self.counters.finished,
+        )
+
+    def _everybody_calls(self, method: str) -> list[tuple[str, ...]]:
+        """Calls a method of the components that have it; gives their remarks. Collective."""
+        given = [each.stateful for each in self.components if hasattr(each.stateful, method)]
+        if not given:
+            return []
+        return self.world.everywhere(
+            lambda: tuple(remark for each in given for remark in getattr(each, method)() or ())
         )
 
     def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
@@ -326,6 +338,7 @@ class Run:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
         assert self._replicas is not None
+        self._everybody_calls("before_save")
         self._replicas.check_before_save()
         self.counters.fold(self.world)
         progress = self.counters.progress
