@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import resumekit
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
+from resumekit.data import DistributedResumableSampler
 
 NUM_LAYERS = 4
 WIDTH = 34
@@ -307,6 +308,58 @@ def train_on_hosts(
         cache.value += node + 1 + (rank if drift and node == 1 else 0)
         checkpointer.step(loss=loss)
     checkpointer.close()
+
+
+@in_a_process_group
+def share_data(
+    directory: str,
+    *,
+    layout: str = "",
+    num_shares: int = 1,
+    num_steps: int = 3,
+    may_change: bool = True,
+) -> None:
+    """One of several launches of one epoch, in which some ranks take the same data.
+
+    The ranks that begin a share note which samples it took, and the count of samples.
+
+    Args:
+        directory: the run directory.
+        layout: not used.
+        num_shares: of the data; the ranks are divided among them.
+        num_steps: to train.
+        may_change: whether this launch accepts other ranks and batches.
+    """
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    alike = num_ranks // num_shares
+    share = rank // alike
+    torch.manual_seed(share)
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    data = TensorDataset(torch.arange(float(NUM_SAMPLES))[:, None])
+    sampler = DistributedResumableSampler(data, seed=3, num_replicas=num_shares, rank=share)
+    loader = DataLoader(data, 4 // num_shares, sampler=sampler)
+    checkpointer = Checkpointer(
+        directory,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_parallel_group=list(range(rank % alike, num_ranks, alike)),
+        allow_changes={"world_size", "batch_size"} if may_change else set(),
+    )
+    seen: list[int] = []
+    drawn = 0.0
+    for (batch,) in checkpointer.batches(loader, epochs=1):
+        seen += [int(sample) for sample in batch[:, 0]]
+        drawn = float(torch.rand(()))
+        checkpointer.step()
+        if len(seen) == num_steps * (4 // num_shares):
+            break
+    checkpointer.save()
+    checkpointer.close()
+    with (Path(directory).parent / f"notes-{num_ranks}-{num_shares}-{rank}.json").open("w") as file:
+        file.write(json.dumps([seen, checkpointer.progress.samples, drawn]))
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pipeline_workloads import take_over, train, train_on_hosts
+from pipeline_workloads import share_data, take_over, train, train_on_hosts
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
@@ -137,3 +137,35 @@ def test_another_number_of_hosts_is_refused_by_name(kit: Kit) -> None:
     assert (
         "callbacks/cache: the groups of ranks [0, 1, 2, 3], expected [0, 1], [2, 3]" in run.failure
     )
+
+
+def test_ranks_of_the_same_data_count_once_and_lose_no_sample(kit: Kit) -> None:
+    jobs = ((2, 1), (4, 2), (1, 1), (4, 1), (2, 2), (4, 4), (4, 2))  # ranks and shares
+    run = None
+    taken: list[int] = []
+    for num_ranks, num_shares in jobs:
+        cell = Cell(share_data, {"num_shares": num_shares}, num_ranks)
+        run = kit.new_run(cell) if run is None else replace(run, cell=cell)
+        run = kit.run_again(run)
+        assert not run.failure, f"{cell}: {run.failure}"
+        noted = [
+            json.loads((run.directory / f"notes-{num_ranks}-{num_shares}-{rank}.json").read_text())
+            for rank in range(num_ranks)
+        ]
+        alike = num_ranks // num_shares
+        for first in range(0, num_ranks, alike):
+            # The same samples, and from then on the same random numbers.
+            assert all(each == noted[first] for each in noted[first : first + alike])
+            taken += noted[first][0]
+        assert noted[0][1] == len(taken)
+        random_numbers = {drawn for _, _, drawn in noted}
+        assert len(random_numbers) == num_shares
+    assert len(set(taken)) == len(taken) == 3 * 4 * len(jobs)
+
+
+def test_other_shares_are_refused_unless_they_may_change(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(share_data, {"num_shares": 1}, 2)))
+    assert not run.failure, run.failure
+    options = {"num_shares": 2, "may_change": False}
+    run = kit.run_again(replace(run, cell=Cell(share_data, options, 2)))
+    assert "a job of 2 ranks, expected 2 ranks that share 1 parts" in run.failure

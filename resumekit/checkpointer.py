@@ -43,6 +43,9 @@ class Checkpointer(LoopHost):
         generators: private random generators by name (torch, NumPy or ``random.Random``).
         groups: process groups by the names that components may call them by, see
             ``StateComponent``.
+        data_parallel_group: the ranks that take different data, this one among them: a process
+            group, a one-dimensional DeviceMesh, or their global ranks. By default all ranks; ranks
+            of one tensor-parallel group or pipeline take the same.
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
@@ -58,6 +61,7 @@ class Checkpointer(LoopHost):
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
         groups: Mapping[str, Any] | None = None,
+        data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
         run = Run(
@@ -67,6 +71,7 @@ class Checkpointer(LoopHost):
             extras={} if extras is None else extras,
             generators={} if generators is None else generators,
             groups={} if groups is None else groups,
+            data_parallel_group=data_parallel_group,
         )
         super().__init__(run)
         _close_at_exit(self)

@@ -260,6 +260,16 @@ class World:
             return _Outcome(error=wrapped)
 
 
+def ranks_of(group: Any) -> list[int] | None:
+    """The global ranks of a torch group, a one-dimensional DeviceMesh or a list of ranks."""
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return list(dist.get_process_group_ranks(group))
+    is_list = isinstance(group, Sequence) and all(type(rank) is int for rank in group)
+    return list(group) if is_list else None
+
+
 def who_said(said: Sequence[str] | Mapping[int, str]) -> str:
     """Each value that was given, once, with the ranks that gave it."""
     ranks: dict[str, list[str]] = {}

@@ -24,8 +24,36 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Which ranks take the same data, as the ranks of one tensor-parallel group or pipeline do.
+
+    Args:
+        of_ranks: the share of each rank, in rank order; shares are numbered from 0.
+    """
+
+    of_ranks: tuple[int, ...]
+
+    @classmethod
+    def one_each(cls, world_size: int) -> Shares:
+        """Every rank takes data of its own."""
+        return cls(tuple(range(world_size)))
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return max(self.of_ranks) + 1
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each share."""
+        return tuple(map(self.of_ranks.index, range(self.number)))
+
+
+@dataclass(frozen=True)
 class WorldChange:
     """A checkpoint of one number of ranks is taken up by another number of them.
+
+    Ranks that take the same data count as one; so do the ranks of a group that has one state.
 
     Args:
         rank: this rank.

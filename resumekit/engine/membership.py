@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from resumekit.contract import SharingPattern, StateComponent
-from resumekit.distributed import World, who_said
+from resumekit.distributed import World, ranks_of, who_said
 from resumekit.errors import DeclarationError, RankDisagreementError
 from resumekit.layout import Groups, Layout, groups_of
 
@@ -105,7 +103,7 @@ def _declared(component: StateComponent, named: Mapping[str, Any], world: World)
         group = named[group]
     if group is None:
         return ()
-    ranks = _ranks_of(group)
+    ranks = ranks_of(group)
     if ranks is None or world.rank not in ranks or not set(ranks) <= set(world.ranks):
         raise DeclarationError(
             component.key,
@@ -113,16 +111,6 @@ def _declared(component: StateComponent, named: Mapping[str, Any], world: World)
             expected=f"a group of ranks with rank {world.rank} among them",
         )
     return tuple(sorted(ranks))
-
-
-def _ranks_of(group: Any) -> list[int] | None:
-    """The global ranks of a torch group, a one-dimensional DeviceMesh or a list of ranks."""
-    if hasattr(group, "get_group"):
-        group = group.get_group()
-    if isinstance(group, dist.ProcessGroup):
-        return list(dist.get_process_group_ranks(group))
-    is_list = isinstance(group, Sequence) and all(type(rank) is int for rank in group)
-    return list(group) if is_list else None
 
 
 def _require_groups(key: str, declared: Sequence[tuple[int, ...]]) -> None:

@@ -32,24 +32,21 @@ from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.drift import accept_drift
+from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
-from resumekit.engine.resuming import (
-    Finder,
-    Found,
-    check_fit,
-    check_states,
-    regrouped_buffers,
-    require_taken,
-    resplit,
-)
+from resumekit.engine.resplitting import require_taken, resplit
+from resumekit.engine.resuming import Finder, Found
 from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
+from resumekit.engine.shares import agreed_shares, described
+from resumekit.engine.sources import Sources
 from resumekit.errors import DriftError
+from resumekit.layout import Shares
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -86,6 +83,7 @@ class Run:
         extras: dict[str, Any],
         generators: Mapping[str, Any],
         groups: Mapping[str, Any],
+        data_parallel_group: Any,
     ) -> None:
         self.directory = _relocated(directory)
         self.options = options
@@ -98,6 +96,8 @@ class Run:
         self._own = self._own_components(extras)
         self._given = components
         self._groups = groups
+        self._data_parallel_group = data_parallel_group
+        self._shares: Shares | None = None
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
@@ -148,9 +148,11 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
+        self._shares = agreed_shares(self.world, self._data_parallel_group)
         known = () if callable(self._given) else self.components
         membership = self._agree_on_components(known)
-        finder = Finder(self.world, store, self.options, left_out, known, membership)
+        sources = self._sources(membership)
+        finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find()
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
@@ -192,6 +194,11 @@ class Run:
         self._store = store
         return store
 
+    def _sources(self, membership: Membership) -> Sources:
+        assert self._shares is not None
+        may_change = "world_size" in self.options.allow_changes
+        return Sources(self.world, self._shares, membership, may_change=may_change)
+
     def _agree_on_components(self, components: Sequence[StateComponent]) -> Membership:
         patterns = {each.key: str(each.sharing_pattern) for each in components}
         self.world.require_equal("components", patterns)
@@ -230,7 +237,7 @@ class Run:
         )
         self.account.take_history(manifest)
         require_taken(found, self.world)
-        changes = resplit(found, self.components, self._membership, self.world)
+        changes = resplit(found, self.components, self._sources(self._membership), self.world)
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
@@ -340,7 +347,8 @@ class Run:
         assert self._replicas is not None
         self._everybody_calls("before_save")
         self._replicas.check_before_save()
-        self.counters.fold(self.world)
+        assert self._shares is not None
+        self.counters.fold(self.world, self._shares)
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -350,7 +358,7 @@ class Run:
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
                 fingerprint=self._fingerprint,
-                details=self.account.details(),
+                details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")
