@@ -18,7 +18,7 @@ import torch
 from digits import Digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -72,6 +72,10 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (num_ranks,))
         return sharded(model, mesh), num_ranks, rank
+    if layout == "offloaded":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        # Pinned memory asks for an accelerator.
+        return sharded(model, mesh, CPUOffloadPolicy(pin_memory=False)), num_ranks, rank
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
         return sharded(model, mesh), num_ranks, rank
@@ -83,11 +87,12 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     return whole, num_ranks // 2, mesh["shard"].get_local_rank()
 
 
-def sharded(model: Any, mesh: DeviceMesh) -> nn.Module:
+def sharded(model: Any, mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> nn.Module:
     """The model under fully_shard, layer by layer."""
+    policy = OffloadPolicy() if offload is None else offload
     for layer in (model.expand, model.squeeze):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     whole: nn.Module = model
     return whole
 

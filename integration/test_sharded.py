@@ -24,7 +24,7 @@ PRELOAD = (
     "resumekit.adapters.torch",
 )
 
-LAYOUTS = (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp x tp", 4))
+LAYOUTS = (("fsdp", 2), ("fsdp", 4), ("offloaded", 2), ("hsdp", 4), ("tp", 2), ("fsdp x tp", 4))
 
 # Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
 # steps of this model, with losses between 1.7 and 0.01.
@@ -80,6 +80,7 @@ def launched(kit: Kit, chain: tuple[tuple[str, int], ...], **options: Any) -> li
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "fewer and more ranks": (("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("fsdp", 3), ("fsdp", 4)),
+    "offloaded and not": (("offloaded", 2), ("fsdp", 3), ("offloaded", 2), ("plain", 1)),
     "whole and in parts": (
         ("ddp", 4),
         ("fsdp", 2),
