@@ -293,10 +293,10 @@ def main() -> None:
                 "`python benchmarks/many_ranks.py --record`: simulated ranks, tiny tensors,",
                 f"medians of {arguments.rounds} saves. What each rank does beside the others",
                 "(encode, propose) is timed on one rank; what rank 0 plans, its indices and files,",
-                "and the commit are timed whole. The total is their sum; without the planning it is what a",
-                "save costs whose tensors are spread as before. Beside it: the files of all other",
-                "ranks, written by this one machine, a thread for each rank. The aim is to stay",
-                f"below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
+                "and the commit are timed whole. The total is their sum; without the planning it",
+                "is what a save costs whose tensors are spread as before. Beside it: the files of",
+                "all other ranks, written by this one machine, a thread for each rank. The aim is",
+                f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
             ],
         )
         console.print(f"written to {path}")

@@ -264,6 +264,34 @@ def take_over(
     checkpointer.close()
 
 
+@in_a_process_group
+def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
+    """Takes a step, changes what the last rank holds of a tensor, and saves.
+
+    Args:
+        directory: the run directory.
+        layout: how the model is spread.
+        tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it.
+        validate: the option of that name.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model, _, _ = spread(Classifier(), layout, num_ranks)
+    optim = make_optimizer("adamw", model)
+    checkpointer = Checkpointer(directory, model=model, optimizer=optim, validate=validate)
+    checkpointer.resume()
+    model(torch.ones(4, 64)).sum().backward()
+    optim.step()
+    name, _, moment = tensor.partition(":")
+    if int(os.environ["RANK"]) == num_ranks - 1:
+        value = model.get_parameter(name)
+        value = optim.state[value][moment] if moment else value
+        local = value._local_tensor if isinstance(value, DTensor) else value.data
+        local.view(-1)[:1] += 1
+    checkpointer.save()
+    checkpointer.close()
+
+
 @torch.no_grad()
 def follow(follower: nn.Module, model: nn.Module) -> None:
     """One step of an exponential moving average, part by part."""
