@@ -121,9 +121,7 @@ class GradientBuckets:
             parameters = _parameters(module)
             order = [fqn for bucket in buckets for fqn in bucket]
             if sorted(order) != sorted(parameters):
-                remarks.append(
-                    f"{self.key}: other parameters need gradients than in the checkpoint"
-                )
+                remarks.append(f"{self.key}: other parameters have gradients than before")
                 continue
             _learn_order(module, [parameters[fqn] for fqn in order])
             if _buckets(module) != buckets:
