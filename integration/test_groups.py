@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,9 @@ def test_other_shares_are_refused_unless_they_may_change(kit: Kit) -> None:
     options = {"num_shares": 2, "may_change": False}
     run = kit.run_again(replace(run, cell=Cell(share_data, options, 2)))
     assert "a job of 2 ranks, expected 2 ranks that share 1 parts" in run.failure
+
+
+def test_the_example_of_a_trainer_of_ones_own_is_exact(kit: Kit) -> None:
+    script = Path(__file__).parent / "scripts" / "train_pipeline.py"
+    kit.assert_exact(Cell(f"{script}:main", {"epochs": 1}, 4, (KillPoint.step(15),)))
+    kit.assert_caught(Cell(f"{script}:main", {"epochs": 1}, 4, (KillPoint.step(15),)), "optimizer")

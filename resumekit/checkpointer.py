@@ -44,8 +44,8 @@ class Checkpointer(LoopHost):
         groups: process groups by the names that components may call them by, see
             ``StateComponent``.
         data_parallel_group: the ranks that take different data, this one among them: a process
-            group, a one-dimensional DeviceMesh, or their global ranks. By default all ranks; ranks
-            of one tensor-parallel group or pipeline take the same.
+            group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
+            default all ranks; ranks of one tensor-parallel group or pipeline take the same.
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:

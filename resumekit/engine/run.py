@@ -148,7 +148,7 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        self._shares = agreed_shares(self.world, self._data_parallel_group)
+        self._shares = agreed_shares(self.world, self._data_parallel_group, self._groups)
         known = () if callable(self._given) else self.components
         membership = self._agree_on_components(known)
         sources = self._sources(membership)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from resumekit.distributed import World, ranks_of, who_said
@@ -12,12 +13,13 @@ from resumekit.storage import Manifest
 _DETAIL = "shares"
 
 
-def agreed_shares(world: World, group: Any) -> Shares:
+def agreed_shares(world: World, group: Any, named: Mapping[str, Any]) -> Shares:
     """The shares of the data that the ranks say they take. Collective.
 
     Args:
         world: the ranks of the job.
         group: the ranks that take different data, this one among them; None for all ranks.
+        named: process groups by the names that it may be called by.
 
     Raises:
         ConfigurationError: it is no group, or does not hold this rank.
@@ -25,12 +27,14 @@ def agreed_shares(world: World, group: Any) -> Shares:
     """
 
     def own() -> tuple[int, int]:
-        ranks = list(world.ranks) if group is None else ranks_of(group)
+        known = named.get(group) if isinstance(group, str) else group
+        ranks = list(world.ranks) if group is None else ranks_of(known)
         if ranks is None or world.rank not in ranks:
             raise ConfigurationError(
                 "data_parallel_group",
                 found=repr(group),
-                expected=f"a process group, a DeviceMesh or ranks, with rank {world.rank} in it",
+                expected="a process group, a DeviceMesh, ranks or the name of a declared group, "
+                f"with rank {world.rank} in it",
             )
         return ranks.index(world.rank), len(ranks)
 
