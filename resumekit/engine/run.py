@@ -235,6 +235,7 @@ class Run:
             self._membership,
             world_size=self.world.world_size,
         )
+        found.leave(set(found.states) - {each.key for each in self.components})
         self.account.take_history(manifest)
         require_taken(found, self.world)
         changes = resplit(found, self.components, self._sources(self._membership), self.world)
