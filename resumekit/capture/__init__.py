@@ -28,7 +28,7 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.generator import generator_state, set_generator_state
-from resumekit.capture.gradient_buckets import bucket_components
+from resumekit.capture.gradient_buckets import bucket_components, buckets_of
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -57,6 +57,7 @@ __all__ = [
     "SchedulerState",
     "Severity",
     "bucket_components",
+    "buckets_of",
     "by_class_and_ordinal",
     "by_key",
     "clean_name",

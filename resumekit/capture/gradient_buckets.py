@@ -30,7 +30,7 @@ def bucket_components(components: Sequence[StateComponent]) -> tuple[StateCompon
     Args:
         components: of a run.
     """
-    found = []
+    found: list[StateComponent] = []
     seen: set[int] = set()
     for component in components:
         stateful = component.stateful
@@ -39,23 +39,27 @@ def bucket_components(components: Sequence[StateComponent]) -> tuple[StateCompon
             continue
         wrappers = {id(each) for _, each in ddp_modules(module)} - seen
         if wrappers:
-            found.append(bucket_component(component.key, module, component.process_group))
+            found += buckets_of(module, key=component.key, process_group=component.process_group)
             seen |= wrappers
     return tuple(found)
 
 
-def bucket_component(key: str, module: nn.Module, process_group: Any = None) -> StateComponent:
-    """The buckets of one model.
+def buckets_of(
+    model: nn.Module, *, key: str = Slot.MODEL.value, process_group: Any = None
+) -> tuple[StateComponent, ...]:
+    """The buckets of one model; none where DDP does not wrap it.
 
     Args:
+        model: as DDP wraps it.
         key: of the model's component.
-        module: the model, as DDP wraps it.
         process_group: of the model's component.
     """
-    buckets = GradientBuckets(module, key=f"{key}/{GRADIENT_BUCKETS}")
+    if not any(True for _ in ddp_modules(model)):
+        return ()
+    buckets = GradientBuckets(model, key=f"{key}/{GRADIENT_BUCKETS}")
     fidelity, reason = buckets.fidelity
     of_group = process_group is not None
-    return StateComponent(
+    component = StateComponent(
         buckets.key,
         buckets,
         SharingPattern.PER_GROUP if of_group else SharingPattern.REPLICATED,
@@ -64,6 +68,7 @@ def bucket_component(key: str, module: nn.Module, process_group: Any = None) -> 
         fidelity=fidelity,
         reason=reason,
     )
+    return (component,)
 
 
 class GradientBuckets:
