@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import resumekit
+from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 
 
@@ -91,6 +94,51 @@ def save_and_lose(
         loss.backward()
         checkpointer.step(loss=loss)
     checkpointer.close()
+
+
+class Slow:
+    """A state that one rank takes long to give."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def state_dict(self) -> dict[str, float]:
+        time.sleep(self.seconds)
+        return self.comparable_state()
+
+    def comparable_state(self) -> dict[str, float]:
+        return {"seconds": self.seconds}  # of a trace, which the ranks write each for itself
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.seconds = state["seconds"]
+
+
+def save_slowly(directory: str, *, group_seconds: int) -> None:
+    """Trains under DDP; a save takes one rank longer than the training's own group would wait.
+
+    Args:
+        directory: the run directory.
+        group_seconds: the timeout of the training's process group.
+    """
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group_seconds))
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    seconds = torch.distributed.get_rank() * group_seconds * 1.5
+    checkpointer = resumekit.Checkpointer(
+        directory,
+        components=[
+            StateComponent("model", model),
+            StateComponent("callbacks/slow", Slow(seconds), SharingPattern.PER_RANK),
+        ],
+        save_every=2,
+    )
+    loader = DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=1)
+    for (batch,) in checkpointer.batches(loader, epochs=1):
+        model(batch).sum().backward()
+        checkpointer.step()
+    checkpointer.close()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def _signal_later(where: Path, name: str, after_seconds: float, stopped_seconds: int) -> None:

@@ -24,7 +24,15 @@ PRELOAD = (
     "resumekit.adapters.torch",
 )
 
-LAYOUTS = (("fsdp", 2), ("fsdp", 4), ("offloaded", 2), ("hsdp", 4), ("tp", 2), ("fsdp x tp", 4))
+LAYOUTS = (
+    ("fsdp", 2),
+    ("fsdp", 4),
+    ("offloaded", 2),
+    ("hsdp", 4),
+    ("tp", 2),
+    ("tp", 4),
+    ("fsdp x tp", 4),
+)
 
 # Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
 # steps of this model, with losses between 1.7 and 0.01.
