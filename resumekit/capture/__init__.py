@@ -30,6 +30,7 @@ from resumekit.capture.gradients import (
     gradient_components,
     holds_gradients,
 )
+from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -45,6 +46,7 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
+    "HeldState",
     "ModelState",
     "ObjectState",
     "OptimizerState",

@@ -26,7 +26,7 @@ from resumekit.contract import (
     Validation,
     check_components,
 )
-from resumekit.data import DataPosition, Feed
+from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
@@ -141,6 +141,11 @@ class Run:
         if progress:
             self.counters.load_state_dict(progress)
         self._looked = True
+
+    def under_way(self, loader: Any) -> EpochUnderWay:
+        """How much of the epoch was used that the run continues in, in batches of this loader."""
+        state = None if self._found is None else self._found.states.get(Slot.DATA.value)
+        return epoch_under_way(self.position, loader, state)
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""

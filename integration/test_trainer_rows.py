@@ -1,0 +1,96 @@
+"""The Trainer with other models, data, callbacks and classes, killed by SIGKILL and started again.
+
+Each row ends with the same bits: samples, losses, learning rates and gradient norms of every step,
+weights, optimizer, the log, the callbacks, and what ``train()`` returns. The randomness is recorded
+("tape") unless a row says that it is keyed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from trainer_workloads import RESULT, train
+
+from resumekit.testing import Cell, KillPoint, Kit
+
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "datasets",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.t5.modeling_t5",
+    "resumekit.adapters.transformers",
+)
+SAVE_EVERY = 3
+STEPS_PER_EPOCH = 12
+MIDDLE = KillPoint.step(STEPS_PER_EPOCH + 5)  # of the second epoch; two steps are repeated
+BOUNDARY = KillPoint.checkpoint(STEPS_PER_EPOCH)
+TWICE = (KillPoint.step(STEPS_PER_EPOCH + 4), KillPoint.step(STEPS_PER_EPOCH + 8))
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
+    "masked at random by the collator": ({"kind": "masked"}, TWICE),
+    "masked by 2 workers": ({"kind": "masked", "dataloader_num_workers": 2}, (MIDDLE,)),
+    "a classifier": ({"kind": "classified"}, (MIDDLE,)),
+    "sequence to sequence": ({"kind": "seq2seq"}, (MIDDLE,)),
+    "LoRA": ({"kind": "lora"}, (MIDDLE,)),
+    "a stream, in a later pass": ({"kind": "stream", "max_steps": 24}, TWICE),
+    "a stream in 2 workers": (
+        {"kind": "stream", "max_steps": 24, "dataloader_num_workers": 2},
+        (MIDDLE,),
+    ),
+    "an unseeded sampler": ({"seedable": False}, TWICE),
+    "averages in a callback": ({"callbacks": "averaging"}, TWICE),
+    "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
+    "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
+    "evaluated at the end of epochs": ({"eval_strategy": "epoch"}, (BOUNDARY,)),
+    "evaluated before the start": (
+        {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True},
+        (MIDDLE,),
+    ),
+    "accumulated, the last window is short": (
+        {"accumulate": 5, "kind": "masked"},
+        (KillPoint.step(2), KillPoint.step(4)),
+    ),
+    "TRL, logged across a save": ({"kind": "trl", "logging_steps": 7}, TWICE),
+}
+NEEDS = {"LoRA": "peft", "TRL, logged across a save": "trl"}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def cell(options: dict[str, Any], *kills: KillPoint, world_size: int = 1) -> Cell:
+    every = 1 if options.get("accumulate") else SAVE_EVERY
+    return Cell(train, {"save_every": every, **options}, world_size, kills)
+
+
+def require_exact(kit: Kit, one: Cell) -> None:
+    verdict, run = kit.judge(one)
+    assert not run.failure, run.failure
+    assert not run.missed_kills
+    assert verdict.exact, verdict
+    expected = kit.run_uninterrupted(one).directory / "training" / RESULT
+    found = run.directory / "training" / RESULT
+    assert found.read_text(encoding="utf-8") == expected.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
+    needed = NEEDS.get(row)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"pip install {needed}")
+    options, kills = ROWS[row]
+    require_exact(kit, cell(options, *kills))
