@@ -8,8 +8,9 @@ weights, optimizer, the log, the callbacks, and what ``train()`` returns. The ra
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ pytest.importorskip("transformers")
 
 from trainer_workloads import RESULT, train
 
+from resumekit.prove.compare import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
+OPTIONAL = tuple(name for name in ("peft", "trl") if importlib.util.find_spec(name))
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -30,6 +33,7 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.t5.modeling_t5",
     "resumekit.adapters.transformers",
+    *OPTIONAL,
 )
 SAVE_EVERY = 3
 STEPS_PER_EPOCH = 12
@@ -63,6 +67,8 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     ),
     "TRL, logged across a save": ({"kind": "trl", "logging_steps": 7}, TWICE),
 }
+# The loss falls, so nothing ever improves on the first one.
+NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 NEEDS = {"LoRA": "peft", "TRL, logged across a save": "trl"}
 
 
@@ -90,7 +96,46 @@ def require_exact(kit: Kit, one: Cell) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     needed = NEEDS.get(row)
-    if needed is not None and importlib.util.find_spec(needed) is None:
+    if needed is not None and needed not in OPTIONAL:
         pytest.skip(f"pip install {needed}")
     options, kills = ROWS[row]
     require_exact(kit, cell(options, *kills))
+
+
+@pytest.mark.parametrize("component", ["callbacks/attributes", "callbacks/trainer_state", "model"])
+def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
+    kit.assert_caught(cell({"callbacks": "averaging"}, MIDDLE), component)
+
+
+@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+def test_what_trl_sums_up_is_caught_when_it_is_left_out(kit: Kit) -> None:
+    options, _ = ROWS["TRL, logged across a save"]
+    kit.assert_caught(cell(options, MIDDLE), "callbacks/trainer")
+
+
+def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:
+    options = {"patience": 3, "eval_strategy": "steps", "eval_steps": 2, **NEVER_BETTER}
+    one = cell({"epochs": 3, **options}, KillPoint.step(6))
+    require_exact(kit, one)
+    result = kit.run_uninterrupted(one).directory / "training" / RESULT
+    assert json.loads(result.read_text(encoding="utf-8"))["steps"] == 8  # of 36
+
+
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
+    kit: Kit, compiled_before: bool
+) -> None:
+    first, then = ({"compiled": each, "epochs": 1} for each in (compiled_before, not compiled_before))
+    reference = kit.run_uninterrupted(cell({**first, "switch_at": 6}))
+    run = kit.run_again(kit.new_run(cell(first)), kill=KillPoint.step(8))
+    run = kit.run_again(replace(run, cell=cell(then)))
+    assert not run.failure, run.failure
+    # In the first process the steps 7 and 8 were made in the former way; they do not count.
+    verdict = compare(reference.trace, run.trace, expect_resume=True)
+    assert verdict.exact, verdict
+    assert [resume.step for resume in verdict.resumes] == [6]
+
+
+def test_two_ranks_mask_and_sample_on_exactly(kit: Kit) -> None:
+    options = {"kind": "masked", "seedable": False}
+    require_exact(kit, cell(options, KillPoint.step(10), world_size=2))

@@ -152,6 +152,18 @@ class Norms(TrainerCallback):
                 self.sum += weight.detach().square().sum()
 
 
+class Stance(TrainerCallback):
+    """Calls a compiled model as it was written, up to a step or from that step on."""
+
+    def __init__(self, *, switch_at: int, eager_first: bool) -> None:
+        self.switch_at = switch_at
+        self.eager_first = eager_first
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_eager = (state.global_step < self.switch_at) == self.eager_first
+        torch.compiler.set_stance("force_eager" if is_eager else "default")
+
+
 def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingArguments]]:
     """Model, data, collator, and the classes of the Trainer and its arguments."""
     usual = (Trainer, TrainingArguments)
@@ -190,6 +202,7 @@ def train(
     callbacks: str = "",
     patience: int = 0,
     compiled: bool = False,
+    switch_at: int = 0,
     seedable: bool = True,
     logging_steps: int = 1,
     allow: list[str] | None = None,
@@ -209,8 +222,8 @@ def train(
         warmup_steps=3,
         logging_steps=logging_steps,
         save_strategy="no",
-        torch_compile=compiled,
-        torch_compile_backend="aot_eager" if compiled else None,
+        torch_compile=compiled or switch_at > 0,
+        torch_compile_backend="eager" if compiled or switch_at else None,
         accelerator_config={"use_seedable_sampler": seedable},
         report_to="none",
         use_cpu=True,
@@ -220,6 +233,8 @@ def train(
     )
     known = {"averaging": [Averaging()], "two of a class": [Norms("weight"), Norms("bias")]}
     others: list[Any] = list(known.get(callbacks, []))
+    if switch_at:
+        others.append(Stance(switch_at=switch_at, eager_first=not compiled))
     if patience:
         others.append(EarlyStoppingCallback(early_stopping_patience=patience))
     given = {"processing_class": tokenizer()} if kind == "trl" else {}
