@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
-from resumekit.capture import AttributeState, HeldState, by_class_and_ordinal, state_components
+from resumekit.capture import AttributeState, HeldState, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.frameworks.accelerate import accelerator_components
 
 # transformers 5.23 trainer_callback.py TrainerState: what training changes. The rest is settings.
 STATE = (
@@ -83,15 +84,14 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
         held: what the other callbacks hold.
         ema: averaged models that the user gave.
     """
-    components = state_components(
+    scheduler = trainer.lr_scheduler
+    components = accelerator_components(
+        trainer.accelerator,
         model=trainer.model,
-        # accelerate 1.15 optimizer.py wraps: the state is that of the object inside.
-        optimizer=trainer.optimizer.optimizer,
-        lr_scheduler=trainer.lr_scheduler,
-        grad_scaler=trainer.accelerator.scaler,
+        # accelerate 1.15 optimizer.py, scheduler.py wrap: the state is that of the object inside.
+        optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        lr_scheduler=getattr(scheduler, "scheduler", scheduler),
         ema=ema,
-        adopt=True,
-        num_ranks=trainer.accelerator.num_processes,
     )
     callbacks = trainer.callback_handler.callbacks
     exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))

@@ -11,22 +11,19 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import (
-    AttributeState,
-    one_or_named,
-    registered_components,
-    state_components,
-)
-from resumekit.contract import Slot, StateComponent
+from resumekit.capture import one_or_named, registered_components
+from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require, require_replicated
+from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.frameworks.accelerate_states import AcceleratorCounts, StatesBeside
+from resumekit.requirements import require
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 require("accelerate")
-
-
-_WINDOW = f"{Slot.CALLBACKS.value}/accelerator"
 
 
 class Accelerator(Protocol):
@@ -80,7 +74,7 @@ class Checkpointer(_Checkpointer):
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
-        ConfigurationError: nothing was prepared, or the model is sharded over the ranks.
+        ConfigurationError: nothing was prepared, or in a way that cannot be resumed yet.
     """
 
     def __init__(
@@ -104,6 +98,31 @@ class Checkpointer(_Checkpointer):
             **options,
         )
 
+        self._states = StatesBeside(
+            accelerator, save=self._save_state, resume_up_to=self._resume_up_to
+        )
+
+    def close(self) -> None:
+        """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
+        super().close()
+        self._states.detach()
+
+    def _save_state(self) -> dict[str, Any] | None:
+        """In ``accelerator.save_state``: this step is saved when all of its code has run."""
+        if self._loop is None:
+            return None
+        self.save()
+        is_counted = self._stepped or self.finished is not None
+        step = self.progress.step if is_counted else self.progress.step + 1
+        return {"run_id": self._run.run_id, "step": step}
+
+    def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
+        """In ``accelerator.load_state``: whether the run goes on from a checkpoint."""
+        if self._run.has_resumed or not self._run.find(up_to=step_of):
+            return False
+        self.resume()
+        return True
+
     def _at_step_boundary(self) -> bool:
         """Inside an accumulation window there is none."""
         return self._accelerator.sync_gradients
@@ -116,7 +135,6 @@ def _check(accelerator: Accelerator) -> None:
             found="no model was prepared",
             remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
         )
-    require_replicated(accelerator)
 
 
 def _components(
@@ -138,15 +156,12 @@ def _components(
             schedulers.append(each)
         else:
             others.append(each)
-    components = state_components(
+    components = accelerator_components(
+        accelerator,
         model=one_or_named(accelerator._models),
         optimizer=one_or_named(optimizers),
         lr_scheduler=one_or_named(schedulers),
-        grad_scaler=accelerator.scaler,
         ema=ema,
-        adopt=True,
-        num_ranks=accelerator.num_processes,
     )
-    # accelerate 1.15 accelerator.py accumulate: its windows end where this counter says.
-    window = AttributeState(accelerator, ["step"], key=_WINDOW)
-    return (*components, StateComponent(_WINDOW, window), *registered_components(others))
+    counts = AcceleratorCounts(accelerator)
+    return (*components, StateComponent(counts.key, counts), *registered_components(others))

@@ -17,7 +17,8 @@ from resumekit import Checkpointer
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require, require_replicated
+from resumekit.frameworks.accelerate import require_supported
+from resumekit.requirements import require
 
 require("transformers")
 
@@ -101,7 +102,7 @@ class ResumeCallback(TrainerCallback):
         epoch comes first; ``_run_epoch`` skips what was used of it, and returns when the evaluation
         at its end is done.
         """
-        require_replicated(trainer.accelerator)
+        require_supported(trainer.accelerator)
         check_arguments(trainer.args)
         if "_run_epoch" in vars(trainer):
             raise ConfigurationError("trainer", found="a second ResumeCallback", expected="one")

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 pytest.importorskip("accelerate")
 
 import accelerate
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from resumekit.adapters.accelerate import Checkpointer
@@ -238,12 +240,30 @@ def test_accelerates_own_saving_goes_on_beside_the_checkpointer(tmp_path: Path) 
     _forget()
 
 
-def test_a_model_that_is_sharded_over_the_ranks_is_refused(
-    accelerator: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        (
+            {
+                "distributed_type": DistributedType.FSDP,
+                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1),
+            },
+            r"FSDP version 1, .*fsdp_version=2",
+        ),
+        ({"distributed_type": DistributedType.MEGATRON_LM}, "distributed type MEGATRON_LM"),
+        ({"distributed_type": DistributedType.XLA}, "distributed type XLA"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tensor .*tp_size=2"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, r"context .*cp_size=2"),
+    ],
+    ids=["FSDP1", "Megatron", "XLA", "tensor", "context"],
+)
+def test_a_way_to_share_the_model_that_cannot_be_resumed_is_refused_by_name(
+    accelerator: Any, tmp_path: Path, state: dict[str, Any], found: str
 ) -> None:
     accelerator.prepare(nn.Linear(2, 2))
-    accelerator.state.distributed_type = DistributedType.FSDP
-    with pytest.raises(ConfigurationError, match="FSDP"):
+    for name, value in state.items():
+        setattr(accelerator.state, name, value)
+    with pytest.raises(ConfigurationError, match=f"{found}.*"):
         Checkpointer(accelerator, tmp_path)
 
 

@@ -125,7 +125,9 @@ def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:
 def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
     kit: Kit, compiled_before: bool
 ) -> None:
-    first, then = ({"compiled": each, "epochs": 1} for each in (compiled_before, not compiled_before))
+    first, then = (
+        {"compiled": each, "epochs": 1} for each in (compiled_before, not compiled_before)
+    )
     reference = kit.run_uninterrupted(cell({**first, "switch_at": 6}))
     run = kit.run_again(kit.new_run(cell(first)), kill=KillPoint.step(8))
     run = kit.run_again(replace(run, cell=cell(then)))

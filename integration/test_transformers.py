@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,6 +27,7 @@ from resumekit.adapters._transformers_plan import Counts
 from resumekit.adapters._transformers_state import CLOCK_SUFFIXES, STATE, SUMS
 from resumekit.adapters.transformers import ResumeCallback
 from resumekit.errors import ConfigurationError, InexactError
+
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_callback_changes_no_bit_of_the_training(tmp_path: Path, workers: int) -> None:

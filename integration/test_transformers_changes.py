@@ -175,6 +175,6 @@ def test_another_length_of_the_data_set_is_told_at_the_end_of_an_epoch(
 
 def test_gradients_are_summed_up_over_whole_windows_only(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2)
+    attach(trainer, tmp_path, mid_accumulation="gradients")
     with pytest.raises(ConfigurationError, match="gradients"):
-        attach(trainer, tmp_path, mid_accumulation="gradients")
         trainer.train()

@@ -66,7 +66,16 @@ def test_it_continues_exactly_beside_the_trainers_own_saving(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = str(SCRIPTS / "train_transformers.py")
-    command = [sys.executable, script, "--directory", "{dir}/run", "--save-every", "10", "--epochs", "2"]
+    command = [
+        sys.executable,
+        script,
+        "--directory",
+        "{dir}/run",
+        "--save-every",
+        "10",
+        "--epochs",
+        "2",
+    ]
     (trial,) = prove(command, at=("step:35",), timeout_seconds=120).trials
     assert trial.outcome is Outcome.EXACT, trial.verdict
     assert trial.verdict is not None

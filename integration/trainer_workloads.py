@@ -42,7 +42,13 @@ VOCABULARY = 128
 SPECIAL = ("[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
 RESULT = "result.json"
 
-_SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+_SIZES = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "max_position_embeddings": BLOCK_SIZE,
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -93,11 +99,7 @@ def with_lora() -> nn.Module:
 
 
 def bert(kind: type[nn.Module]) -> nn.Module:
-    return kind(
-        BertConfig(
-            vocab_size=VOCABULARY, intermediate_size=16, max_position_embeddings=BLOCK_SIZE, **_SIZES
-        )
-    )
+    return kind(BertConfig(vocab_size=VOCABULARY, **_SIZES))
 
 
 def t5() -> nn.Module:

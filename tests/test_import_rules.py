@@ -39,6 +39,9 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/prove/report", NUMERICS | TERMINAL),
     # Test files inherit it. It is loaded when it is asked for, and pytest with it.
     ("resumekit/testing/suite.py", TEST_RUNNER),
+    # Each its own framework; nothing but adapters and its neighbours may import them.
+    ("resumekit/frameworks/accelerate.py", NUMERICS),
+    ("resumekit/frameworks/deepspeed.py", NUMERICS | {"deepspeed"}),
     ("resumekit/", NUMERICS),
 )
 
@@ -199,6 +202,13 @@ def test_the_core_never_imports_the_adapters(module: Module) -> None:
         return
     names = imported(module.tree)
     assert not [n for n in names if n.startswith(("resumekit.adapters", "adapters"))]
+
+
+@pytest.mark.parametrize("module", CORE_MODULES, ids=str)
+def test_only_adapters_import_what_belongs_to_one_framework(module: Module) -> None:
+    if not module.path.startswith("resumekit/frameworks/"):
+        names = imported(module.tree)
+        assert not [n for n in names if n.startswith("resumekit.frameworks")]
 
 
 @pytest.mark.parametrize("module", EVERY_MODULE, ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.contract import Fidelity
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
-from resumekit.data.kinds import INNER, is_stateful_data_loader
+from resumekit.data.kinds import INNER, dispatches, is_stateful_data_loader
 from resumekit.data.map_source import MapSource
 from resumekit.data.ranks import resplit_places
 from resumekit.data.rebuilt import Witness, without_past
@@ -206,16 +206,15 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
         name: what the run calls it.
         seed: what keys are made from; None where random numbers are not keyed.
     """
-    open_map = MapSource if seed is None else partial(KeyedSource, seed=seed)
-    if _is_map_style(getattr(loader, INNER, None)):
-        return WrappedSource(loader, name, open_map)
-    if is_stateful_data_loader(loader) and not isinstance(loader.dataset, IterableDataset):
-        if seed is not None:
-            return KeyedStatefulMapSource(loader, name, seed)
-        return StatefulMapSource(loader, name)
+    open_inner = _map_source(getattr(loader, INNER, None), seed)
+    if open_inner is not None and not dispatches(loader):
+        return WrappedSource(loader, name, open_inner)
+    open_map = _map_source(loader, seed)
+    if open_map is not None:
+        return open_map(loader, name)
     if keeps_its_own_place(loader):
         return StatefulSource(loader, name)
-    return open_map(loader, name) if _is_map_style(loader) else ReplaySource(loader, name)
+    return ReplaySource(loader, name)
 
 
 def epoch_under_way(
@@ -240,9 +239,12 @@ def epoch_under_way(
     return EpochUnderWay(num_used, None if per_epoch is None else per_epoch - num_used)
 
 
-def _is_map_style(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "state_dict")
-    )
+def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:
+    """What follows a loader by its indices; None where there are none to see."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if is_stateful_data_loader(loader):
+        return StatefulMapSource if seed is None else partial(KeyedStatefulMapSource, seed=seed)
+    if hasattr(loader, "state_dict"):
+        return None
+    return MapSource if seed is None else partial(KeyedSource, seed=seed)

@@ -1,0 +1,107 @@
+"""Training functions on Accelerate whose model or optimizer is spread over the ranks.
+
+One loop for FSDP2 and for the DeepSpeed plugin; it never looks at whether it was started before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.state import DistributedType, PartialState
+from accelerate.utils import set_seed
+from digits import Digits
+from torch import nn
+from torch.distributed import destroy_process_group
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+
+from resumekit.adapters.accelerate import Checkpointer
+
+NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
+BATCH_SIZE = 8
+
+
+def make_accelerator(spread: str, accumulate: int) -> Accelerator:
+    """An Accelerator that shards, on CPUs; accelerate 1.15 takes FSDP for GPUs only."""
+    if spread.startswith("ZeRO-"):
+        plugin = DeepSpeedPlugin(zero_stage=int(spread[-1]), gradient_accumulation_steps=accumulate)
+        return Accelerator(
+            cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate
+        )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    # accelerate 1.15 state.py AcceleratorState.__init__ looks for an accelerator.
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+    )
+    return accelerator
+
+
+class Average:
+    """Averaged weights, in parts where the weights are; torch's AveragedModel copies modules."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.weights = dict(state)
+
+
+def train(
+    directory: str,
+    *,
+    spread: str = "FSDP2",
+    accumulate: int = 1,
+    augment: bool = False,
+    average: bool = False,
+    epochs: int = 2,
+    save_every: int = 3,
+) -> None:
+    """Trains a small classifier with dropout, AdamW and, where asked for, averaged weights."""
+    set_seed(0)
+    accelerator = make_accelerator(spread, accumulate)
+    model: Any = nn.Sequential(
+        nn.Linear(64, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 10)
+    )
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    scheduler: Any = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
+    loader: Any = DataLoader(
+        Digits(NUM_SAMPLES, augment=augment), batch_size=BATCH_SIZE, shuffle=True
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if spread == "FSDP2":
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    averaged = Average(model, decay=0.9) if average else None
+    torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
+    checkpointer = Checkpointer(
+        accelerator, directory, ema=averaged, save_every=save_every, strict=True
+    )
+    for images, labels in checkpointer.batches(loader, epochs=epochs):
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if averaged is not None and accelerator.sync_gradients:
+            averaged.update(model)
+        checkpointer.step(loss=loss, tokens=images.numel())
+    checkpointer.close()
+    destroy_process_group()
