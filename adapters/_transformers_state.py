@@ -15,6 +15,7 @@ from resumekit.adapters._transformers_arguments import evaluates_in_persistent_w
 from resumekit.capture import AttributeState, HeldState, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.layout import WorldChange
 
 # transformers 5.23 trainer_callback.py TrainerState: what training changes. The rest is settings.
 STATE = (
@@ -54,7 +55,28 @@ _CALLBACKS = Slot.CALLBACKS.value
 _OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
 
 
-class _TrainerState(AttributeState):
+class _OfTheJob(AttributeState):
+    """What all ranks have alike, but for times."""
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Rank 0's; a new rank has none of its own."""
+        return dict(states[0]), ()
+
+
+class _Sums(AttributeState):
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The log has the mean of the ranks' losses, and the sum of their operations."""
+        losses = [states[rank]["_tr_loss"] for rank in change.inherited or (change.model_rank,)]
+        operations = sum(states[rank]["current_flos"] for rank in change.inherited)
+        mean = sum(losses) / len(losses)
+        return {**states[0], "_tr_loss": mean, "current_flos": operations}, ()
+
+
+class _TrainerState(_OfTheJob):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.state, STATE, key=f"{_CALLBACKS}/trainer_state")
         self._trainer = trainer
@@ -97,9 +119,9 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
     exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
     trainer_state = _TrainerState(trainer)
     present = [name for name in SUMS_OF_TRL if hasattr(trainer, name)]
-    sums = AttributeState(trainer, (*SUMS, *present), key=f"{_CALLBACKS}/trainer")
+    sums = _Sums(trainer, (*SUMS, *present), key=f"{_CALLBACKS}/trainer")
     exported = [
-        AttributeState(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
+        _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
         for name, callback in exporting.items()
     ]
     fidelity, reason = _fidelity(trainer.args)

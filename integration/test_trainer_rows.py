@@ -138,6 +138,43 @@ def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
     assert [resume.step for resume in verdict.resumes] == [6]
 
 
-def test_two_ranks_mask_and_sample_on_exactly(kit: Kit) -> None:
-    options = {"kind": "masked", "seedable": False}
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "masked", "seedable": False}, {"kind": "stream", "max_steps": 12}],
+    ids=["masked, unseeded", "a stream"],
+)
+def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
     require_exact(kit, cell(options, KillPoint.step(10), world_size=2))
+
+
+CHANGES = ["world_size", "horizon", "batch_size"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_between_two_epochs(
+    kit: Kit, before: int, after: int
+) -> None:
+    """Each epoch is 92 samples, and 4 more that fill the last batches of two ranks."""
+    boundary = KillPoint.checkpoint(STEPS_PER_EPOCH // before)
+    one = cell({"allow": CHANGES}, boundary, world_size=before)
+    run = kit.run_again(kit.new_run(one), kill=boundary)
+    other = replace(one, world_size=after)
+    run = kit.run_again(replace(run, cell=other))
+    assert not run.failure, run.failure
+    result = run.directory / "training" / RESULT
+    steps = STEPS_PER_EPOCH // before + STEPS_PER_EPOCH // after
+    assert json.loads(result.read_text(encoding="utf-8"))["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("allow", "words"),
+    [([], ("a job of 1 ranks", "2 ranks")), (CHANGES, ("each of 2 ranks", "inside epoch 0"))],
+)
+def test_another_number_of_ranks_within_an_epoch_is_refused(
+    kit: Kit, allow: list[str], words: tuple[str, str]
+) -> None:
+    kill = KillPoint.step(4)
+    one = cell({"allow": allow}, kill, world_size=2)
+    run = kit.run_again(kit.new_run(one), kill=kill)
+    run = kit.run_again(replace(run, cell=replace(one, world_size=1)))
+    assert all(word in run.failure for word in words), run.failure

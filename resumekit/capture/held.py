@@ -13,6 +13,7 @@ from resumekit.capture.mismatch import require_fields
 from resumekit.capture.names import unwrapped
 from resumekit.contract import Stateful
 from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -85,6 +86,12 @@ class HeldState:
         self._pending = {name: each for name, each in state.items() if name in self._holders}
         gone = ", ".join(name for name in state if name not in self._holders)
         return (f"{gone}: not in this run, what it held is left out",) if gone else ()
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What the objects of one former rank held."""
+        return dict(states[change.model_rank]), ()
 
     def put_back(self) -> None:
         """Gives every object what it held, once.
