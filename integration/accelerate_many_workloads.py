@@ -21,8 +21,18 @@ NUM_SAMPLES = 96
 BATCH_SIZE = 8
 
 
-def gan(directory: str, *, epochs: int = 2, save_every: int = 3) -> None:
-    """Two models and two optimizers, trained in turns; one scheduler is only registered."""
+def gan(
+    directory: str, *, mark: bool = True, turns: int = 1, epochs: int = 2, save_every: int = 3
+) -> None:
+    """Two models and two optimizers; one scheduler is only registered.
+
+    Args:
+        directory: the run directory.
+        mark: whether the loop says where a step ends.
+        turns: the batches on which the critic is trained, for one on which both are.
+        epochs: of the run.
+        save_every: steps between saves.
+    """
     set_seed(0)
     accelerator = Accelerator(cpu=True)
     generator: Any = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64))
@@ -50,10 +60,13 @@ def gan(directory: str, *, epochs: int = 2, save_every: int = 3) -> None:
         accelerator.backward(critic_loss)
         judging.step()
         schedule.step()
+        if checkpointer.progress.micro_step % turns:
+            continue
         making.zero_grad()
         accelerator.backward(judged(made, 1.0))
         making.step()
-        checkpointer.step(loss=critic_loss)
+        if mark:
+            checkpointer.step(loss=critic_loss)
     checkpointer.close()
     accelerator.end_training()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.state import DistributedType, PartialState
@@ -26,22 +27,32 @@ BATCH_SIZE = 8
 
 
 def make_accelerator(spread: str, accumulate: int) -> Accelerator:
-    """An Accelerator that shards, on CPUs; accelerate 1.15 takes FSDP for GPUs only."""
-    if spread.startswith("ZeRO-"):
-        plugin = DeepSpeedPlugin(zero_stage=int(spread[-1]), gradient_accumulation_steps=accumulate)
-        return Accelerator(
-            cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate
+    """An Accelerator that shards, on CPUs; accelerate 1.15 does for accelerators only."""
+    if not spread.startswith("ZeRO-"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
         )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    # accelerate 1.15 state.py AcceleratorState.__init__ looks for an accelerator.
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=True,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Linear"],
+        return of_type(DistributedType.FSDP, accelerator)
+    plugin = DeepSpeedPlugin(zero_stage=int(spread[-1]), gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate
     )
+    deepspeed.init_distributed("gloo")
+    plugin.set_mixed_precision("no")
+    plugin.select(_from_accelerator_state=True)
+    accelerator.state.deepspeed_plugins = plugin
+    return of_type(DistributedType.DEEPSPEED, accelerator)
+
+
+def of_type(kind: DistributedType, accelerator: Accelerator) -> Accelerator:
+    """The Accelerator as if it had found what it looks for."""
+    # accelerate 1.15 state.py AcceleratorState.__init__ decides, and each later one looks here.
+    PartialState._shared_state["distributed_type"] = kind
+    accelerator.state.distributed_type = kind
     return accelerator
 
 
@@ -71,6 +82,8 @@ def train(
     accumulate: int = 1,
     augment: bool = False,
     average: bool = False,
+    mark: bool = True,
+    mid_accumulation: str = "boundary",
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
@@ -78,7 +91,7 @@ def train(
     set_seed(0)
     accelerator = make_accelerator(spread, accumulate)
     model: Any = nn.Sequential(
-        nn.Linear(64, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 10)
+        nn.Linear(64, 34), nn.LayerNorm(34), nn.ReLU(), nn.Dropout(0.3), nn.Linear(34, 10)
     )
     optimizer: Any = AdamW(model.parameters(), lr=1e-2, foreach=False)
     scheduler: Any = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
@@ -88,10 +101,18 @@ def train(
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if spread == "FSDP2":
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    else:
+        assert model.zero_optimization_stage() == int(spread[-1])
     averaged = Average(model, decay=0.9) if average else None
     torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
     checkpointer = Checkpointer(
-        accelerator, directory, ema=averaged, save_every=save_every, strict=True
+        accelerator,
+        directory,
+        ema=averaged,
+        save_every=save_every,
+        mid_accumulation=mid_accumulation,
+        allow_changes={"world_size"},
+        strict=True,
     )
     for images, labels in checkpointer.batches(loader, epochs=epochs):
         with accelerator.accumulate(model):
@@ -102,6 +123,7 @@ def train(
             optimizer.zero_grad()
         if averaged is not None and accelerator.sync_gradients:
             averaged.update(model)
-        checkpointer.step(loss=loss, tokens=images.numel())
+        if mark:
+            checkpointer.step(loss=loss, tokens=images.numel())
     checkpointer.close()
     destroy_process_group()

@@ -63,10 +63,10 @@ def train(
     split: bool = False,
     even: bool = True,
     stateful: bool = False,
-    compiled: bool = False,
     precision: str = "no",
     scaler: bool = False,
     loop: str = "batches",
+    mark: bool = True,
     report: bool = False,
     epochs: int = 2,
     save_every: int = 3,
@@ -127,7 +127,8 @@ def train(
         curriculum.hardest_loss = max(curriculum.hardest_loss, loss.item())
         if accelerator.sync_gradients:
             average.update_parameters(bare)
-        checkpointer.step(loss=loss, tokens=images.numel())
+        if mark:
+            checkpointer.step(loss=loss, tokens=images.numel())
 
     if loop == "batches":
         for images, labels in checkpointer.batches(batches, epochs=epochs):

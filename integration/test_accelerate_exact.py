@@ -50,7 +50,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "scheduler registered": {"scheduler": "registered"},
     "bf16": {"precision": "bf16"},
     "gradient scaler": {"scaler": True},
-    "in epochs": {"loop": "epochs"},
+    "in epochs, steps not marked": {"loop": "epochs", "mark": False},
 }
 EVERYTHING = {"augment": True, "scaler": True, "report": True}
 MATRICES = {"combination": {"kill": KILL_PLACES, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
@@ -94,7 +94,8 @@ class TestAccelerate(ConformanceSuite):
         epoch = -(-self.steps_per_epoch // accumulate)
         twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
         kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
-        options = {"accumulate": accumulate, "augment": True, "save_every": 1}
+        marks = {"mark": place == "boundary"}
+        options = {"accumulate": accumulate, "augment": True, "save_every": 1, **marks}
         kit.assert_exact(self.cell(kills, options))
 
     @classmethod
