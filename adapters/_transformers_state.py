@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
-from resumekit.capture import AttributeState, HeldState, by_class_and_ordinal
+from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.layout import WorldChange
@@ -127,6 +127,7 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
     fidelity, reason = _fidelity(trainer.args)
     return (
         *(_with_files(each, trainer.model) for each in components),
+        *buckets_of(trainer.model_wrapped),
         StateComponent(trainer_state.key, trainer_state, _OWN),
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason),
         *(StateComponent(each.key, each, _OWN, required=False) for each in exported),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -50,9 +51,22 @@ def disagree(directory: str, *, about: str) -> None:
 
 
 def save_and_lose(
-    directory: str, *, name: str = "", after_seconds: float = 0.0, rank: int = 0
+    directory: str,
+    *,
+    name: str = "",
+    after_seconds: float = 0.0,
+    stopped_seconds: int = 0,
+    rank: int = 0,
 ) -> None:
-    """Saves after every step; one rank gets a signal so long after the first save."""
+    """Saves after every step; one rank gets a signal so long after the first save.
+
+    Args:
+        directory: the run directory.
+        name: of the signal; none without it.
+        after_seconds: from the first save to the signal.
+        stopped_seconds: after which a rank that was stopped is let go on.
+        rank: that gets it.
+    """
     torch.distributed.init_process_group("gloo")
     own_rank = torch.distributed.get_rank()
     torch.manual_seed(0)
@@ -70,7 +84,7 @@ def save_and_lose(
     loader = DataLoader(TensorDataset(torch.ones(20, 64)), batch_size=1)
     if name and own_rank == rank:
         threading.Thread(
-            target=_signal_later, args=(where, name, after_seconds), daemon=True
+            target=_signal_later, args=(where, name, after_seconds, stopped_seconds), daemon=True
         ).start()
     for (batch,) in checkpointer.batches(loader, epochs=1):
         loss = model(batch).sum()
@@ -79,8 +93,11 @@ def save_and_lose(
     checkpointer.close()
 
 
-def _signal_later(where: Path, name: str, after_seconds: float) -> None:
+def _signal_later(where: Path, name: str, after_seconds: float, stopped_seconds: int) -> None:
     while not any(where.glob("step-*")):
         time.sleep(0.001)
     time.sleep(after_seconds)
+    if name == "SIGSTOP":
+        wake = f"sleep {stopped_seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.Signals[name])

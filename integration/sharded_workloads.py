@@ -18,7 +18,7 @@ import torch
 from digits import Digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -72,6 +72,10 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (num_ranks,))
         return sharded(model, mesh), num_ranks, rank
+    if layout == "offloaded":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        # Pinned memory asks for an accelerator.
+        return sharded(model, mesh, CPUOffloadPolicy(pin_memory=False)), num_ranks, rank
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
         return sharded(model, mesh), num_ranks, rank
@@ -83,11 +87,12 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     return whole, num_ranks // 2, mesh["shard"].get_local_rank()
 
 
-def sharded(model: Any, mesh: DeviceMesh) -> nn.Module:
+def sharded(model: Any, mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> nn.Module:
     """The model under fully_shard, layer by layer."""
+    policy = OffloadPolicy() if offload is None else offload
     for layer in (model.expand, model.squeeze):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     whole: nn.Module = model
     return whole
 
@@ -256,6 +261,34 @@ def take_over(
     if rank == 0:
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
             file.write(json.dumps(notes) + "\n")
+    checkpointer.close()
+
+
+@in_a_process_group
+def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
+    """Takes a step, changes what the last rank holds of a tensor, and saves.
+
+    Args:
+        directory: the run directory.
+        layout: how the model is spread.
+        tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it.
+        validate: the option of that name.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model, _, _ = spread(Classifier(), layout, num_ranks)
+    optim = make_optimizer("adamw", model)
+    checkpointer = Checkpointer(directory, model=model, optimizer=optim, validate=validate)
+    checkpointer.resume()
+    model(torch.ones(4, 64)).sum().backward()
+    optim.step()
+    name, _, moment = tensor.partition(":")
+    if int(os.environ["RANK"]) == num_ranks - 1:
+        value = model.get_parameter(name)
+        value = optim.state[value][moment] if moment else value
+        local = value._local_tensor if isinstance(value, DTensor) else value.data
+        local.view(-1)[:1] += 1
+    checkpointer.save()
     checkpointer.close()
 
 

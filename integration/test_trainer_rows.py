@@ -147,6 +147,15 @@ def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
     require_exact(kit, cell(options, KillPoint.step(10), world_size=2))
 
 
+def test_four_ranks_sum_gradients_in_the_order_that_they_had(kit: Kit) -> None:
+    # With ddp_find_unused_parameters=True, as it is by default, DDP never forms other buckets.
+    options = {"kind": "seq2seq", "ddp_find_unused_parameters": False, "epochs": 1}
+    one = cell({**options, "save_every": 1}, KillPoint.step(2), world_size=4)
+    require_exact(kit, one)
+    verdict, _ = kit.judge(one, inject="model/gradient_buckets")
+    assert verdict.divergence is not None
+
+
 CHANGES = ["world_size", "horizon", "batch_size"]
 
 

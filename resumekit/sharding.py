@@ -17,6 +17,8 @@ from torch import Tensor
 
 from resumekit.errors import UnsupportedValueError
 
+WHOLE = "whole"  # the copy group of plain tensors
+
 
 @dataclass(frozen=True)
 class Box:
@@ -91,6 +93,26 @@ def box_of(tensor: Any, where: str) -> Box | None:
             expected=f"{box.sizes}, as its placements {tensor.placements} say",
         )
     return box
+
+
+def copy_group(tensor: Any, num_ranks: int) -> str | None:
+    """What the ranks that hold the same part of a tensor have in common; None for the only holder.
+
+    Args:
+        tensor: a DTensor or a plain tensor, which every rank holds whole.
+        num_ranks: of the job.
+    """
+    if not is_sharded(tensor):
+        return WHOLE
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    shape = tuple(mesh.shape)
+    split = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    num_holders = num_ranks // math.prod(shape[d] for d in split)
+    if num_holders == 1:
+        return None
+    return f"{tensor.placements} on {shape} at {[coordinate[d] for d in split]}"
 
 
 def sharded_like(partner: Any, local: Tensor) -> Any:

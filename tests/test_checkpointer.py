@@ -202,17 +202,20 @@ def test_wrong_declarations_are_refused() -> None:
         StateComponent("rng", linear, SharingPattern.REPLICATED)
     with pytest.raises(DeclarationError, match="process group"):
         StateComponent("model", linear, SharingPattern.PER_GROUP)
+    with pytest.raises(DeclarationError, match="replicated with a process group"):
+        StateComponent("model", linear, SharingPattern.REPLICATED, process_group=[0])
     with pytest.raises(DeclarationError, match="state_dict"):
         StateComponent("model", 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", [SharingPattern.PER_NODE])
-def test_a_pattern_that_cannot_be_saved_yet_is_refused(
-    tmp_path: Path, pattern: SharingPattern
-) -> None:
-    component = StateComponent("model", nn.Linear(1, 1), pattern)
-    with pytest.raises(DeclarationError, match=f"{pattern.value}, which cannot be saved yet"):
-        BaseCheckpointer(tmp_path, components=[component])
+def test_a_group_that_nobody_declared_is_refused(tmp_path: Path) -> None:
+    pattern = SharingPattern.PER_GROUP
+    for group, groups in (("stage", {"stages": [0]}), ([1], {}), (3, {})):
+        component = StateComponent("model", nn.Linear(1, 1), pattern, process_group=group)
+        checkpointer = BaseCheckpointer(tmp_path, components=[component], groups=groups)
+        with pytest.raises(DeclarationError, match=r"model: .*group"):
+            checkpointer.resume()
+        checkpointer.close()
 
 
 def test_a_trainer_of_ones_own_joins_by_returning_components(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ Every class here offers ``state_dict()`` (references to live tensors, no copies)
 back exactly, in words; it is empty when all did. Some have more:
 
 - ``fingerprint()``: plain values that describe the object, to be compared at a resume;
+- ``before_save()``: called on every rank when a save begins; may be collective;
+- ``after_resume()``: called on every rank when all components are loaded; may be collective; gives
+  remarks;
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
 - ``comparable_state()``: the state without what was read from a clock, for the judge;
 - ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
@@ -25,6 +28,7 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.generator import generator_state, set_generator_state
+from resumekit.capture.gradient_buckets import bucket_components, buckets_of
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -54,6 +58,8 @@ __all__ = [
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "bucket_components",
+    "buckets_of",
     "by_class_and_ordinal",
     "by_key",
     "clean_name",

@@ -29,6 +29,7 @@ def state_components(
     ema: Any = None,
     adopt: bool = False,
     num_ranks: int = 1,
+    stage_group: Any = None,
 ) -> tuple[StateComponent, ...]:
     """The components of a run's shared objects, each slot one object or a dict of named ones.
 
@@ -40,6 +41,8 @@ def state_components(
         ema: averaged models, or objects with ``state_dict``.
         adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
         num_ranks: with several, each rank's own buffers of the modules are added.
+        stage_group: where the model is a pipeline stage, the ranks that hold it together; see
+            ``StateComponent``.
 
     Raises:
         DeclarationError: a slot was given a list, or something without ``state_dict``.
@@ -62,11 +65,20 @@ def state_components(
     }
     for key, module in by_key(Slot.MODEL, model).items():
         require_no_flat_parameters(key, module)
-    shared = tuple(
-        StateComponent(key, stateful, _pattern_of(stateful)) for key, stateful in states.items()
-    )
-    own = rank_buffer_components(model=model, ema=ema) if num_ranks > 1 else ()
-    return (*shared, *own)
+    shared = [
+        StateComponent(key, stateful, SharingPattern.SHARDED, process_group=stage_group)
+        if stage_group is not None and key.split("/")[0] in _IN_STAGES
+        else StateComponent(key, stateful, _pattern_of(stateful))
+        for key, stateful in states.items()
+    ]
+    if num_ranks == 1:
+        return tuple(shared)
+    is_stage = stage_group is not None
+    return (*shared, *rank_buffer_components(model=model, ema=ema, even_none=is_stage))
+
+
+# What a pipeline stage has some entries of; schedulers and scalers are alike on all ranks.
+_IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
 
 
 def _pattern_of(stateful: Stateful) -> SharingPattern:
@@ -99,12 +111,15 @@ def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
     )
 
 
-def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateComponent, ...]:
+def rank_buffer_components(
+    *, model: Any, ema: Any = None, even_none: bool = False
+) -> tuple[StateComponent, ...]:
     """Each rank's own buffers of the replicated modules, for runs of several ranks.
 
     Args:
         model: modules, as given to ``state_components``.
         ema: averaged models; what is not a module has no buffers to add.
+        even_none: add them for a module without buffers too: another rank's may have some.
     """
     given = {**by_key(Slot.MODEL, model), **by_key(Slot.EMA, ema)}
     own = {
@@ -115,7 +130,7 @@ def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateCompone
     return tuple(
         StateComponent(key, stateful, SharingPattern.PER_RANK)
         for key, stateful in own.items()
-        if stateful.state_dict()
+        if even_none or stateful.state_dict()
     )
 
 

@@ -14,6 +14,7 @@ import xxhash
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
+    bucket_components,
     differences,
     fingerprint,
     gradient_components,
@@ -31,15 +32,21 @@ from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.drift import accept_drift
+from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
+from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
-from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
-from resumekit.engine.saving import Description, Saver, require_written
+from resumekit.engine.resplitting import require_taken, resplit
+from resumekit.engine.resuming import Finder, Found
+from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
+from resumekit.engine.shares import agreed_shares, described
+from resumekit.engine.sources import Sources
 from resumekit.errors import DriftError
+from resumekit.layout import Shares
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -75,6 +82,8 @@ class Run:
         *,
         extras: dict[str, Any],
         generators: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        data_parallel_group: Any,
     ) -> None:
         self.directory = _relocated(directory)
         self.options = options
@@ -86,6 +95,9 @@ class Run:
         self.rng = RandomState(generators, self.position)
         self._own = self._own_components(extras)
         self._given = components
+        self._groups = groups
+        self._data_parallel_group = data_parallel_group
+        self._shares: Shares | None = None
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
@@ -94,6 +106,7 @@ class Run:
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
+        self._membership: Membership | None = None  # of the components as they are now
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
@@ -117,12 +130,11 @@ class Run:
     def _with_own(
         self, components: Sequence[StateComponent], *, gradients: bool = False
     ) -> tuple[StateComponent, ...]:
-        added: tuple[StateComponent, ...] = ()
+        given = {each.key for each in components}
+        added = tuple(each for each in bucket_components(components) if each.key not in given)
         if gradients or self.options.saves_gradients:
-            added = gradient_components(components, self.counters.is_within_window)
-        checked = check_components([*components, *added, *self._own])
-        require_written(checked)
-        return checked
+            added += gradient_components(components, self.counters.is_within_window)
+        return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
 
@@ -154,7 +166,11 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        finder = Finder(self.world, store, self.options, left_out, self.components)
+        self._shares = agreed_shares(self.world, self._data_parallel_group, self._groups)
+        known = () if callable(self._given) else self.components
+        membership = self._agree_on_components(known)
+        sources = self._sources(membership)
+        finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
@@ -202,10 +218,19 @@ class Run:
         self._store = store
         return store
 
+    def _sources(self, membership: Membership) -> Sources:
+        assert self._shares is not None
+        may_change = "world_size" in self.options.allow_changes
+        return Sources(self.world, self._shares, membership, may_change=may_change)
+
+    def _agree_on_components(self, components: Sequence[StateComponent]) -> Membership:
+        patterns = {each.key: str(each.sharing_pattern) for each in components}
+        self.world.require_equal("components", patterns)
+        return Membership.agreed(self.world, components, self._groups)
+
     def _begin_saving(self) -> None:
         assert self._store is not None
-        patterns = {each.key: str(each.sharing_pattern) for each in self.components}
-        self.world.require_equal("components", patterns)
+        self._membership = membership = self._agree_on_components(self.components)
         options = self.options
         retention = RetentionPolicy(
             keep_latest=options.keep_latest,
@@ -213,11 +238,11 @@ class Run:
             keep_every=options.keep_every,
         )
         level = Validation(options.validate)
-        self._replicas = Replicas(self.world, self.components, level)
-        self._saver = Saver(self.world, self._store, self.components, retention)
-        self._fingerprint = fingerprint(
-            world_size=self.world.world_size, components=self.components
-        )
+        self._replicas = Replicas(self.world, self.components, membership, level)
+        self._saver = Saver(self.world, self._store, self.components, membership, retention)
+        # The manifest holds rank 0's, which says nothing of what other groups have.
+        alike = [each for each in self.components if not membership.recorded(each)]
+        self._fingerprint = fingerprint(world_size=self.world.world_size, components=alike)
 
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest
@@ -225,17 +250,28 @@ class Run:
             check_randomness({each.key for each in manifest.components}, self.options.randomness)
         changed = differences(manifest.fingerprint, self._fingerprint)
         accept_drift(changed, self.components, self.options)
-        fresh = check_fit(manifest, self.components, self.options, world_size=self.world.world_size)
+        assert self._membership is not None
+        found.leave(regrouped_buffers(manifest, self.components, self._membership))
+        fresh = check_fit(
+            manifest,
+            self.components,
+            self.options,
+            self._membership,
+            world_size=self.world.world_size,
+        )
+        found.leave(set(found.states) - {each.key for each in self.components})
         self.account.take_history(manifest)
-        changes = resplit(found, self.components, self.world)
+        require_taken(found, self.world)
+        changes = resplit(found, self.components, self._sources(self._membership), self.world)
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
         remarks = self.world.everywhere(lambda: self._restore(found.states))
+        after = next(iter(self._everybody_calls("after_resume")), ())
         assert self._replicas is not None
         self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
-        for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
+        for remark in (*self._start_fresh(found.name, fresh), *remarks[0], *after):
             self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
@@ -252,6 +288,15 @@ class Run:
             changes=changes,
             rejected=found.rejected,
             finished=self.counters.finished,
+        )
+
+    def _everybody_calls(self, method: str) -> list[tuple[str, ...]]:
+        """Calls a method of the components that have it; gives their remarks. Collective."""
+        given = [each.stateful for each in self.components if hasattr(each.stateful, method)]
+        if not given:
+            return []
+        return self.world.everywhere(
+            lambda: tuple(remark for each in given for remark in getattr(each, method)() or ())
         )
 
     def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
@@ -325,8 +370,10 @@ class Run:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
         assert self._replicas is not None
+        self._everybody_calls("before_save")
         self._replicas.check_before_save()
-        self.counters.fold(self.world)
+        assert self._shares is not None
+        self.counters.fold(self.world, self._shares)
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -336,7 +383,7 @@ class Run:
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
                 fingerprint=self._fingerprint,
-                details=self.account.details(),
+                details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")

@@ -41,7 +41,7 @@ class LocalState:
     def layout(self) -> Any:
         """All that a plan depends on; the plan for an equal one is the same plan."""
         tensors = {
-            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, _spreading(tensor))
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, spreading(tensor))
             for name, tensor in self.tensors.items()
         }
         return tensors, self.ties, self.first_rank_only
@@ -71,8 +71,8 @@ def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ())
     )
 
 
-def _spreading(tensor: Any) -> Any:
-    """The mesh and the placements of a DTensor; None for a plain tensor."""
+def spreading(tensor: Any) -> Any:
+    """The mesh and the placements of a DTensor; None for a plain tensor. Equal for equal ones."""
     return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
 
 
@@ -96,7 +96,7 @@ class _LocalEncoder(Encoder):
         found = FoundTensor(local_part(value), place, name)
         self._found.append(found)  # where a tensor as a key is noticed
         if not found.shares_nothing:
-            view = (found.view, tuple(value.shape), _spreading(value))
+            view = (found.view, tuple(value.shape), spreading(value))
             first = self._owners.setdefault(view, name)
             if first != name:
                 self.ties[name] = first

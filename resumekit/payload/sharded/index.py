@@ -68,11 +68,15 @@ class ShardedIndex:
     def to_bytes(self) -> bytes:
         """Readable JSON, one line for each tensor."""
         layouts: dict[tuple[Chunk, ...], int] = {}
+        known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
+        for logical in self.tensors.values():
+            if id(logical.chunks) not in known:
+                known[id(logical.chunks)] = layouts.setdefault(logical.chunks, len(layouts))
         rows = {
             name: {
                 "dtype": logical.element.name,
                 "shape": list(logical.shape),
-                "layout": layouts.setdefault(logical.chunks, len(layouts)),
+                "layout": known[id(logical.chunks)],
             }
             for name, logical in self.tensors.items()
         }
