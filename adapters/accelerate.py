@@ -11,22 +11,21 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import (
-    AttributeState,
-    one_or_named,
-    registered_components,
-    state_components,
-)
-from resumekit.contract import Slot, StateComponent
+from resumekit.capture.overlooked import overlooked
 from resumekit.errors import ConfigurationError
-from resumekit.requirements import require, require_replicated
+from resumekit.frameworks.accelerate_held import Held
+from resumekit.frameworks.accelerate_states import StatesBeside
+from resumekit.frameworks.accelerate_steps import StepsTaken
+from resumekit.requirements import require
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,27 +37,10 @@ __all__ = ["Checkpointer"]
 require("accelerate")
 
 
-_WINDOW = f"{Slot.CALLBACKS.value}/accelerator"
-
-
 class Accelerator(Protocol):
-    """What is read from an ``accelerate.Accelerator`` (1.15 accelerator.py).
-
-    The lists are private: nothing public gives what was prepared. A test pins them.
-    """
+    """What is read from an ``accelerate.Accelerator`` here; see ``Held`` for the rest."""
 
     _models: list[torch.nn.Module]
-    _optimizers: list[Any]
-    _schedulers: list[Any]
-    _custom_objects: list[Any]
-    scaler: Any
-    step: int
-
-    @property
-    def distributed_type(self) -> Any: ...
-
-    @property
-    def num_processes(self) -> int: ...
 
     @property
     def sync_gradients(self) -> bool: ...
@@ -69,18 +51,20 @@ class Checkpointer(_Checkpointer):
 
     It takes the prepared models, optimizers and schedulers, the gradient scaler, and what was given
     to ``register_for_checkpointing``. One object of a slot is stored under the slot's name, several
-    under class and ordinal, e.g. ``model/Linear-0``.
+    under class and ordinal, e.g. ``model/Linear-0``. ``step()`` is optional: without it, a step is
+    counted when every optimizer has taken one.
 
     Args:
         accelerator: the ``accelerate.Accelerator``.
         directory: the run directory.
+        lr_scheduler: schedulers that were neither prepared nor registered: one, or a dict of them.
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
-        ConfigurationError: nothing was prepared, or the model is sharded over the ranks.
+        ConfigurationError: nothing was prepared, or in a way that cannot be resumed yet.
     """
 
     def __init__(
@@ -88,6 +72,7 @@ class Checkpointer(_Checkpointer):
         accelerator: Accelerator,
         directory: str | Path,
         *,
+        lr_scheduler: Any = None,
         ema: Any = None,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
@@ -95,18 +80,48 @@ class Checkpointer(_Checkpointer):
     ) -> None:
         _check(accelerator)
         self._accelerator = accelerator
-        named = [*(ema.values() if isinstance(ema, Mapping) else [ema]), *(extras or {}).values()]
+        extras = {} if extras is None else extras
+        held = Held(accelerator, lr_scheduler=lr_scheduler, ema=ema, extras=extras)
         super().__init__(
-            directory,
-            components=_components(accelerator, ema=ema, named=named),
-            extras=extras,
-            generators=generators,
-            **options,
+            directory, components=held.components(), extras=extras, generators=generators, **options
         )
+        self._run.account.overlooked = overlooked(_variables(sys._getframe(1)), held.everything)
+        self._steps = StepsTaken(accelerator, held.optimizers)
+        self._states = StatesBeside(
+            accelerator, save=self._save_state, resume_up_to=self._resume_up_to
+        )
+
+    def close(self) -> None:
+        """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
+        super().close()
+        self._states.detach()
+        self._steps.detach()
+
+    def _save_state(self) -> dict[str, Any] | None:
+        """In ``accelerator.save_state``: this step is saved when all of its code has run."""
+        if self._loop is None:
+            return None
+        self.save()
+        is_counted = self._stepped or self.finished is not None
+        step = self.progress.step if is_counted else self.progress.step + 1
+        return {"run_id": self._run.run_id, "step": step}
+
+    def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
+        """In ``accelerator.load_state``: whether the run goes on from a checkpoint."""
+        if self._run.has_resumed or not self._run.find(up_to=step_of):
+            return False
+        self.resume()
+        return True
 
     def _at_step_boundary(self) -> bool:
         """Inside an accumulation window there is none."""
         return self._accelerator.sync_gradients
+
+    def _count_taken_step(self) -> None:
+        if self._unsettled and not self._stepped and self._steps.is_complete:
+            self.step()
+        if self._stepped or not self._unsettled:  # and a resume may have moved a count
+            self._steps.forget()
 
 
 def _check(accelerator: Accelerator) -> None:
@@ -116,37 +131,9 @@ def _check(accelerator: Accelerator) -> None:
             found="no model was prepared",
             remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
         )
-    require_replicated(accelerator)
 
 
-def _components(
-    accelerator: Accelerator, *, ema: Any, named: Iterable[Any]
-) -> tuple[StateComponent, ...]:
-    """All that the accelerator holds; what the user gave by name is not taken twice."""
-    prepared = [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers]
-    # accelerate 1.15 optimizer.py and scheduler.py wrap: the state is that of the object inside.
-    optimizers = [each.optimizer for each in accelerator._optimizers]
-    schedulers = [each.scheduler for each in accelerator._schedulers]
-    taken = {id(each) for each in (*named, *prepared, *optimizers, *schedulers)}
-    others: list[Any] = []
-    for each in accelerator._custom_objects:
-        if id(each) in taken:
-            continue
-        if isinstance(each, torch.optim.Optimizer):
-            optimizers.append(each)
-        elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            schedulers.append(each)
-        else:
-            others.append(each)
-    components = state_components(
-        model=one_or_named(accelerator._models),
-        optimizer=one_or_named(optimizers),
-        lr_scheduler=one_or_named(schedulers),
-        grad_scaler=accelerator.scaler,
-        ema=ema,
-        adopt=True,
-        num_ranks=accelerator.num_processes,
-    )
-    # accelerate 1.15 accelerator.py accumulate: its windows end where this counter says.
-    window = AttributeState(accelerator, ["step"], key=_WINDOW)
-    return (*components, StateComponent(_WINDOW, window), *registered_components(others))
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Of the function that makes the Checkpointer, and of the object whose method it is."""
+    own = frame.f_locals
+    return {**getattr(own.get("self"), "__dict__", {}), **own}

@@ -59,9 +59,14 @@ def train(
     augment: bool = False,
     accumulate: int = 1,
     scheduler: str = "prepared",
+    dispatch: bool | None = None,
+    split: bool = False,
+    even: bool = True,
+    stateful: bool = False,
     precision: str = "no",
     scaler: bool = False,
     loop: str = "batches",
+    mark: bool = True,
     report: bool = False,
     epochs: int = 2,
     save_every: int = 3,
@@ -72,7 +77,13 @@ def train(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=accumulate,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=loader == "seedable"),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=loader == "seedable",
+            dispatch_batches=dispatch,
+            split_batches=split,
+            even_batches=even,
+            use_stateful_dataloader=stateful,
+        ),
     )
     if scaler:
         # accelerate 1.15 accelerator.py makes one for fp16, which it refuses without a GPU.
@@ -93,7 +104,7 @@ def train(
     average = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
 
-    extras = {"images_seen": 0}
+    extras = {"batches_seen": 0}
     checkpointer = Checkpointer(
         accelerator,
         directory,
@@ -105,7 +116,7 @@ def train(
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:
-        extras["images_seen"] += len(images)
+        extras["batches_seen"] += 1
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(images).float(), labels)
             accelerator.backward(loss)
@@ -116,7 +127,8 @@ def train(
         curriculum.hardest_loss = max(curriculum.hardest_loss, loss.item())
         if accelerator.sync_gradients:
             average.update_parameters(bare)
-        checkpointer.step(loss=loss, tokens=images.numel())
+        if mark:
+            checkpointer.step(loss=loss, tokens=images.numel())
 
     if loop == "batches":
         for images, labels in checkpointer.batches(batches, epochs=epochs):

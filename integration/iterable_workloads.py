@@ -194,7 +194,10 @@ def train(
 
         from resumekit.adapters import accelerate
 
-        settings = DataLoaderConfiguration(dispatch_batches=through == "dispatcher")
+        settings = DataLoaderConfiguration(
+            dispatch_batches=through.startswith("dispatcher"),
+            use_stateful_dataloader=through.endswith("stateful"),
+        )
         accelerator = Accelerator(cpu=True, dataloader_config=settings)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks

@@ -6,6 +6,7 @@ Beside the cells of the suite stand those in which every two values of two facto
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,13 +24,33 @@ FEEDS: dict[str, dict[str, Any]] = {
     "augmented": {"augment": True},
     "augmented by 2 workers": {"augment": True, "workers": "2"},
     "augmented by persistent workers": {"augment": True, "workers": "persistent"},
+    "stateful": {"stateful": True, "augment": True},
+    "stateful with 2 workers": {"stateful": True, "augment": True, "workers": "2"},
+    "dispatched": {"dispatch": True, "augment": True},
+}
+# How Accelerate shares a map-style dataset out; 6 steps an epoch, or 12 where batches are split.
+SHARES: dict[str, dict[str, Any]] = {
+    "seedable": {"loader": "seedable"},
+    "augmented": {"augment": True},
+    "stateful": {"stateful": True, "augment": True},
+    "split batches": {"split": True, "augment": True},
+    "uneven batches": {"even": False, "augment": True},
+    "dispatched": {"dispatch": True, "augment": True},
+    "dispatched and split, by 2 workers": {
+        "dispatch": True,
+        "split": True,
+        "augment": True,
+        "workers": "2",
+    },
+    "dispatched, stateful": {"dispatch": True, "stateful": True, "augment": True},
+    "dispatched, from a generator": {"dispatch": True, "loader": "generator"},
 }
 STYLES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scheduler registered": {"scheduler": "registered"},
     "bf16": {"precision": "bf16"},
     "gradient scaler": {"scaler": True},
-    "in epochs": {"loop": "epochs"},
+    "in epochs, steps not marked": {"loop": "epochs", "mark": False},
 }
 EVERYTHING = {"augment": True, "scaler": True, "report": True}
 MATRICES = {"combination": {"kill": KILL_PLACES, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
@@ -73,10 +94,17 @@ class TestAccelerate(ConformanceSuite):
         epoch = -(-self.steps_per_epoch // accumulate)
         twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
         kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
-        options = {"accumulate": accumulate, "augment": True, "save_every": 1}
+        marks = {"mark": place == "boundary"}
+        options = {"accumulate": accumulate, "augment": True, "save_every": 1, **marks}
         kit.assert_exact(self.cell(kills, options))
 
+    @classmethod
+    def steps_in_epoch(cls, options: Mapping[str, Any], world_size: int) -> int:
+        return super().steps_in_epoch(options, 1 if options.get("split") else world_size)
+
     @pytest.mark.parametrize("kill", ["mid-epoch 1", "on the boundary"])
-    @pytest.mark.parametrize("feed", ["seedable", "augmented"])
-    def test_two_ranks_fed_otherwise_continue_exactly(self, kit: Kit, feed: str, kill: str) -> None:
-        kit.assert_exact(self.cell(kill, FEEDS[feed], world_size=2))
+    @pytest.mark.parametrize("share", SHARES)
+    def test_two_ranks_fed_otherwise_continue_exactly(
+        self, kit: Kit, share: str, kill: str
+    ) -> None:
+        kit.assert_exact(self.cell(kill, SHARES[share], world_size=2))

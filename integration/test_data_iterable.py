@@ -9,9 +9,11 @@ import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from iterable_workloads import (
     BATCH_SIZE,
     STEPS_PER_EPOCH,
@@ -24,7 +26,7 @@ from iterable_workloads import (
     train,
     train_by_trainer,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.contract import Fidelity
 from resumekit.data import open_source
@@ -110,6 +112,22 @@ def test_loaders_that_accelerate_puts_around_a_stream_continue_exactly(
     kit.assert_exact(cell(kill, kind="drawing", through=through, workers=workers))
 
 
+@pytest.mark.parametrize(
+    ("through", "kind", "workers"),
+    [
+        ("shard", "buffered", "0"),
+        ("dispatcher", "streaming", "2"),
+        ("shard, stateful", "drawing", "0"),
+        ("shard, stateful", "buffered", "2"),
+        ("dispatcher, stateful", "drawing", "persistent"),
+    ],
+)
+def test_streams_of_datasets_and_of_torchdata_continue_exactly_in_accelerates_loaders(
+    kit: Kit, through: str, kind: str, workers: str
+) -> None:
+    kit.assert_exact(cell(TWICE, kind=kind, through=through, workers=workers))
+
+
 @pytest.mark.parametrize("through", ["dispatcher", "shard"])
 def test_two_ranks_continue_a_stream_exactly(kit: Kit, through: str) -> None:
     options = {"kind": "drawing", "through": through, "save_every": 1}
@@ -145,11 +163,17 @@ class Plain:
         yield from range(6)
 
 
-def prepared(**settings: Any) -> Any:
+def prepared(loader: DataLoader[Any] | None = None, **settings: Any) -> Any:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings))
-    return accelerator.prepare(DataLoader(Stream(), BATCH_SIZE))
+    return accelerator.prepare(DataLoader(Stream(), BATCH_SIZE) if loader is None else loader)
+
+
+def dispatching(**settings: Any) -> Any:
+    loader = prepared(DataLoader(TensorDataset(torch.arange(8)), **settings), dispatch_batches=True)
+    loader.state = SimpleNamespace(num_processes=2)
+    return loader
 
 
 TWO: dict[str, Any] = {"num_workers": 2}
@@ -189,6 +213,8 @@ ROWS: dict[str, Callable[[], Any]] = {
     "the same, made with `use_stateful_dataloader=True`": lambda: prepared(
         use_stateful_dataloader=True
     ),
+    "a loader by which one rank dispatches a map-style dataset": dispatching,
+    "the same, persistent workers": lambda: dispatching(**PERSISTENT),
     "any other iterable": Plain,
 }
 FOUND = {

@@ -167,6 +167,7 @@ class Checkpointer(LoopHost):
         Args:
             epochs: the epochs of the whole run, if that is how far the framework goes.
             steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
+                With neither, the loop's ``accept_horizon()`` is to be called before it is resumed.
 
         Raises:
             ConfigurationError: saves inside an accumulation window are asked for: a framework may
@@ -183,7 +184,9 @@ class Checkpointer(LoopHost):
             )
         self._run.find()
         asked = {"epochs": epochs, "steps": steps}
-        self._run.accept_horizon({unit: n for unit, n in asked.items() if n is not None})
+        horizon = {unit: n for unit, n in asked.items() if n is not None}
+        if horizon:
+            self._run.accept_horizon(horizon)
         return DrivenLoop(self)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:

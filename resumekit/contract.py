@@ -110,6 +110,9 @@ class StateComponent:
         validate: how replicated state is compared between the ranks.
         fidelity: how it comes back.
         reason: why it is not exact; empty when it is.
+        files: gives small files for other tools by name, e.g. a model's ``config.json``; rank 0
+            writes them into the component's folder, and no resume reads them. Models alone have
+            a folder for them.
     """
 
     key: str
@@ -120,9 +123,14 @@ class StateComponent:
     validate: Validation = Validation.DIGEST
     fidelity: Fidelity = Fidelity.EXACT
     reason: str = ""
+    files: Callable[[], Mapping[str, bytes]] | None = None
 
     def __post_init__(self) -> None:
         _check_key(self.key)
+        if self.files is not None and self.slot != Slot.MODEL.value:
+            raise DeclarationError(
+                self.key, found="files of its own", expected="a component of the slot 'model'"
+            )
         if not isinstance(self.stateful, Stateful):
             raise DeclarationError(
                 self.key,

@@ -1,4 +1,4 @@
-"""What an adapter requires of its framework: its version, and how it shares the model."""
+"""What an adapter requires of its framework: its version."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any
 
-from resumekit.errors import ConfigurationError, MissingDependencyError
+from resumekit.errors import MissingDependencyError
 
 # The oldest version of each framework that works; an older one is an error.
 # The extras in pyproject.toml ask for the same; a test compares them.
@@ -20,9 +19,6 @@ MINIMUM_VERSIONS: Mapping[str, str] = MappingProxyType(
         "transformers": "5.17",
     }
 )
-
-# accelerate 1.15 utils/dataclasses.py DistributedType: here every rank holds all of the model.
-_REPLICATED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU"})
 
 _RELEASE = re.compile(r"(?:\d+!)?(\d+(?:\.\d+)*)")
 
@@ -46,19 +42,6 @@ def require(framework: str) -> None:
             found="not installed" if installed is None else f"version {installed}",
             expected=f"{minimum} or newer",
             remedy=f'Install it with: pip install "resumekit[{framework}]"',
-        )
-
-
-def require_replicated(accelerator: Any) -> None:
-    """Returns when every rank of an ``accelerate.Accelerator`` holds all of the model.
-
-    Raises:
-        ConfigurationError: the model is shared between the ranks in another way.
-    """
-    kind = str(accelerator.distributed_type.value)
-    if kind not in _REPLICATED:
-        raise ConfigurationError(
-            "accelerator", found=f"distributed type {kind}, which is not available yet"
         )
 
 

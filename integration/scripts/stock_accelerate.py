@@ -1,4 +1,4 @@
-"""Handwritten digits with Accelerate, as people write it; ``train_accelerate.py`` is its twin.
+"""Handwritten digits with Accelerate, as people write it to resume by Accelerate's own means.
 
 The resume is the one of Accelerate's guide to checkpoints: ``save_state`` into a folder for each
 step, ``load_state`` from the newest, ``skip_first_batches`` for what an interrupted epoch has used.

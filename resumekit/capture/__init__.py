@@ -34,6 +34,7 @@ from resumekit.capture.gradients import (
     gradient_components,
     holds_gradients,
 )
+from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -49,6 +50,7 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
+    "HeldState",
     "ModelState",
     "ObjectState",
     "OptimizerState",

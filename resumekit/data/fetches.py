@@ -20,6 +20,37 @@ from resumekit.data.states import StateReader, write_states
 MAX_BYTES = 64 * 1024 * 1024
 
 
+class _Records:
+    """The states of one generator, in two arrays that grow; what was read of them stays as it is.
+
+    A loader that fetches ahead takes the state of its place before every fetch, and keeps it for a
+    while. Each is a view of these arrays, so an epoch of many records costs no copies.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._batches = np.empty(0, dtype=np.int64)
+        self._states = np.empty((0, 0), dtype=np.uint8)
+
+    def add(self, number: int, state: bytes) -> None:
+        if self._num == len(self._batches):
+            self._grow(len(state))
+        self._batches[self._num] = number
+        self._states[self._num] = np.frombuffer(state, dtype=np.uint8)
+        self._num += 1
+
+    def _grow(self, width: int) -> None:
+        batches, states = self._batches, self._states
+        capacity = max(16, 2 * self._num)
+        self._batches = np.empty(capacity, dtype=np.int64)
+        self._states = np.empty((capacity, width), dtype=np.uint8)
+        if self._num:
+            self._batches[: self._num], self._states[: self._num] = batches, states
+
+    def as_arrays(self) -> dict[str, Any]:
+        return {"batches": self._batches[: self._num], "states": self._states[: self._num]}
+
+
 class FetchTape:
     """Watches every fetch of an epoch, and plays the epoch again.
 
@@ -31,7 +62,7 @@ class FetchTape:
     def __init__(self) -> None:
         self.overflowed = ""
         self._reader = StateReader()
-        self._records: dict[str, dict[int, bytes]] = {}
+        self._records: dict[str, _Records] = {}
         self._reached: dict[str, bytes] = {}  # where drawing again would be now
         self._before: dict[str, bytes] = {}
         self._num_bytes = 0
@@ -69,19 +100,11 @@ class FetchTape:
             self.overflowed = name
             self._records = {}
             return
-        self._records.setdefault(name, {})[number] = state
+        self._records.setdefault(name, _Records()).add(number, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorded states, one array for each generator."""
-        return {
-            name: {
-                "batches": np.array(list(records), dtype=np.int64),
-                "states": np.frombuffer(b"".join(records.values()), dtype=np.uint8).reshape(
-                    len(records), -1
-                ),
-            }
-            for name, records in self._records.items()
-        }
+        """The recorded states, one array for each generator; they are not to be changed."""
+        return {name: records.as_arrays() for name, records in self._records.items()}
 
 
 class Playback:

@@ -19,6 +19,12 @@ def is_stateful_data_loader(loader: Any) -> bool:
     return known is not None and getattr(type(loader), "__iter__", None) is known.__iter__
 
 
+def dispatches(loader: Any) -> bool:
+    """Whether one rank draws the batches of all, and sends each its share."""
+    known = _public("accelerate.data_loader", "DataLoaderDispatcher")
+    return known is not None and isinstance(loader, known) and loader.state.num_processes > 1
+
+
 def is_hugging_face(dataset: Any) -> bool:
     """Whether it is a stream of Hugging Face ``datasets``."""
     known = _public("datasets", "IterableDataset")
@@ -37,19 +43,20 @@ def length_is_a_guess(loader: Any) -> bool:
 
 
 def stream_loader(loader: Any) -> DataLoader[Any] | None:
-    """The DataLoader over an iterable dataset that a loader is, or holds if it is a framework's.
+    """The DataLoader that a loader is or holds, if its batches are to be drawn through again.
 
-    None where it is not known how batches are drawn: a loader that iterates in its own way, a
-    framework's around torchdata's loader (accelerate 1.15 data_loader.py DataLoaderAdapter asks
-    that one for its state when it is made, which draws), and torch's IterDataPipe, which is built
-    anew, with other seeds, by every loader.
+    They are where its dataset is iterable, and where one rank draws for all.
+
+    None where it is not known how batches are drawn: a loader that iterates in its own way, and
+    torch's IterDataPipe, which is built anew, with other seeds, by every loader.
     """
     inner = getattr(loader, INNER, loader)
     is_torch = getattr(type(inner), "__iter__", None) is DataLoader.__iter__
-    if not (is_torch or (inner is loader and is_stateful_data_loader(inner))):
+    if not (is_torch or is_stateful_data_loader(inner)):
         return None
     dataset = inner.dataset
-    is_stream = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
+    is_iterable = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
+    is_stream = is_iterable or dispatches(loader)
     return inner if is_stream else None
 
 

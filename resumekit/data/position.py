@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.contract import Fidelity
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
-from resumekit.data.kinds import INNER, is_stateful_data_loader
+from resumekit.data.kinds import INNER, dispatches, is_stateful_data_loader
 from resumekit.data.map_source import MapSource
 from resumekit.data.ranks import resplit_places
 from resumekit.data.rebuilt import Witness, without_past
@@ -27,6 +27,16 @@ from resumekit.layout import WorldChange
 Feed: TypeAlias = Source | Zipped
 
 DEFAULT_NAME = "train"
+
+
+class EpochUnderWay(NamedTuple):
+    """How much of the epoch that a run continues in was used, in batches of this run's loader.
+
+    ``num_left`` is None where the loader does not say how many there are.
+    """
+
+    num_used: int
+    num_left: int | None
 
 
 class DataPosition:
@@ -54,6 +64,10 @@ class DataPosition:
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
         self._witness: Witness | None = None
+
+    def empty_copy(self) -> DataPosition:
+        """A position with the same settings and no loader."""
+        return DataPosition(self._seed, allowed_changes=self._allowed_changes)
 
     def feed(self, loader: Any, name: str | None = None) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
@@ -192,21 +206,45 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
         name: what the run calls it.
         seed: what keys are made from; None where random numbers are not keyed.
     """
-    open_map = MapSource if seed is None else partial(KeyedSource, seed=seed)
-    if _is_map_style(getattr(loader, INNER, None)):
-        return WrappedSource(loader, name, open_map)
-    if is_stateful_data_loader(loader) and not isinstance(loader.dataset, IterableDataset):
-        if seed is not None:
-            return KeyedStatefulMapSource(loader, name, seed)
-        return StatefulMapSource(loader, name)
+    open_inner = _map_source(getattr(loader, INNER, None), seed)
+    if open_inner is not None and not dispatches(loader):
+        return WrappedSource(loader, name, open_inner)
+    open_map = _map_source(loader, seed)
+    if open_map is not None:
+        return open_map(loader, name)
     if keeps_its_own_place(loader):
         return StatefulSource(loader, name)
-    return open_map(loader, name) if _is_map_style(loader) else ReplaySource(loader, name)
+    return ReplaySource(loader, name)
 
 
-def _is_map_style(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and not hasattr(loader, "state_dict")
-    )
+def epoch_under_way(
+    saved: DataPosition, loader: Any, state: Mapping[str, Any] | None
+) -> EpochUnderWay:
+    """What the position in a checkpoint means for the loader of a run's one loop.
+
+    Args:
+        saved: the run's position; it is not changed.
+        loader: the loader.
+        state: the checkpoint's position, or None where a run starts.
+
+    Raises:
+        DataPositionError: the loader does not fit the position.
+    """
+    trial = saved.empty_copy()
+    trial.load_state_dict(state or {})
+    source = trial.open(loader, DEFAULT_NAME)
+    is_within = source.continues
+    num_used = source.batch if is_within else 0
+    per_epoch = source.epoch_batches if is_within else source.num_batches
+    return EpochUnderWay(num_used, None if per_epoch is None else per_epoch - num_used)
+
+
+def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:
+    """What follows a loader by its indices; None where there are none to see."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if is_stateful_data_loader(loader):
+        return StatefulMapSource if seed is None else partial(KeyedStatefulMapSource, seed=seed)
+    if hasattr(loader, "state_dict"):
+        return None
+    return MapSource if seed is None else partial(KeyedSource, seed=seed)

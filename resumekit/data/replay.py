@@ -17,7 +17,6 @@ from resumekit.data.kinds import (
     INNER,
     around,
     is_hugging_face,
-    is_stateful_data_loader,
     length_is_a_guess,
     shallow_copy,
     stream_loader,
@@ -38,7 +37,7 @@ _OTHER_BATCHES = (
 )
 _UNKNOWN = (
     "is drawn through again from the start of the epoch; exact only when nothing but random "
-    "numbers of this process shapes it"
+    "numbers of this process shapes it; a torch DataLoader over an IterableDataset is exact"
 )
 
 
@@ -78,7 +77,7 @@ class ReplaySource(Source):
         if self._stream is None:
             return loader
         inner = shallow_copy(self._stream)
-        if inner.num_workers and inner.persistent_workers:
+        if _persists(inner) and isinstance(inner.dataset, IterableDataset):
             self._persistent = PersistentWorkers(inner, self.name)
         return around(loader, inner) if hasattr(loader, INNER) else inner
 
@@ -95,7 +94,7 @@ class ReplaySource(Source):
         if self._differs:
             return Fidelity.LOST, _OTHER_BATCHES
         if self._stream is None and not isinstance(self.loader, IterableDataset):
-            return Fidelity.EQUIVALENT, f"{type(self.loader).__name__} {_UNKNOWN}; {self._remedy()}"
+            return Fidelity.EQUIVALENT, f"{type(self.loader).__name__} {_UNKNOWN}"
         if self._stream is not None and self._stream.num_workers:
             lost = self._lost_in_workers(self._stream)
             if lost:
@@ -112,6 +111,11 @@ class ReplaySource(Source):
         """What cannot be repeated of what the workers do; empty if all can."""
         if not getattr(stream, "in_order", True):
             return "in_order=False delivers in an order that no record can repeat"
+        if _persists(stream) and self._persistent is None:
+            return (
+                "what persistent workers draw for a map-style dataset whose batches one rank "
+                "dispatches; use persistent_workers=False"
+            )
         # datasets 5.2 iterable_dataset.py shuffles with copies of the generators that it holds.
         if self._persistent and self._held and not is_hugging_face(stream.dataset):
             names = ", ".join(self._held)
@@ -122,11 +126,6 @@ class ReplaySource(Source):
                 "use persistent_workers=False"
             )
         return ""
-
-    def _remedy(self) -> str:
-        if is_stateful_data_loader(getattr(self.loader, INNER, None)):
-            return "use_stateful_dataloader=False makes it exact"
-        return "a torch DataLoader over an IterableDataset is exact"
 
     # ---------------------------------------------------------------- an epoch
 
@@ -235,6 +234,10 @@ class ReplaySource(Source):
         for setting in ("num_workers", "batch_size", "drop_last", "persistent_workers"):
             geometry[setting] = getattr(self._stream, setting, None)
         return geometry
+
+
+def _persists(loader: DataLoader[Any]) -> bool:
+    return bool(loader.num_workers and loader.persistent_workers)
 
 
 def first_dimension(batch: Any) -> int:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from resumekit.contract import Absent, CaptureReport, Slot, StateComponent, TrainState
+from resumekit.contract import (
+    Absent,
+    CaptureLine,
+    CaptureReport,
+    Slot,
+    StateComponent,
+    TrainState,
+)
 from resumekit.data import DataPosition
 from resumekit.distributed import World
 from resumekit.engine.options import Options
@@ -24,6 +31,7 @@ class Account:
 
     Attributes:
         components: of the run.
+        overlooked: lines for what the run should hold and was not given.
     """
 
     def __init__(self, options: Options, world: World, position: DataPosition) -> None:
@@ -31,6 +39,7 @@ class Account:
         self._world = world
         self._position = position
         self.components: Sequence[StateComponent] = ()
+        self.overlooked: tuple[CaptureLine, ...] = ()
         self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
@@ -76,13 +85,14 @@ class Account:
                 self.tell(f"{since}: {line}")
 
     def capture_report(self) -> CaptureReport:
-        """One line for each component and each empty slot."""
+        """One line for each component, each empty slot, and whatever was overlooked."""
         slots: dict[str, Any] = {slot.value: Absent(f"no {slot.value} was given") for slot in Slot}
         for component in self.components:
             present = slots[component.slot]
             before = () if isinstance(present, Absent) else present
             slots[component.slot] = (*before, self._as_it_is(component))
-        return TrainState(**slots).capture_report()
+        report = TrainState(**slots).capture_report()
+        return CaptureReport((*report.lines, *self.overlooked))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:
         """The component with the fidelity that the loaders allow, if it is the data position."""

@@ -93,15 +93,18 @@ class Finder:
         self._membership = membership
         self._sources = sources
 
-    def find(self) -> Found | None:
+    def find(self, *, up_to: int | None = None) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
+
+        Args:
+            up_to: of those up to this step, if there are such; counts on rank 0.
 
         Raises:
             CheckpointNotFoundError: ``resume_from`` names one that is not there.
             NoUsableCheckpointError: checkpoints are there, and none can be used.
         """
         rejected: list[Rejection] = []
-        for name in self._world.on_first(self._candidates):
+        for name in self._world.on_first(lambda: self._candidates(up_to)):
             outcome = self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected:
@@ -117,7 +120,7 @@ class Finder:
             )
         return None
 
-    def _candidates(self) -> list[StepName]:
+    def _candidates(self, up_to: int | None) -> list[StepName]:
         names = self._store.step_names()
         wanted = self._options.resume_from
         if wanted is not None:
@@ -130,7 +133,8 @@ class Finder:
                 expected="at least one checkpoint that verifies, or an empty directory",
                 remedy=f"Restore one from a copy, or remove {self._store.directory / 'quarantine'}",
             )
-        return names
+        asked_for = [name for name in names if up_to is None or name.step <= up_to]
+        return asked_for or names
 
     def _continuations(self, wanted: StepName, names: list[StepName]) -> list[StepName]:
         """The named checkpoint, after what an earlier launch of this command made of it."""

@@ -27,7 +27,7 @@ from resumekit.contract import (
     Validation,
     check_components,
 )
-from resumekit.data import DataPosition, Feed
+from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
@@ -138,13 +138,31 @@ class Run:
 
     # ---------------------------------------------------------------- the way in
 
-    def find(self) -> None:
+    @property
+    def has_resumed(self) -> bool:
+        """Whether the way in is over: all but data and random state is in place."""
+        return self._report is not None
+
+    @property
+    def run_id(self) -> str:
+        """What names this run, whichever directory it is moved to."""
+        assert self._store is not None, "the run has begun"
+        return self._store.run_id
+
+    def find(self, *, up_to: Callable[[str], int | None] | None = None) -> bool:
         """Finds the checkpoint to continue from, and takes its progress. Collective, idempotent.
 
         The rank has then read and verified all that it needs; no object of the user has changed.
+
+        Args:
+            up_to: gives for this run's id the step that the checkpoint is not to be newer than, as
+                long as there is such a one, or None; rank 0's word counts.
+
+        Returns:
+            Whether there is one.
         """
         if self._looked:
-            return
+            return self._found is not None
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
@@ -153,11 +171,17 @@ class Run:
         membership = self._agree_on_components(known)
         sources = self._sources(membership)
         finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
-        self._found = finder.find()
+        self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
         self._looked = True
+        return self._found is not None
+
+    def under_way(self, loader: Any) -> EpochUnderWay:
+        """How much of the epoch was used that the run continues in, in batches of this loader."""
+        state = None if self._found is None else self._found.states.get(Slot.DATA.value)
+        return epoch_under_way(self.position, loader, state)
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""

@@ -17,7 +17,7 @@ from resumekit.engine.membership import Membership
 from resumekit.engine.report import tell
 from resumekit.engine.spreading import Spread, Spreader
 from resumekit.errors import ResumekitError, SaveError
-from resumekit.payload import Payload
+from resumekit.payload import FilesBeside, Payload
 from resumekit.payload.sharded import ShardedPayload
 from resumekit.storage import (
     ComponentRecord,
@@ -32,7 +32,7 @@ from resumekit.storage import (
 # These have a folder of their own, readable by stock tools; the rest shares one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
-Payloads = Sequence[Payload | ShardedPayload]
+Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,18 @@ class Saver:
         return name
 
     def _payloads(self) -> Payloads:
-        encoded: list[Payload] = []
-        self._world.everywhere(lambda: encoded.extend(self._encode()))
+        encoded: list[Payload | FilesBeside] = []
+        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._beside()]))
         return [*encoded, *self._spreader.payloads()]
+
+    def _beside(self) -> list[FilesBeside]:
+        if not self._world.is_first:
+            return []
+        return [
+            FilesBeside(directory_of(component), self._world.rank, component.files())
+            for component in self._components
+            if component.files is not None
+        ]
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,129 @@
+"""Training functions on Accelerate whose model or optimizer is spread over the ranks.
+
+One loop for FSDP2 and for the DeepSpeed plugin; it never looks at whether it was started before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.state import DistributedType, PartialState
+from accelerate.utils import set_seed
+from digits import Digits
+from torch import nn
+from torch.distributed import destroy_process_group
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+
+from resumekit.adapters.accelerate import Checkpointer
+
+NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
+BATCH_SIZE = 8
+
+
+def make_accelerator(spread: str, accumulate: int) -> Accelerator:
+    """An Accelerator that shards, on CPUs; accelerate 1.15 does for accelerators only."""
+    if not spread.startswith("ZeRO-"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+        )
+        return of_type(DistributedType.FSDP, accelerator)
+    plugin = DeepSpeedPlugin(zero_stage=int(spread[-1]), gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate
+    )
+    deepspeed.init_distributed("gloo")
+    plugin.set_mixed_precision("no")
+    plugin.select(_from_accelerator_state=True)
+    accelerator.state.deepspeed_plugins = plugin
+    return of_type(DistributedType.DEEPSPEED, accelerator)
+
+
+def of_type(kind: DistributedType, accelerator: Accelerator) -> Accelerator:
+    """The Accelerator as if it had found what it looks for."""
+    # accelerate 1.15 state.py AcceleratorState.__init__ decides, and each later one looks here.
+    PartialState._shared_state["distributed_type"] = kind
+    accelerator.state.distributed_type = kind
+    return accelerator
+
+
+class Average:
+    """Averaged weights, in parts where the weights are; torch's AveragedModel copies modules."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.weights[name].lerp_(parameter.detach(), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.weights = dict(state)
+
+
+def train(
+    directory: str,
+    *,
+    spread: str = "FSDP2",
+    accumulate: int = 1,
+    augment: bool = False,
+    average: bool = False,
+    mark: bool = True,
+    mid_accumulation: str = "boundary",
+    epochs: int = 2,
+    save_every: int = 3,
+) -> None:
+    """Trains a small classifier with dropout, AdamW and, where asked for, averaged weights."""
+    set_seed(0)
+    accelerator = make_accelerator(spread, accumulate)
+    model: Any = nn.Sequential(
+        nn.Linear(64, 34), nn.LayerNorm(34), nn.ReLU(), nn.Dropout(0.3), nn.Linear(34, 10)
+    )
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    scheduler: Any = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
+    loader: Any = DataLoader(
+        Digits(NUM_SAMPLES, augment=augment), batch_size=BATCH_SIZE, shuffle=True
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if spread == "FSDP2":
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    else:
+        assert model.zero_optimization_stage() == int(spread[-1])
+    averaged = Average(model, decay=0.9) if average else None
+    torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
+    checkpointer = Checkpointer(
+        accelerator,
+        directory,
+        ema=averaged,
+        save_every=save_every,
+        mid_accumulation=mid_accumulation,
+        allow_changes={"world_size"},
+        strict=True,
+    )
+    for images, labels in checkpointer.batches(loader, epochs=epochs):
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if averaged is not None and accelerator.sync_gradients:
+            averaged.update(model)
+        if mark:
+            checkpointer.step(loss=loss, tokens=images.numel())
+    checkpointer.close()
+    destroy_process_group()

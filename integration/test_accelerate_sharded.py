@@ -1,0 +1,100 @@
+"""Accelerate with FSDP2 and with the DeepSpeed plugin: killed, it continues with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("deepspeed")
+
+from accelerate_sharded_workloads import train
+
+from resumekit.prove.compare import compare
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+    "accelerate",
+    "resumekit.adapters.accelerate",
+)
+KILLS = {
+    "mid-epoch 0": (KillPoint.step(4),),
+    "on the boundary": (KillPoint.checkpoint(6),),
+    "twice in one epoch": (KillPoint.step(8), KillPoint.step(11)),
+}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("place", KILLS)
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
+    kit.assert_exact(Cell(train, {"spread": spread}, 2, KILLS[place]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spread": "FSDP2", "accumulate": 2, "augment": True, "save_every": 1},
+        {"spread": "FSDP2", "average": True, "mark": False},
+        {"spread": "ZeRO-1", "average": True},
+        {"spread": "ZeRO-2", "accumulate": 2, "mark": False, "save_every": 1},
+        {"spread": "ZeRO-3", "augment": True},
+    ],
+    ids=str,
+)
+def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any]) -> None:
+    kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "ema", "rng", "data"])
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
+    options = {"spread": spread, "average": True}
+    kit.assert_caught(Cell(train, options, 2, (KillPoint.step(5),)), component)
+
+
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_window_that_the_framework_keeps_to_itself_is_refused_by_name(
+    kit: Kit, spread: str
+) -> None:
+    options = {"spread": spread, "mid_accumulation": "gradients"}
+    run = kit.run_again(kit.new_run(Cell(train, options, 2)))
+    assert "ConfigurationError: mid_accumulation: 'gradients', and" in run.failure
+
+
+def test_another_number_of_ranks_takes_the_parts_over(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(train, {}, 2)), kill=KillPoint.checkpoint(6))
+    run = kit.run_again(replace(run, cell=Cell(train, {}, 3)))
+    assert not run.failure, run.failure
+    told = (run.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
+    assert "resuming at step 6" in told
+    assert "number of ranks was 2, now 3" in told
+
+
+def test_damage_to_one_ranks_part_sends_all_ranks_to_the_checkpoint_before(kit: Kit) -> None:
+    cell = Cell(train, {}, 2)
+    run = kit.run_again(kit.new_run(cell), kill=KillPoint.step(8))
+    path = Path(run.directory, "training/step-00000006/model/rank-00001.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run = kit.run_again(run)
+    assert not run.failure, run.failure
+    verdict = compare(kit.run_uninterrupted(cell).trace, run.trace, expect_resume=True)
+    assert verdict.exact, str(verdict)
+    assert [resume.step for resume in verdict.resumes] == [3]

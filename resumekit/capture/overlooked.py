@@ -1,0 +1,51 @@
+"""Objects of a user's script that look like training state and that nobody gave to the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from resumekit.contract import CaptureLine, Fidelity, Slot
+
+# ModelEmaV2, EMAModel, ExponentialMovingAverage, ...
+_NAMED_LIKE_AN_AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
+
+
+def overlooked(variables: Mapping[str, Any], captured: Iterable[Any]) -> tuple[CaptureLine, ...]:
+    """A line of the capture report for each scheduler and each average that would be lost.
+
+    Args:
+        variables: of the function that makes the Checkpointer, by name.
+        captured: all objects that the run holds.
+    """
+    known = {id(each) for holder in captured for each in _with_parts(holder)}
+    found = ((name, each, _slot_of(each)) for name, each in variables.items())
+    return tuple(
+        CaptureLine(
+            f"{slot.value}/{name}",
+            Fidelity.LOST,
+            f"a {type(each).__name__} that was not given; pass {slot.value}={name}",
+        )
+        for name, each, slot in found
+        if slot is not None and id(each) not in known
+    )
+
+
+def _with_parts(holder: Any) -> list[Any]:
+    """An object, and the schedulers that torch's SequentialLR and ChainedScheduler are made of."""
+    parts = getattr(holder, "_schedulers", ())
+    return [holder, *parts] if isinstance(parts, (list, tuple)) else [holder]
+
+
+def _slot_of(value: Any) -> Slot | None:
+    if isinstance(value, LRScheduler):
+        return Slot.LR_SCHEDULER
+    has_state = all(hasattr(type(value), name) for name in ("state_dict", "load_state_dict"))
+    is_average = isinstance(value, AveragedModel) or (
+        has_state and _NAMED_LIKE_AN_AVERAGE.search(type(value).__name__)
+    )
+    return Slot.EMA if is_average else None

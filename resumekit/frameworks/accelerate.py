@@ -1,0 +1,91 @@
+"""What an Accelerator has prepared, as components, in whichever way the ranks share the model.
+
+The Trainer has an Accelerator too, so its adapter and that of Accelerate both use this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from resumekit.capture import state_components
+from resumekit.contract import StateComponent
+from resumekit.errors import ConfigurationError
+
+# accelerate 1.15 utils/dataclasses.py DistributedType: every rank holds all of the model, or FSDP2
+# its part of it as DTensors, or DeepSpeed's engine knows.
+_SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"})
+
+# accelerate 1.15 parallelism_config.py ParallelismConfig: where ranks that share the parts of one
+# model also share the batches, or the parts of a sequence.
+_SIZES = {
+    "tp_size": "tensor parallelism",
+    "cp_size": "context parallelism",
+    "sp_size": "sequence parallelism",
+}
+
+
+def accelerator_components(
+    accelerator: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, ema: Any
+) -> tuple[StateComponent, ...]:
+    """The state of the objects that were prepared; called after ``prepare``.
+
+    Each slot takes one object or a dict of named ones. Give what Accelerate's wrappers of
+    optimizers and schedulers hold, not the wrappers. Under DeepSpeed model and optimizer are the
+    engine's.
+
+    Args:
+        accelerator: the ``accelerate.Accelerator``.
+        model: modules, wrapped or not.
+        optimizer: optimizers.
+        lr_scheduler: schedulers.
+        ema: averaged models, or objects with ``state_dict``.
+
+    Raises:
+        ConfigurationError: see ``require_supported``; or DeepSpeed's engine uses something that
+            cannot be resumed yet.
+    """
+    require_supported(accelerator)
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if wrapped is not None:
+        return tuple(_engine_components(wrapped.engine, lr_scheduler=lr_scheduler, ema=ema))
+    return state_components(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        grad_scaler=accelerator.scaler,
+        ema=ema,
+        adopt=True,
+        num_ranks=accelerator.num_processes,
+    )
+
+
+def require_supported(accelerator: Any) -> None:
+    """Returns when the ranks share the model in a way that can be saved and resumed.
+
+    Raises:
+        ConfigurationError: they share it in another way; names it.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind not in _SUPPORTED:
+        _refuse(f"distributed type {kind}")
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        _refuse("FSDP version 1", remedy="Use FullyShardedDataParallelPlugin(fsdp_version=2, ...)")
+    sizes = accelerator.parallelism_config
+    for name, what in _SIZES.items():
+        if getattr(sizes, name, 1) > 1:
+            _refuse(f"{what} ({name}={getattr(sizes, name)})")
+
+
+def _refuse(found: str, remedy: str | None = None) -> None:
+    raise ConfigurationError(
+        "accelerator", found=f"{found}, which is not available yet", remedy=remedy
+    )
+
+
+def _engine_components(engine: Any, **others: Any) -> Iterator[StateComponent]:
+    # Imports DeepSpeed, which has made this engine.
+    from resumekit.frameworks.deepspeed import engine_components, require_resumable
+
+    require_resumable(engine)
+    return engine_components(engine, **others)

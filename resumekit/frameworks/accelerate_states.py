@@ -1,0 +1,118 @@
+"""An Accelerator's own ``save_state`` and ``load_state``, in a run that a Checkpointer follows.
+
+What ``save_state`` writes stays as it is, for whoever reads it without us. A mark beside it says
+which run and step it belongs to, and the Checkpointer saves that step as well: verified, with all
+that ``save_state`` leaves out. ``load_state`` then continues from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from resumekit.capture import AttributeState
+from resumekit.contract import Slot
+
+# Beside what Accelerate writes into the folder of a save_state.
+MARK = "resumekit.json"
+
+
+class StatesBeside:
+    """Stands for the ``load_state`` of one Accelerator, and is a hook of its ``save_state``.
+
+    That one method is replaced because Accelerate's hook for it only comes before its own reading.
+    accelerate 1.15 accelerator.py load_state goes on to unpickle what was registered, fails on a
+    file that was half written, and reads what FSDP and DeepSpeed wrote before it asks the hooks.
+
+    Args:
+        accelerator: the ``accelerate.Accelerator``; a former Checkpointer lets go of it.
+        save: saves the step that is under way, and gives what names it; None outside of a run.
+        resume_up_to: continues from the run's checkpoints, where it has one, and says whether it
+            did. Collective. Its argument gives for the id of the run the newest step that may be
+            taken, or None.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        *,
+        save: Callable[[], dict[str, Any] | None],
+        resume_up_to: Callable[[Callable[[str], int | None]], bool],
+    ) -> None:
+        former = vars(accelerator).get("load_state")
+        if isinstance(former, StatesBeside):
+            former.detach()
+        self._accelerator = accelerator
+        self._save = save
+        self._resume_up_to = resume_up_to
+        self._hook = accelerator.register_save_state_pre_hook(self._mark)
+        self._load: Callable[..., None] = accelerator.load_state
+        accelerator.load_state = self
+
+    def detach(self) -> None:
+        """Gives the Accelerator its own method back."""
+        self._hook.remove()
+        if vars(self._accelerator).get("load_state") is self:
+            del self._accelerator.load_state
+
+    def _mark(self, models: Any, weights: Any, output_dir: str) -> None:
+        """Accelerate is about to write into the folder; it calls this on every rank."""
+        mark = self._save()
+        if mark is not None and self._accelerator.is_main_process:
+            Path(output_dir, MARK).write_text(json.dumps(mark), encoding="utf-8")
+
+    def __call__(self, input_dir: Any = None, *arguments: Any, **keywords: Any) -> None:
+        """Continues from the Checkpointer's run, or, where it has none yet, loads as before."""
+        folder = None if input_dir is None else Path(os.path.expanduser(input_dir))
+        is_there = folder is None or folder.is_dir()
+        if not (is_there and self._resume_up_to(lambda run: marked_step(folder, run))):
+            self._load(input_dir, *arguments, **keywords)
+
+
+def marked_step(folder: Path | None, run_id: str) -> int | None:
+    """The step of this run that a folder of ``save_state`` belongs to; None where nothing says so.
+
+    Args:
+        folder: of ``save_state``.
+        run_id: the run's id.
+    """
+    try:
+        mark = None if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(mark, dict) or mark.get("run_id") != run_id:
+        return None
+    step = mark.get("step")
+    return step if isinstance(step, int) else None
+
+
+class AcceleratorCounts(AttributeState):
+    """The micro-batches of the window under way; the names of ``save_state`` go on as well.
+
+    accelerate 1.15 accelerator.py: ``accumulate`` ends its windows where ``step`` says. The folder
+    of a new process would be named checkpoint_0 again, which is an error, and with ``total_limit``
+    the newest ones would be deleted as the oldest.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        super().__init__(accelerator, ["step"], key=f"{Slot.CALLBACKS.value}/accelerator")
+        self._accelerator = accelerator
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Sets the count, and the next folder's number to one that is not taken."""
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            project.iteration = max(project.iteration, _next_number(Path(project.project_dir)))
+        return super().load_state_dict(state)
+
+
+def _next_number(project_dir: Path) -> int:
+    names = [path.name for path in (project_dir / "checkpoints").glob("checkpoint_*")]
+    found = [
+        match for match in (re.fullmatch(r"checkpoint_(\d+)", name) for name in names) if match
+    ]
+    return max((int(match[1]) + 1 for match in found), default=0)

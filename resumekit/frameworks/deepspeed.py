@@ -1,0 +1,244 @@
+"""A DeepSpeed engine's state, ZeRO shards too: DeepSpeed assembles and loads it, without pickle.
+
+Several adapters have such an engine: the user's script made it, or their framework did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from resumekit.capture import (
+    AttributeState,
+    ModelState,
+    OptimizerState,
+    clean_names,
+    rank_buffer_components,
+    state_components,
+)
+from resumekit.capture.known import KnownObjects
+from resumekit.capture.mismatch import Mismatch, class_name, refuse, require_fields
+from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.errors import ConfigurationError
+from resumekit.requirements import require
+
+require("deepspeed")
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
+from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
+from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
+
+_TAG = "resumekit"
+_COUNTERS_KEY = f"{Slot.CALLBACKS.value}/deepspeed"
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# These have a component of their own, or are settings: not kept from what DeepSpeed saves.
+_ELSEWHERE = ("module", "lr_scheduler", "ds_config", *_COUNTERS)
+
+# deepspeed 0.19 zero/stage_1_and_2.py, stage3.py: the objects in their states.
+_KNOWN = KnownObjects(DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+
+# deepspeed 0.19 runtime/engine.py: what is asked of the engine, and what a yes would mean.
+_REFUSED = {
+    "pipeline_parallelism": "a pipeline module",
+    "has_moe_layers": "mixture-of-experts layers",
+    "curriculum_learning_enabled": "curriculum learning",
+    "random_ltd_enabled": "random layer token drop",
+    "zenflow": "ZenFlow",
+    "zero_nvme_offload_optimizer": "optimizer state on NVMe",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+}
+
+
+def engine_components(
+    engine: Any, *, lr_scheduler: Any = None, ema: Any = None
+) -> Iterator[StateComponent]:
+    """The engine's state. A plain torch optimizer is stored as under every other adapter.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returns first; see ``require_resumable``.
+        lr_scheduler: schedulers that step outside of the engine; without any, the engine's own.
+        ema: averaged models, or objects with ``state_dict``.
+    """
+    replicated, per_rank = SharingPattern.REPLICATED, SharingPattern.PER_RANK
+    partitioned = engine.zero_optimization_partition_weights()
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        yield from state_components(model=engine.module, optimizer=engine.optimizer, adopt=True)
+    else:
+        pattern = per_rank if partitioned else replicated
+        yield StateComponent(Slot.MODEL.value, _Model(engine), pattern)
+        yield StateComponent(Slot.OPTIMIZER.value, _Optimizer(engine), per_rank)
+    yield from state_components(
+        model=None,
+        lr_scheduler=engine.lr_scheduler if lr_scheduler is None else lr_scheduler,
+        grad_scaler=engine.torch_autocast_z0_gradscaler,
+        ema=ema,
+    )
+    if engine.world_size > 1:
+        model = None if partitioned else engine.module
+        yield from rank_buffer_components(model=model, ema=ema)
+    yield StateComponent(_COUNTERS_KEY, _Counters(engine))
+
+
+def require_resumable(engine: Any) -> None:
+    """Returns when all of the engine's state can be saved and loaded.
+
+    Raises:
+        ConfigurationError: the engine uses something that cannot be resumed yet; names it.
+    """
+    if engine.optimizer is None:
+        raise ConfigurationError("engine", found="no optimizer", expected="an engine that trains")
+
+    def holds(name: str) -> bool:
+        answer = getattr(engine, name)
+        return bool(answer() if callable(answer) else answer)
+
+    found = [what for name, what in _REFUSED.items() if holds(name)]
+    if engine.mp_world_size > 1 or engine.autotp_size() > 1:
+        found.append("tensor parallelism")
+    if not engine.zero_load_from_fp32_weights():
+        found.append("zero_optimization.load_from_fp32_weights=false")
+    if found:
+        raise ConfigurationError("engine", found=f"{', '.join(found)}: not available yet")
+
+
+class _Counters(AttributeState):
+    """The engine's counts; DeepSpeed's own checkpoint has no micro_steps."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
+        self._engine = engine
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"config": self._engine.config}
+
+
+class _Model(ModelState):
+    """The module under an optimizer that partitions it, or holds copies of its weights.
+
+    At ZeRO stage 3 a parameter is this rank's partition of it, and loading is collective.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.module)
+        self._optimizer = engine.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._partitions()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        partitions = self._partitions()
+        if partitions:
+            self._optimizer.checkpoint_event_prologue()  # all parameters become placeholders
+        with torch.no_grad():
+            for name, partition in partitions.items():
+                partition.copy_(state[name])
+        placeholders = super().state_dict()
+        whole = {**state, **{name: placeholders[name] for name in partitions}}
+        remarks = super().load_state_dict(whole)
+        # The optimizer's own copies follow: it may be left out of this resume.
+        self._optimizer.refresh_fp32_params()
+        if partitions:
+            self._optimizer.checkpoint_event_epilogue()
+        return remarks
+
+    def _partitions(self) -> dict[str, Any]:
+        # deepspeed 0.19 runtime/zero/partition_parameters.py keeps the partition in `ds_tensor`.
+        named: dict[str, Any] = dict(self.module.named_parameters(remove_duplicate=False))
+        found = {raw: p.ds_tensor.data for raw, p in named.items() if hasattr(p, "ds_tensor")}
+        names = clean_names(self.module, found)
+        return {names[raw]: partition for raw, partition in found.items()}
+
+
+class _Optimizer(OptimizerState):
+    """This rank's part of what ``engine.save_checkpoint`` saves. Collective, but for its check."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.optimizer, {})
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        files: dict[str, dict[str, Any]] = {}
+        with _in_memory(self._engine, files) as folder:
+            self._engine.save_checkpoint(
+                folder, tag=_TAG, save_latest=False, exclude_frozen_parameters=True
+            )
+        for content in files.values():
+            for name in _ELSEWHERE:
+                content.pop(name, None)
+        return {"layout": self._layout(), "files": _KNOWN.plain(files, where=self.key)}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_fields(self.key, state, {"layout": dict, "files": dict})
+        then, now = state["layout"], self._layout()
+        mismatches = [
+            Mismatch(name, f"{then.get(name)} in the checkpoint", f"{now.get(name)}, as here")
+            for name in {**now, **then}
+            if then.get(name) != now.get(name)
+        ]
+        refuse(self.key, mismatches, remedy="Start with the configuration of the checkpoint")
+        _KNOWN.live(state["files"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        live = {"module": {}, **_Counters(self._engine).state_dict()}
+        kept = _KNOWN.live(state["files"]).items()
+        files = {name: {**content, **live} for name, content in kept}
+        with _in_memory(self._engine, files) as folder:
+            self._engine.load_checkpoint(
+                folder,
+                tag=_TAG,
+                load_lr_scheduler_states=False,
+                custom_load_fn=lambda src, dst: None,  # the module is loaded already
+            )
+        return ()
+
+    def _layout(self) -> dict[str, str]:
+        """What decides which numbers stand where in a shard."""
+        engine = self._engine
+        stage = int(engine.zero_optimization_stage())
+        groups = engine._get_zero_param_shapes() if stage else ()
+        layout = {"class": class_name(self.optimizer), "ZeRO": f"stage {stage}"}
+        for number, group in enumerate(groups):
+            for place, (name, shape) in enumerate(group.items()):
+                layout[name] = f"{tuple(shape)} at place {place} of group {number}"
+        return layout
+
+
+class _InMemory(CheckpointEngine):  # type: ignore[misc]
+    """Keeps what DeepSpeed saves by file name, and gives it back."""
+
+    def __init__(self, files: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self._files = files
+
+    def create(self, info: Any) -> None: ...
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        self._files[Path(path).name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._files[Path(path).name]
+
+    def commit(self, info: Any) -> None: ...
+
+
+@contextmanager
+def _in_memory(engine: Any, files: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The folder to name to DeepSpeed, while ``files`` stand for what it saves and loads."""
+    own, writes = engine.checkpoint_engine, engine.save_non_zero_checkpoint
+    with TemporaryDirectory(prefix="resumekit-") as folder:
+        (Path(folder) / _TAG).mkdir()
+        for name in files:  # it looks for a file before it asks for its content
+            (Path(folder) / _TAG / name).touch()
+        # Every rank is to hand over what only some would write: each reads its own back.
+        engine.checkpoint_engine, engine.save_non_zero_checkpoint = _InMemory(files), True
+        try:
+            yield folder
+        finally:
+            engine.checkpoint_engine, engine.save_non_zero_checkpoint = own, writes
