@@ -5,6 +5,7 @@ One loop for FSDP2 and for the DeepSpeed plugin; it never looks at whether it wa
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -83,15 +84,17 @@ def train(
     augment: bool = False,
     average: bool = False,
     mark: bool = True,
+    states: bool = False,
     mid_accumulation: str = "boundary",
+    width: int = 33,
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
-    """Trains a small classifier with dropout, AdamW and, where asked for, averaged weights."""
+    """Trains a small classifier with dropout and AdamW; ``states`` saves by ``save_state`` too."""
     set_seed(0)
     accelerator = make_accelerator(spread, accumulate)
     model: Any = nn.Sequential(
-        nn.Linear(64, 34), nn.LayerNorm(34), nn.ReLU(), nn.Dropout(0.3), nn.Linear(34, 10)
+        nn.Linear(64, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
     optimizer: Any = AdamW(model.parameters(), lr=1e-2, foreach=False)
     scheduler: Any = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
@@ -114,6 +117,9 @@ def train(
         allow_changes={"world_size"},
         strict=True,
     )
+    folder = Path(directory, "state")
+    if states and folder.is_dir():
+        accelerator.load_state(str(folder))
     for images, labels in checkpointer.batches(loader, epochs=epochs):
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(images).float(), labels)
@@ -125,5 +131,7 @@ def train(
             averaged.update(model)
         if mark:
             checkpointer.step(loss=loss, tokens=images.numel())
+        if states and checkpointer.progress.step % 3 == 0:
+            accelerator.save_state(str(folder))
     checkpointer.close()
     destroy_process_group()

@@ -53,12 +53,20 @@ def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> No
         {"spread": "FSDP2", "average": True, "mark": False},
         {"spread": "ZeRO-1", "average": True},
         {"spread": "ZeRO-2", "accumulate": 2, "mark": False, "save_every": 1},
-        {"spread": "ZeRO-3", "augment": True},
+        # deepspeed 0.19 zero/partition_parameters.py leaves what is beyond the last rank's part of
+        # an odd number as it finds it in memory, which is not the same in two runs.
+        {"spread": "ZeRO-3", "augment": True, "width": 34},
     ],
     ids=str,
 )
 def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any]) -> None:
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
+
+
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, spread: str) -> None:
+    options = {"spread": spread, "states": True}
+    kit.assert_exact(Cell(train, options, 2, (KillPoint.step(4), KillPoint.step(8))))
 
 
 @pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "ema", "rng", "data"])
