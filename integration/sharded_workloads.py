@@ -10,7 +10,8 @@ import functools
 import gc
 import json
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ import torch
 from digits import Digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -76,6 +84,19 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
         mesh = init_device_mesh("cpu", (num_ranks,))
         # Pinned memory asks for an accelerator.
         return sharded(model, mesh, CPUOffloadPolicy(pin_memory=False)), num_ranks, rank
+    if layout == "fsdp1":
+        return flattened(model), num_ranks, rank
+    if layout == "fsdp1 in bf16":
+        strategy, half = ShardingStrategy.SHARD_GRAD_OP, MixedPrecision(param_dtype=torch.bfloat16)
+        return (
+            flattened(model, sharding_strategy=strategy, mixed_precision=half),
+            num_ranks,
+            rank,
+        )
+    if layout == "hsdp1":
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
+        strategy = ShardingStrategy.HYBRID_SHARD
+        return flattened(model, device_mesh=mesh, sharding_strategy=strategy), num_ranks, rank
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
         return sharded(model, mesh), num_ranks, rank
@@ -85,6 +106,15 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
     whole = sharded(parallel(model, mesh["tensor"]), mesh["shard"])
     return whole, num_ranks // 2, mesh["shard"].get_local_rank()
+
+
+def flattened(model: Any, **options: Any) -> nn.Module:
+    """The model under the first FSDP: one layer by itself, and the rest."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank has nothing to share with
+        model.expand = FullyShardedDataParallel(model.expand, **options)
+        return FullyShardedDataParallel(model, **options)
 
 
 def sharded(model: Any, mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> nn.Module:
@@ -237,10 +267,12 @@ def take_over(
         allow_changes={"world_size"},
     )
     notes: dict[str, Any] = {"layout": f"{layout} on {num_ranks}"}
-    notes["resumed"] = checkpointer.resume().resumed
-    notes["state_found"] = gathered(model, optim, follower)
     digits = Digits(NUM_SAMPLES, augment=False)
     images, labels = digits.images, torch.tensor(digits.labels)
+    with torch.no_grad():
+        model(images)  # some layouts keep what they gather for it
+    notes["resumed"] = checkpointer.resume().resumed
+    notes["state_found"] = gathered(model, optim, follower)
     losses = []
     last = extras["steps"] + num_steps
     for step in range(extras["steps"], last + num_beyond):
@@ -271,7 +303,8 @@ def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
     Args:
         directory: the run directory.
         layout: how the model is spread.
-        tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it.
+        tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it, and with
+            ``:unstorable`` a value in its state that cannot be stored.
         validate: the option of that name.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -284,10 +317,14 @@ def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
     optim.step()
     name, _, moment = tensor.partition(":")
     if int(os.environ["RANK"]) == num_ranks - 1:
-        value = model.get_parameter(name)
-        value = optim.state[value][moment] if moment else value
-        local = value._local_tensor if isinstance(value, DTensor) else value.data
-        local.view(-1)[:1] += 1
+        named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        value = named[name]
+        if moment == "unstorable":
+            optim.state[value][moment] = object()
+        else:
+            value = optim.state[value][moment] if moment else value
+            local = value._local_tensor if isinstance(value, DTensor) else value.data
+            local.view(-1)[:1] += 1
     checkpointer.save()
     checkpointer.close()
 
@@ -312,6 +349,8 @@ def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, follower: nn.Module | None
 ) -> dict[str, list[int]]:
     """Every tensor there is, whole, by FQN; its bits as numbers. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        return gathered_by_torch(model, optimizer)
     names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
@@ -320,6 +359,41 @@ def gathered(
     averaged = {} if follower is None else follower.state_dict()
     state.update({f"follower.{n.removeprefix('module.')}": v for n, v in averaged.items()})
     return {name: _bits(value) for name, value in state.items()}
+
+
+@torch.no_grad()
+def gathered_by_torch(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+) -> dict[str, list[int]]:
+    """The same of a model under the first FSDP, which gathers its parameters itself.
+
+    Moments take the parameters' place for that: torch 2.13 full_optim_state_dict gives exp_avg_sq
+    under the name of exp_avg too where all is in host memory.
+    """
+    state = dict(summoned(model))
+    parameters = list(model.parameters())
+    values = [parameter.detach().clone() for parameter in parameters]
+    moments = dict.fromkeys(key for held in optimizer.state.values() for key in held)
+    every: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, list(moments))
+    for moment in sorted({name for names in every for name in names}):
+        for parameter in parameters:
+            held = optimizer.state.get(parameter, {}).get(moment)
+            parameter.copy_(torch.zeros(()) if held is None else held)
+        state.update({f"{name}.{moment}": value for name, value in summoned(model)})
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+    return {
+        name: _bits(value.reshape(-1)[:1] if name.endswith(".step") else value)
+        for name, value in state.items()
+    }
+
+
+def summoned(model: FullyShardedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, whole, by their names without wrappers. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for name, parameter in model.named_parameters():
+            yield name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone()
 
 
 def _bits(value: torch.Tensor) -> list[int]:

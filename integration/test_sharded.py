@@ -32,6 +32,10 @@ LAYOUTS = (
     ("tp", 2),
     ("tp", 4),
     ("fsdp x tp", 4),
+    ("fsdp1", 2),
+    ("fsdp1", 3),
+    ("fsdp1 in bf16", 2),
+    ("hsdp1", 4),
 )
 
 # Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
@@ -60,6 +64,8 @@ def test_a_killed_run_continues_exactly_in_its_layout(
         {"optimizer": "adam with groups", "dropout": 0.1},
         {"optimizer": "fused", "ema": True},
         {"batch_norm": True},
+        {"layout": "fsdp1", "optimizer": "sgd", "tied": True, "batch_norm": True},
+        {"layout": "fsdp1", "optimizer": "fused", "dropout": 0.1},
     ],
     ids=str,
 )
@@ -72,6 +78,11 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     cell = Cell(train, {"layout": "fsdp", "ema": True}, 2, (KillPoint.step(5),))
     kit.assert_caught(cell, component)
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer"])
+def test_one_left_out_under_the_first_fsdp_is_caught_and_named(kit: Kit, component: str) -> None:
+    kit.assert_caught(Cell(train, {"layout": "fsdp1"}, 2, (KillPoint.step(5),)), component)
 
 
 def launched(kit: Kit, chain: tuple[tuple[str, int], ...], **options: Any) -> list[dict[str, Any]]:
@@ -89,6 +100,15 @@ def launched(kit: Kit, chain: tuple[tuple[str, int], ...], **options: Any) -> li
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "fewer and more ranks": (("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("fsdp", 3), ("fsdp", 4)),
     "offloaded and not": (("offloaded", 2), ("fsdp", 3), ("offloaded", 2), ("plain", 1)),
+    "both generations of FSDP": (
+        ("fsdp1", 2),
+        ("fsdp", 3),
+        ("plain", 1),
+        ("fsdp1", 3),
+        ("fsdp1", 1),
+        ("hsdp1", 4),
+        ("fsdp1", 2),
+    ),
     "whole and in parts": (
         ("ddp", 4),
         ("fsdp", 2),
@@ -176,6 +196,7 @@ COPIES = (
     ("tp", 2, "norm.weight", "model: norm.weight"),
     ("tp", 2, "squeeze.bias:exp_avg", "optimizer: state.squeeze.bias.exp_avg [0:34]"),
     ("hsdp", 4, "expand.weight", "model: expand.weight [26:52, 0:64]"),
+    ("hsdp1", 4, "head.bias:exp_avg", "optimizer: state.head.bias.exp_avg [0:10]"),
 )
 
 
@@ -191,6 +212,16 @@ def test_copies_that_have_drifted_apart_are_caught_and_named(
     for text in logs:
         assert f"RankDisagreementError: {where}: copies that are not alike ({ranks[0]}" in text
         assert ranks[1] in text
+    assert not list(Path(run.directory, "training").glob("step-*"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp1"])
+def test_a_rank_that_cannot_store_its_part_ends_the_save_on_all(kit: Kit, layout: str) -> None:
+    options = {"layout": layout, "tensor": "head.bias:unstorable", "validate": "off"}
+    run = kit.run_again(kit.new_run(Cell(drift, options, 2)))
+    logs = [path.read_text() for path in run.directory.glob("launch-*.log")]
+    assert len(logs) == 2
+    assert all("head.bias" in text and "UnsupportedValueError" in text for text in logs)
     assert not list(Path(run.directory, "training").glob("step-*"))
 
 

@@ -51,11 +51,14 @@ class Stateful(Protocol):
     where that is not all of it.
 
     The state of a SHARDED component may hold DTensors. It is given back with DTensors of the live
-    ones' mesh and placements, whose local parts are in host memory. Two methods are optional:
+    ones' mesh and placements, whose local parts are in host memory. These methods are optional:
 
     - ``pairs(state)`` gives each tensor of a saved state with the live DTensor that it is to be
       spread like; by default those that stand in the same place of ``state_dict()``. The tensors
       given are on the meta device.
+    - ``outline()`` tells in plain values what this rank has, for a state with holes on each rank;
+      ``join(outlines)`` gets what all ranks told, before the next ``state_dict()``, in which every
+      rank then has an entry for everything. Both or neither.
     - ``first_rank_only()`` names the plain tensors that may differ between the ranks, by their
       dotted place in the state; those of the first rank are saved.
 

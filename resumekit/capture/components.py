@@ -8,13 +8,19 @@ from typing import Any
 from torch import nn
 
 from resumekit.capture.buffers import RANK_BUFFERS, RankBuffers
-from resumekit.capture.model import ModelState
+from resumekit.capture.flat import (
+    FlatModelState,
+    flat_modules,
+    model_state,
+    require_no_flat_parameters,
+)
+from resumekit.capture.flat_optimizer import FlatOptimizerState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.spread import holds_sharded, require_no_flat_parameters
+from resumekit.capture.spread import holds_sharded
 from resumekit.contract import SharingPattern, Slot, StateComponent, Stateful
 from resumekit.errors import DeclarationError
 from resumekit.sharding import is_sharded
@@ -48,12 +54,14 @@ def state_components(
         DeclarationError: a slot was given a list, or something without ``state_dict``.
     """
     modules = _modules(model)
+    is_flat = any(True for module in modules.values() for _ in flat_modules(module))
+    optimizer_kind = FlatOptimizerState if is_flat else OptimizerState
     states = {
-        **named_states(Slot.MODEL, model, lambda given, key: ModelState(given, key=key)),
+        **named_states(Slot.MODEL, model, lambda given, key: model_state(given, key=key)),
         **named_states(
             Slot.OPTIMIZER,
             optimizer,
-            lambda given, key: OptimizerState(given, modules, key=key, adopt=adopt),
+            lambda given, key: optimizer_kind(given, modules, key=key, adopt=adopt),
         ),
         **named_states(
             Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)
@@ -63,7 +71,7 @@ def state_components(
         ),
         **named_states(Slot.EMA, ema, lambda given, key: ObjectState(given, key=key)),
     }
-    for key, module in by_key(Slot.MODEL, model).items():
+    for key, module in by_key(Slot.EMA, ema).items():
         require_no_flat_parameters(key, module)
     shared = [
         StateComponent(key, stateful, SharingPattern.SHARDED, process_group=stage_group)
@@ -87,6 +95,8 @@ def _pattern_of(stateful: Stateful) -> SharingPattern:
 
 
 def _is_in_parts(stateful: Stateful) -> bool:
+    if isinstance(stateful, (FlatModelState, FlatOptimizerState)):
+        return True
     if isinstance(stateful, OptimizerState):
         groups = getattr(stateful.optimizer, "param_groups", ())
         return any(is_sharded(parameter) for group in groups for parameter in group["params"])

@@ -83,6 +83,7 @@ class Spreader:
                 layouts[key] = local[key].layout
             return layouts == self._layouts
 
+        self._join_outlines()
         if not all(self._world.everywhere(encode)):
             self._layouts = {}
             self._assigned = self._plan(local)
@@ -97,6 +98,20 @@ class Spreader:
             )
             for key, each in self._components.items()
         ]
+
+    def _join_outlines(self) -> None:
+        """Lets components whose state has holes on each rank know of the others'. Collective."""
+        holed: dict[str, Any] = {
+            key: each.stateful
+            for key, each in self._components.items()
+            if hasattr(each.stateful, "outline")
+        }
+        if holed:
+            outlines = self._world.everywhere(
+                lambda: {key: stateful.outline() for key, stateful in holed.items()}
+            )
+            for key, stateful in holed.items():
+                stateful.join([each[key] for each in outlines])
 
     def _plan(self, local: Mapping[str, LocalState]) -> dict[str, Assignment]:
         assigned: dict[str, Assignment] = {}

@@ -71,7 +71,8 @@ def copy_digests(
     """
     copies: dict[str, Copy] = {}
     for name, place, leaf in _named_leaves(value):
-        if not isinstance(leaf, torch.Tensor) or name in own or not local_part(leaf).numel():
+        is_tensor = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
+        if not is_tensor or name in own or not local_part(leaf).numel():
             continue
         group = copy_group(leaf, num_ranks)
         box = box_of(leaf, str(place)) if group is not None else None

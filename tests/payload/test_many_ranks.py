@@ -64,7 +64,7 @@ def test_tensors_that_are_spread_alike_are_planned_once(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: Counter[str] = Counter()
-    for name in ("box_of", "tiling_problem"):
+    for name in ("boxes_of", "tiling_problem"):
         original = getattr(plan_module, name)
 
         def count(*given: Any, name: str = name, original: Any = original) -> Any:
@@ -76,7 +76,7 @@ def test_tensors_that_are_spread_alike_are_planned_once(
     for num_ranks, num_tensors in ((4, 30), (4, 60), (8, 30)):
         counted.clear()
         planned(ranks, (num_ranks,), num_tensors)
-        found.append((counted["box_of"] / num_ranks, counted["tiling_problem"]))
+        found.append((counted["boxes_of"] / num_ranks, counted["tiling_problem"]))
     kinds = len(SHAPES) + 1  # and the counts of steps
     assert found == [(kinds, kinds)] * 3
 
@@ -84,7 +84,7 @@ def test_tensors_that_are_spread_alike_are_planned_once(
 def test_proposals_grow_with_ranks_times_tensors(ranks: Any) -> None:
     def num_bytes(num_ranks: int, num_tensors: int) -> int:
         _, proposals, _ = planned(ranks, (num_ranks,), num_tensors)
-        assert all(len(each.boxes) <= len(SHAPES) + 1 for each in proposals)
+        assert all(len(each.parts) <= len(SHAPES) + 1 for each in proposals)
         return sum(len(pickle.dumps(each)) for each in proposals)
 
     small = num_bytes(4, 60)

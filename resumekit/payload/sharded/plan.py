@@ -18,7 +18,7 @@ from resumekit.payload.sharded.cover import tiling_problem
 from resumekit.payload.sharded.encode import LocalState, spreading
 from resumekit.payload.sharded.index import Logical
 from resumekit.payload.sharded.writers import Holders, choose_writers
-from resumekit.sharding import Box, box_of, is_sharded, local_part
+from resumekit.sharding import Box, boxes_of, is_sharded, local_part
 
 _MOST_NAMED = 3
 
@@ -32,12 +32,13 @@ class Proposal:
     """What one rank could write of a component; it travels to the first rank of its group.
 
     Args:
-        boxes: the different parts that it holds of its tensors, none of them empty.
+        parts: the different parts that it holds of its tensors, each a box or several, none of
+            them empty.
         held: by name of a tensor, the number of the part that it holds.
         signature: a digest of the names, types and whole shapes of all tensors.
     """
 
-    boxes: tuple[Box, ...]
+    parts: tuple[tuple[Box, ...], ...]
     held: dict[str, int]
     signature: str
 
@@ -52,17 +53,16 @@ class Proposal:
         Raises:
             UnsupportedValueError: a DTensor's part cannot be told; names it.
         """
-        known: dict[object, Box | None] = {}
-        numbers: dict[Box, int] = {}
+        known: dict[object, tuple[Box, ...]] = {}
+        numbers: dict[tuple[Box, ...], int] = {}
         held: dict[str, int] = {}
         for name, tensor in local.tensors.items():
             kind = (tensor.shape, local_part(tensor).shape, spreading(tensor))
             if kind not in known:
-                known[kind] = box_of(tensor, f"{local.key}: {name}")
-            box = known[kind]
-            if box is None or not box.num_elements or (place and _is_first_ranks(local, name)):
-                continue
-            held[name] = numbers.setdefault(box, len(numbers))
+                known[kind] = boxes_of(tensor, f"{local.key}: {name}")
+            part = known[kind]
+            if part and not (place and _is_first_ranks(local, name)):
+                held[name] = numbers.setdefault(part, len(numbers))
         return cls(tuple(numbers), held, _signature(local))
 
 
@@ -102,7 +102,8 @@ def assign(
     names: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in local.tensors:
         for chunk in chosen[name]:
-            names[chunk.writer].append(name)
+            if not chunk.number:
+                names[chunk.writer].append(name)
     tensors = {
         name: Logical(local.found[name].element, tuple(tensor.shape), chosen[name])
         for name, tensor in local.tensors.items()
@@ -129,11 +130,11 @@ def _holders(
         shape = tuple(local.tensors[name].shape)
         kind = (shape, *row)
         if kind not in alike:
-            held: dict[Box, list[int]] = {}
+            held: dict[tuple[Box, ...], list[int]] = {}
             for place, number in enumerate(row):
                 if number >= 0:
-                    held.setdefault(proposals[place].boxes[number], []).append(ranks[place])
-            problem = tiling_problem(shape, held)
+                    held.setdefault(proposals[place].parts[number], []).append(ranks[place])
+            problem = tiling_problem(shape, (box for boxes in held for box in boxes))
             if problem is not None:
                 raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
             alike[kind] = Holders(held)

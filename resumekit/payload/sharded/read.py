@@ -18,7 +18,7 @@ from resumekit.payload.layout import header
 from resumekit.payload.leaves import PLAIN_TYPES, dense_strides, retyped
 from resumekit.payload.payload import read_index, stem_of
 from resumekit.payload.sharded.fetch import Fetch, plan_fetches
-from resumekit.payload.sharded.index import Logical, ShardedIndex
+from resumekit.payload.sharded.index import Logical, ShardedIndex, part_name
 from resumekit.payload.sharded.stretch import Stretch, read_stretches, stretches
 from resumekit.sharding import Box, box_of, sharded_like
 from resumekit.storage import StepReader
@@ -272,11 +272,11 @@ class _DataFile:
 
     def require(self, fetch: Fetch, logical: Logical) -> None:
         """Raises CorruptCheckpointError unless the part that is to be fetched is there."""
-        record, sizes = self._records.get(fetch.name), fetch.chunk.box.sizes
+        record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
         if record is None or record.shape != sizes or record.element != logical.element:
             raise CorruptCheckpointError(
                 f"{self._step.name}/{self._path}",
-                found=f"its index has no {fetch.name[:200]!r} of shape {sizes}",
+                found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
                 expected="the part that the index of all ranks tells of",
             )
 
@@ -287,7 +287,7 @@ class _DataFile:
             fetch: one that ``require`` has let pass.
             memory: of the part wanted; the elements go to their place in it.
         """
-        record = self._records[fetch.name]
+        record = self._records[_stored_name(fetch)]
         cut = tuple(
             slice(begin, begin + size)
             for begin, size in zip(fetch.wanted.offsets, fetch.wanted.sizes, strict=True)
@@ -304,6 +304,10 @@ class _DataFile:
                 found=f"has {reader.entry.size} bytes",
                 expected=f"{expected} as its index says",
             )
+
+
+def _stored_name(fetch: Fetch) -> str:
+    return part_name(fetch.name, fetch.chunk.number)
 
 
 def _plain_type(logical: Logical) -> torch.dtype:

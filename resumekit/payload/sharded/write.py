@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from resumekit.errors import UnsupportedValueError
+from resumekit.payload.leaves import Leaf
 from resumekit.payload.part import Part
 from resumekit.payload.payload import stem_of
 from resumekit.payload.sharded.encode import LocalState
@@ -46,7 +50,7 @@ class ShardedPayload:
         self._rank = rank
         # What every rank reads stands together: in a block or two, not in one of each large part.
         names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
-        leaves = {name: local.found[name].leaf() for name in names}
+        leaves = _distinct(local.key, (part for name in names for part in local.leaves_of(name)))
         self._index_path = f"{directory}/{index_name}"
         self._index: bytes | None = None
         if assignment.tensors is not None:
@@ -86,3 +90,14 @@ class ShardedPayload:
                 file.write([memoryview(self._index)])
                 entries.append(file.finish())
         return entries
+
+
+def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in parts:
+        if name in leaves:
+            raise UnsupportedValueError(
+                f"{key}: {name}", found="also the name of a part of another tensor"
+            )
+        leaves[name] = leaf
+    return leaves

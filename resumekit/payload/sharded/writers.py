@@ -16,10 +16,10 @@ class Holders:
     """The ranks that hold each part of a tensor; tensors that are spread alike share one.
 
     Args:
-        ranks: in order, by part.
+        ranks: in order, by what each of them holds: a box, or several.
     """
 
-    ranks: Mapping[Box, Sequence[int]]
+    ranks: Mapping[tuple[Box, ...], Sequence[int]]
 
     @cached_property
     def turns(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -29,9 +29,16 @@ class Holders:
         could be balanced a little better, and would give every tensor a layout of its own.
         """
         num_turns = max(map(len, self.ranks.values()), default=1)
-        boxes = sorted(self.ranks.items(), key=lambda item: item[0].offsets)
+        parts = sorted(
+            (
+                (box, number, ranks)
+                for boxes, ranks in self.ranks.items()
+                for number, box in enumerate(boxes)
+            ),
+            key=lambda part: part[0].offsets,
+        )
         return tuple(
-            tuple(Chunk(ranks[turn % len(ranks)], box) for box, ranks in boxes)
+            tuple(Chunk(ranks[turn % len(ranks)], box, number) for box, number, ranks in parts)
             for turn in range(num_turns)
         )
 
@@ -50,7 +57,7 @@ def choose_writers(tensors: Iterable[tuple[str, Holders, int]]) -> dict[str, tup
             chosen[name] = holders.turns[0]
             _add(load, holders.turns[0], num_bytes)
         else:
-            whole = num_bytes * sum(box.num_elements for box in holders.ranks)
+            whole = num_bytes * sum(box.num_elements for boxes in holders.ranks for box in boxes)
             shared.append((whole, name, holders, num_bytes))
     # The large ones first.
     for _, name, holders, num_bytes in sorted(shared, key=lambda each: -each[0]):
