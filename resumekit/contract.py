@@ -57,8 +57,8 @@ class Stateful(Protocol):
       spread like; by default those that stand in the same place of ``state_dict()``. The tensors
       given are on the meta device.
     - ``outline()`` tells in plain values what this rank has, for a state with holes on each rank;
-      ``join(outlines)`` gets what all ranks told, before the next ``state_dict()``, in which every
-      rank then has an entry for everything. Both or neither.
+      ``join(outlines)`` gets what all ranks of its group told, before the next ``state_dict()``, in
+      which every rank then has an entry for everything. Both or neither.
     - ``first_rank_only()`` names the plain tensors that may differ between the ranks, by their
       dotted place in the state; those of the first rank are saved.
 

@@ -40,6 +40,7 @@ from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
 from resumekit.engine.resplitting import require_taken, resplit
+from resumekit.engine.restoring import call_everywhere, restore, start_fresh
 from resumekit.engine.resuming import Finder, Found
 from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
@@ -54,21 +55,6 @@ from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
 Components = Sequence[StateComponent] | Callable[[], Sequence[StateComponent]]
-
-# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
-# position and then the random state are only kept, and follow at the first fetch.
-_RESTORE_ORDER = (
-    Slot.MODEL,
-    Slot.OPTIMIZER,
-    Slot.LR_SCHEDULER,
-    Slot.GRAD_SCALER,
-    Slot.EMA,
-    Slot.BEST_METRIC,
-    Slot.CALLBACKS,
-    Slot.EXTRAS,
-    Slot.DATA,
-    Slot.RNG,
-)
 
 
 class Run:
@@ -265,13 +251,13 @@ class Run:
         changes = resplit(found, self.components, self._sources(self._membership), self.world)
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
-        remarks = self.world.everywhere(lambda: self._restore(found.states))
-        after = next(iter(self._everybody_calls("after_resume")), ())
+        remarks = self.world.everywhere(lambda: restore(self.components, found.states))
+        after = call_everywhere(self.world, self.components, "after_resume")
         assert self._replicas is not None
         self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
-        for remark in (*self._start_fresh(found.name, fresh), *remarks[0], *after):
+        for remark in (*start_fresh(self.components, found.name, fresh), *remarks[0], *after):
             self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
@@ -289,34 +275,6 @@ class Run:
             rejected=found.rejected,
             finished=self.counters.finished,
         )
-
-    def _everybody_calls(self, method: str) -> list[tuple[str, ...]]:
-        """Calls a method of the components that have it; gives their remarks. Collective."""
-        given = [each.stateful for each in self.components if hasattr(each.stateful, method)]
-        if not given:
-            return []
-        return self.world.everywhere(
-            lambda: tuple(remark for each in given for remark in getattr(each, method)() or ())
-        )
-
-    def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
-        """Loads in the order of a restore; gives what the components had to remark."""
-        order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
-        given = [each for each in self.components if each.key in states and each.slot in order]
-        remarks: list[str] = []
-        for component in sorted(given, key=lambda each: order[each.slot]):
-            remarks.extend(component.stateful.load_state_dict(states[component.key]) or ())
-        return tuple(remarks)
-
-    def _start_fresh(self, name: StepName, keys: Sequence[str]) -> list[str]:
-        """What to tell about components that the checkpoint lacks."""
-        remarks: list[str] = []
-        for component in self.components:
-            if component.key in keys:
-                start_fresh = getattr(component.stateful, "start_fresh", None)
-                default = (f"{name} has no {component.key}: it starts from its live state",)
-                remarks.extend(start_fresh() if start_fresh is not None else default)
-        return remarks
 
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
@@ -370,7 +328,7 @@ class Run:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
         assert self._replicas is not None
-        self._everybody_calls("before_save")
+        call_everywhere(self.world, self.components, "before_save")
         self._replicas.check_before_save()
         assert self._shares is not None
         self.counters.fold(self.world, self._shares)

@@ -111,7 +111,8 @@ class Spreader:
                 lambda: {key: stateful.outline() for key, stateful in holed.items()}
             )
             for key, stateful in holed.items():
-                stateful.join([each[key] for each in outlines])
+                ranks = self._within[self._components[key].groups].ranks
+                stateful.join([outlines[rank][key] for rank in ranks])
 
     def _plan(self, local: Mapping[str, LocalState]) -> dict[str, Assignment]:
         assigned: dict[str, Assignment] = {}
