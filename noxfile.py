@@ -21,6 +21,9 @@ nox.options.stop_on_first_error = False
 
 PYTHON = sys.executable
 
+# Pins of what is private, and exactness in every kind of model, data and callback.
+OLDEST_TESTS = ("transformers", "transformers_saving", "transformers_changes", "trainer_rows")
+
 # A class of tests shares one warm server of processes, so its tests stay together.
 PYTEST = (PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadscope")
 
@@ -49,6 +52,23 @@ def tests(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Real frameworks, several ranks, SIGKILL."""
     session.run(*PYTEST, "integration", *session.posargs)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The Trainer's adapter on the oldest versions that its extra allows; minutes, by name only."""
+    extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
+    pins = [each.replace(">=", "==") + ".*" for each in extras["transformers"]]
+    with tempfile.TemporaryDirectory() as temporary:
+        python = _environment(Path(temporary))
+        session.run(str(python), "-m", "pip", "install", "--quiet", *pins)
+        where = "import transformers; print(transformers.__version__, transformers.__file__)"
+        found = (session.run(str(python), "-c", where, silent=True) or "").split()
+        if not Path(found[-1]).is_relative_to(temporary):
+            session.error(f"the oldest version was not what was imported: {found}")
+        tests = [f"integration/test_{name}.py" for name in OLDEST_TESTS]
+        alone = {"PYTHONPATH": str(Path.cwd())}  # the checkout, which is not installed there
+        session.run(str(python), *PYTEST[1:], *tests, *session.posargs, env=alone)
 
 
 @nox.session
@@ -87,16 +107,21 @@ def _check_content(session: nox.Session, wheel: Path) -> None:
 
 
 def _environment_with(session: nox.Session, wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment that holds the wheel and sees this one's dependencies.
+    """The Python of a new environment that holds the wheel and sees this one's dependencies."""
+    python = _environment(folder)
+    session.run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    return python
+
+
+def _environment(folder: Path) -> Path:
+    """The Python of a new environment that sees this one's dependencies behind its own.
 
     They are seen through a path file. Path files of the folder it names are not read, so the
     editable install of the checkout stays out of sight.
     """
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    session.run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path((session.run(str(python), "-I", "-c", where, silent=True) or "").strip())
+    (own,) = folder.glob("lib/python*/site-packages")
     dependencies = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
     (own / "dependencies.pth").write_text("\n".join(dependencies), encoding="utf-8")
     return python

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
-from resumekit.capture import one_or_named, registered_components, state_components
+from resumekit.capture import (
+    buckets_of,
+    one_or_named,
+    registered_components,
+    state_components,
+)
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
@@ -319,6 +324,7 @@ def _components(trainer: Any, place: _Place, ema: Any) -> tuple[StateComponent, 
             adopt=True,
             num_ranks=trainer.world_size,
         ),
+        *buckets_of(trainer.model),
         StateComponent("callbacks/lightning", place, SharingPattern.PER_RANK),
         StateComponent("callbacks/hooks", _Hooked(trainer), SharingPattern.PER_RANK),
         *registered_components([*stateful, *filter(None, [trainer.datamodule])]),

@@ -44,6 +44,11 @@ class Checkpointer(_Checkpointer):
         ema: an ``AveragedModel``, or any object with ``state_dict``.
         extras: a live dict of your own values.
         generators: private random generators by name.
+        stage_group: where the model is one stage of a pipeline, the ranks that hold this stage
+            together: a process group, a one-dimensional DeviceMesh, or their global ranks. The
+            stages' parameters have the names that they have in the whole model.
+        data_parallel_group: the ranks that take different data, this one among them, in the same
+            forms; by default all. Ranks of one tensor-parallel group or pipeline take the same.
         **options: see ``resumekit.engine.options.Options``.
     """
 
@@ -58,6 +63,8 @@ class Checkpointer(_Checkpointer):
         ema: Any = None,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
+        stage_group: Any = None,
+        data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
         components = state_components(
@@ -68,9 +75,15 @@ class Checkpointer(_Checkpointer):
             ema=ema,
             adopt=True,
             num_ranks=_num_ranks(),
+            stage_group=stage_group,
         )
         super().__init__(
-            directory, components=components, extras=extras, generators=generators, **options
+            directory,
+            components=components,
+            extras=extras,
+            generators=generators,
+            data_parallel_group=data_parallel_group,
+            **options,
         )
 
 

@@ -14,51 +14,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
-from resumekit.capture import AttributeState, by_class_and_ordinal
-from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
 from resumekit.errors import ConfigurationError
-from resumekit.frameworks.accelerate import accelerator_components, require_supported
+from resumekit.frameworks.accelerate import require_supported
 from resumekit.requirements import require
 
 require("transformers")
 
-from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402  if it is there
+# ruff: noqa: E402  if it is there
+from transformers.trainer_callback import TrainerCallback
+
+from resumekit.adapters._transformers_arguments import (
+    check_arguments,
+    saves_each_epoch,
+    with_defaults,
+)
+from resumekit.adapters._transformers_plan import Counts, Plan
+from resumekit.adapters._transformers_state import held_by_callbacks, trainer_components
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from resumekit.capture import HeldState
     from resumekit.engine.options import OptionKeywords
 
 __all__ = ["ResumeCallback"]
-
-# transformers 5.23 trainer_callback.py TrainerState: what training changes. The rest is settings.
-_STATE = (
-    "epoch",
-    "global_step",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-)
-
-# transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
-_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-
-# transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
-_CLOCK_SUFFIXES = ("_runtime", "_per_second")
 
 
 class ResumeCallback(TrainerCallback):
     """Saves the whole state of a Trainer's run; ``train()`` continues it in the same directory.
 
-    Making it attaches it to the Trainer, see ``attach``.
+    Making it attaches it to the Trainer, see ``attach``. Where an option is not given, the
+    ``TrainingArguments`` say it: ``save_steps`` and ``save_strategy`` for ``save_every``,
+    ``save_total_limit`` for ``keep_latest``, ``metric_for_best_model`` and ``greater_is_better``
+    for ``best_metric`` and ``mode``.
 
     Args:
-        trainer: the ``transformers.Trainer``.
+        trainer: the ``transformers.Trainer``, or one of a class derived from it.
         directory: the run directory.
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
@@ -79,40 +72,60 @@ class ResumeCallback(TrainerCallback):
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
-        self._reports = Options.from_keywords(options).best_metric is not None
+        whole = Options.from_keywords(with_defaults(options, trainer.args, max_steps=1))
+        self._reports = whole.best_metric is not None
+        self._saves_each_epoch = saves_each_epoch(options, trainer.args)
         self._trainer = trainer
-        self._make_checkpointer: Callable[[], Checkpointer] = lambda: Checkpointer(
+        averages = ema.values() if isinstance(ema, Mapping) else [ema]
+        self._not_held = [*averages, *({} if extras is None else extras).values()]
+        self._held: HeldState
+        self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
-            components=lambda: _components(trainer, ema=ema),
+            components=lambda: trainer_components(trainer, self._held, ema=ema),
             extras=extras,
             generators=generators,
-            **options,
+            **with_defaults(options, trainer.args, max_steps),
         )
         self._checkpointer: Checkpointer
         self._loop: DrivenLoop
+        self._plan: Plan
         self._num_epochs = 0
+        self._evaluates_on_start = False
         self._in_training = False
         self.attach(trainer)
 
     def attach(self, trainer: Any) -> None:
-        """Takes the two places that no event reaches: where training begins, and around an epoch.
+        """Takes the three places that no event reaches: before training begins, around an epoch.
 
-        Two methods of this one Trainer object are replaced. transformers 5.23 trainer.py:
-        ``_init_training_state`` says which epoch comes first, before any event; ``_run_epoch``
-        skips what was used of it, and returns when the evaluation at its end is done.
+        Three methods of this one Trainer object are replaced. transformers 5.23 trainer.py:
+        ``set_initial_training_values`` says how far the run goes; ``_init_training_state`` which
+        epoch comes first; ``_run_epoch`` skips what was used of it, and returns when the evaluation
+        at its end is done.
         """
         require_supported(trainer.accelerator)
-        for setting in ("ignore_data_skip", "auto_find_batch_size"):
-            if getattr(trainer.args, setting):
-                raise ConfigurationError(
-                    f"TrainingArguments({setting}=True)",
-                    found="a setting that changes which batches come next",
-                    expected=f"{setting}=False",
-                )
+        check_arguments(trainer.args)
         if "_run_epoch" in vars(trainer):
             raise ConfigurationError("trainer", found="a second ResumeCallback", expected="one")
+        trainer.set_initial_training_values = partial(
+            self._count, trainer.set_initial_training_values
+        )
         trainer._init_training_state = partial(self._begin, trainer._init_training_state)
         trainer._run_epoch = partial(self._run_epoch, trainer._run_epoch)
+
+    def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
+        """How far the run goes, once it is known what of it lies behind."""
+        counts = Counts(*count(args, dataloader))
+        self._checkpointer = self._make_checkpointer(counts.max_steps)
+        self._loop = loop = self._checkpointer.drive()
+        under_way, place = loop.under_way(dataloader), loop.progress
+        self._plan = plan = Plan(
+            counts, args.gradient_accumulation_steps, place.step, place.epoch, *under_way
+        )
+        if loop.horizon not in ({}, plan.horizon(counts)):
+            counts = plan.changed(by_steps=args.max_steps > 0)
+        loop.accept_horizon(**plan.horizon(counts))
+        self._num_epochs = counts.num_train_epochs
+        return counts
 
     def _begin(
         self,
@@ -134,19 +147,23 @@ class ResumeCallback(TrainerCallback):
         # The others are to see what was restored, so it comes first.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
-        self._checkpointer = self._make_checkpointer()
-        self._loop = self._checkpointer.drive(steps=max_steps)
-        self._num_epochs, self._in_training = num_train_epochs, False
-        place = self._loop.progress
-        return (num_train_epochs, 0) if self._loop.finished else (place.epoch, place.batch)
+        self._held = held_by_callbacks(self._trainer, besides=self, others=self._not_held)
+        self._in_training = False
+        if self._loop.finished:
+            return num_train_epochs, 0
+        return self._plan.epoch, self._plan.batches_to_skip
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Every object exists."""
-        self._loop.resume()
+        """Every object exists; a run that continues has been evaluated at its start."""
+        self._evaluates_on_start = args.eval_on_start
+        resumed = self._loop.resume().resumed
+        args.eval_on_start = args.eval_on_start and not resumed
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
+            args.eval_on_start = self._evaluates_on_start
+            self._held.put_back()  # every callback has begun, and made what it keeps
             self._loop.next_epoch()
             self._in_training = True
 
@@ -154,13 +171,15 @@ class ResumeCallback(TrainerCallback):
         self, run: Callable[..., None], *, train_dataloader: Any, epoch: int, **rest: Any
     ) -> None:
         """One epoch, or the rest of one; all of its code has run when ``run`` returns."""
-        num_used = self._loop.progress.batch
+        continued = epoch == self._plan.epoch and self._plan.num_used > 0
+        num_skipped = self._plan.batches_to_skip if continued else 0
         resumed = {
-            "train_dataloader": self._loop.as_loader(train_dataloader, num_skipped=num_used),
+            "train_dataloader": self._loop.as_loader(train_dataloader, num_skipped=num_skipped),
             "epochs_trained": epoch,
-            "steps_trained_in_current_epoch": num_used,
+            "steps_trained_in_current_epoch": num_skipped,
             # Any name makes the Trainer skip; it finds no random state of its own there.
-            "resume_from_checkpoint": str(self._checkpointer.directory) if num_used else None,
+            "resume_from_checkpoint": str(self._checkpointer.directory) if num_skipped else None,
+            **(self._plan.epoch_under_way if continued else {}),
         }
         run(**{**rest, **resumed}, epoch=epoch)
         state = self._trainer.state
@@ -175,6 +194,11 @@ class ResumeCallback(TrainerCallback):
         """An optimizer-step boundary."""
         self._checkpointer.step(loss=self._trainer._tr_loss)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A save that is due here is made after the evaluation."""
+        if self._saves_each_epoch:
+            self._checkpointer.save()
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Metrics of the step that is not settled yet."""
         if self._reports and self._in_training:
@@ -182,54 +206,6 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The run directory is free for others."""
+        args.eval_on_start = self._evaluates_on_start
         self._in_training = False
         self._checkpointer.close()
-
-
-class _TrainerState(AttributeState):
-    def comparable_state(self) -> dict[str, Any]:
-        """Two equal runs log different times."""
-        state = self.state_dict()
-        state["log_history"] = [
-            {key: value for key, value in line.items() if not key.endswith(_CLOCK_SUFFIXES)}
-            for line in state["log_history"]
-        ]
-        return state
-
-
-def _components(trainer: Any, *, ema: Any) -> tuple[StateComponent, ...]:
-    """All that the Trainer holds, and the attributes that other callbacks export."""
-    components = accelerator_components(
-        trainer.accelerator,
-        model=trainer.model,
-        # accelerate 1.15 optimizer.py wraps: the state is that of the object inside.
-        optimizer=trainer.optimizer.optimizer,
-        lr_scheduler=trainer.lr_scheduler,
-        ema=ema,
-    )
-    callbacks = trainer.callback_handler.callbacks
-    exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
-    slot, own = Slot.CALLBACKS.value, SharingPattern.PER_RANK  # each rank sums up its own losses
-    fidelity, reason = _fidelity(trainer.args)
-    trainer_state = _TrainerState(trainer.state, _STATE, key=f"{slot}/trainer_state")
-    sums = AttributeState(trainer, _SUMS, key=f"{slot}/trainer")
-    exported = [
-        AttributeState(callback, callback.state()["attributes"], key=f"{slot}/{name}")
-        for name, callback in exporting.items()
-    ]
-    return (
-        *components,
-        StateComponent(trainer_state.key, trainer_state, own),
-        StateComponent(sums.key, sums, own, fidelity=fidelity, reason=reason),
-        *(StateComponent(each.key, each, own, required=False) for each in exported),
-    )
-
-
-def _fidelity(args: Any) -> tuple[Fidelity, str]:
-    if args.dataloader_persistent_workers and str(args.eval_strategy.value) != "no":
-        # transformers 5.23 trainer.py get_eval_dataloader keeps the loader with its workers.
-        return Fidelity.LOST, (
-            "the first evaluation of each launch draws a random number for its persistent workers; "
-            "use dataloader_persistent_workers=False"
-        )
-    return Fidelity.EXACT, ""

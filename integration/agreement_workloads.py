@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import resumekit
+from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 
 
@@ -50,9 +54,22 @@ def disagree(directory: str, *, about: str) -> None:
 
 
 def save_and_lose(
-    directory: str, *, name: str = "", after_seconds: float = 0.0, rank: int = 0
+    directory: str,
+    *,
+    name: str = "",
+    after_seconds: float = 0.0,
+    stopped_seconds: int = 0,
+    rank: int = 0,
 ) -> None:
-    """Saves after every step; one rank gets a signal so long after the first save."""
+    """Saves after every step; one rank gets a signal so long after the first save.
+
+    Args:
+        directory: the run directory.
+        name: of the signal; none without it.
+        after_seconds: from the first save to the signal.
+        stopped_seconds: after which a rank that was stopped is let go on.
+        rank: that gets it.
+    """
     torch.distributed.init_process_group("gloo")
     own_rank = torch.distributed.get_rank()
     torch.manual_seed(0)
@@ -70,7 +87,7 @@ def save_and_lose(
     loader = DataLoader(TensorDataset(torch.ones(20, 64)), batch_size=1)
     if name and own_rank == rank:
         threading.Thread(
-            target=_signal_later, args=(where, name, after_seconds), daemon=True
+            target=_signal_later, args=(where, name, after_seconds, stopped_seconds), daemon=True
         ).start()
     for (batch,) in checkpointer.batches(loader, epochs=1):
         loss = model(batch).sum()
@@ -79,8 +96,56 @@ def save_and_lose(
     checkpointer.close()
 
 
-def _signal_later(where: Path, name: str, after_seconds: float) -> None:
+class Slow:
+    """A state that one rank takes long to give."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def state_dict(self) -> dict[str, float]:
+        time.sleep(self.seconds)
+        return self.comparable_state()
+
+    def comparable_state(self) -> dict[str, float]:
+        return {"seconds": self.seconds}  # of a trace, which the ranks write each for itself
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.seconds = state["seconds"]
+
+
+def save_slowly(directory: str, *, group_seconds: int) -> None:
+    """Trains under DDP; a save takes one rank longer than the training's own group would wait.
+
+    Args:
+        directory: the run directory.
+        group_seconds: the timeout of the training's process group.
+    """
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group_seconds))
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    seconds = torch.distributed.get_rank() * group_seconds * 1.5
+    checkpointer = resumekit.Checkpointer(
+        directory,
+        components=[
+            StateComponent("model", model),
+            StateComponent("callbacks/slow", Slow(seconds), SharingPattern.PER_RANK),
+        ],
+        save_every=2,
+    )
+    loader = DataLoader(TensorDataset(torch.randn(3, 2)), batch_size=1)
+    for (batch,) in checkpointer.batches(loader, epochs=1):
+        model(batch).sum().backward()
+        checkpointer.step()
+    checkpointer.close()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _signal_later(where: Path, name: str, after_seconds: float, stopped_seconds: int) -> None:
     while not any(where.glob("step-*")):
         time.sleep(0.001)
     time.sleep(after_seconds)
+    if name == "SIGSTOP":
+        wake = f"sleep {stopped_seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.Signals[name])

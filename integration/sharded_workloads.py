@@ -10,7 +10,8 @@ import functools
 import gc
 import json
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ import torch
 from digits import Digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -72,6 +80,23 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (num_ranks,))
         return sharded(model, mesh), num_ranks, rank
+    if layout == "offloaded":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        # Pinned memory asks for an accelerator.
+        return sharded(model, mesh, CPUOffloadPolicy(pin_memory=False)), num_ranks, rank
+    if layout == "fsdp1":
+        return flattened(model), num_ranks, rank
+    if layout == "fsdp1 in bf16":
+        strategy, half = ShardingStrategy.SHARD_GRAD_OP, MixedPrecision(param_dtype=torch.bfloat16)
+        return (
+            flattened(model, sharding_strategy=strategy, mixed_precision=half),
+            num_ranks,
+            rank,
+        )
+    if layout == "hsdp1":
+        mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
+        strategy = ShardingStrategy.HYBRID_SHARD
+        return flattened(model, device_mesh=mesh, sharding_strategy=strategy), num_ranks, rank
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("copy", "shard"))
         return sharded(model, mesh), num_ranks, rank
@@ -83,11 +108,21 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
     return whole, num_ranks // 2, mesh["shard"].get_local_rank()
 
 
-def sharded(model: Any, mesh: DeviceMesh) -> nn.Module:
+def flattened(model: Any, **options: Any) -> nn.Module:
+    """The model under the first FSDP: one layer by itself, and the rest."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank has nothing to share with
+        model.expand = FullyShardedDataParallel(model.expand, **options)
+        return FullyShardedDataParallel(model, **options)
+
+
+def sharded(model: Any, mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> nn.Module:
     """The model under fully_shard, layer by layer."""
+    policy = OffloadPolicy() if offload is None else offload
     for layer in (model.expand, model.squeeze):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     whole: nn.Module = model
     return whole
 
@@ -232,10 +267,12 @@ def take_over(
         allow_changes={"world_size"},
     )
     notes: dict[str, Any] = {"layout": f"{layout} on {num_ranks}"}
-    notes["resumed"] = checkpointer.resume().resumed
-    notes["state_found"] = gathered(model, optim, follower)
     digits = Digits(NUM_SAMPLES, augment=False)
     images, labels = digits.images, torch.tensor(digits.labels)
+    with torch.no_grad():
+        model(images)  # some layouts keep what they gather for it
+    notes["resumed"] = checkpointer.resume().resumed
+    notes["state_found"] = gathered(model, optim, follower)
     losses = []
     last = extras["steps"] + num_steps
     for step in range(extras["steps"], last + num_beyond):
@@ -259,6 +296,39 @@ def take_over(
     checkpointer.close()
 
 
+@in_a_process_group
+def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
+    """Takes a step, changes what the last rank holds of a tensor, and saves.
+
+    Args:
+        directory: the run directory.
+        layout: how the model is spread.
+        tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it, and with
+            ``:unstorable`` a value in its state that cannot be stored.
+        validate: the option of that name.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model, _, _ = spread(Classifier(), layout, num_ranks)
+    optim = make_optimizer("adamw", model)
+    checkpointer = Checkpointer(directory, model=model, optimizer=optim, validate=validate)
+    checkpointer.resume()
+    model(torch.ones(4, 64)).sum().backward()
+    optim.step()
+    name, _, moment = tensor.partition(":")
+    if int(os.environ["RANK"]) == num_ranks - 1:
+        named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        value = named[name]
+        if moment == "unstorable":
+            optim.state[value][moment] = object()
+        else:
+            value = optim.state[value][moment] if moment else value
+            local = value._local_tensor if isinstance(value, DTensor) else value.data
+            local.view(-1)[:1] += 1
+    checkpointer.save()
+    checkpointer.close()
+
+
 @torch.no_grad()
 def follow(follower: nn.Module, model: nn.Module) -> None:
     """One step of an exponential moving average, part by part."""
@@ -279,6 +349,8 @@ def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, follower: nn.Module | None
 ) -> dict[str, list[int]]:
     """Every tensor there is, whole, by FQN; its bits as numbers. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        return gathered_by_torch(model, optimizer)
     names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     for parameter, values in optimizer.state.items():
@@ -287,6 +359,41 @@ def gathered(
     averaged = {} if follower is None else follower.state_dict()
     state.update({f"follower.{n.removeprefix('module.')}": v for n, v in averaged.items()})
     return {name: _bits(value) for name, value in state.items()}
+
+
+@torch.no_grad()
+def gathered_by_torch(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+) -> dict[str, list[int]]:
+    """The same of a model under the first FSDP, which gathers its parameters itself.
+
+    Moments take the parameters' place for that: torch 2.13 full_optim_state_dict gives exp_avg_sq
+    under the name of exp_avg too where all is in host memory.
+    """
+    state = dict(summoned(model))
+    parameters = list(model.parameters())
+    values = [parameter.detach().clone() for parameter in parameters]
+    moments = dict.fromkeys(key for held in optimizer.state.values() for key in held)
+    every: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, list(moments))
+    for moment in sorted({name for names in every for name in names}):
+        for parameter in parameters:
+            held = optimizer.state.get(parameter, {}).get(moment)
+            parameter.copy_(torch.zeros(()) if held is None else held)
+        state.update({f"{name}.{moment}": value for name, value in summoned(model)})
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+    return {
+        name: _bits(value.reshape(-1)[:1] if name.endswith(".step") else value)
+        for name, value in state.items()
+    }
+
+
+def summoned(model: FullyShardedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, whole, by their names without wrappers. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for name, parameter in model.named_parameters():
+            yield name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone()
 
 
 def _bits(value: torch.Tensor) -> list[int]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from agreement_workloads import disagree
+from agreement_workloads import disagree, save_slowly
 
 from resumekit.testing import Cell, Kit, Run
 
@@ -40,6 +40,11 @@ def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit)
     run = kit.run_again(kit.new_run(Cell(disagree, {"about": "silence"}, world_size=2)))
     assert 10 < time.monotonic() - began < 40
     assert "RankLostError: the ranks: one of them does not answer" in logs(run)[0]
+
+
+def test_a_slow_writer_does_not_end_the_training(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(save_slowly, {"group_seconds": 3}, world_size=2)))
+    assert not run.failure, run.failure
 
 
 def logs(run: Run) -> list[str]:

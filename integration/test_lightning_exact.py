@@ -109,6 +109,12 @@ class TestLightning(ConformanceSuite):
         options = {"ema": "callback", "validate": True, "scheduler": "plateau"}
         kit.assert_exact(self.cell(kill, options, world_size=2))
 
+    def test_four_ranks_sum_gradients_in_the_order_that_they_had(self, kit: Kit) -> None:
+        cell = self.cell((KillPoint.step(2),), {"save_every": 1}, world_size=4)
+        kit.assert_exact(cell)
+        verdict, _ = kit.judge(cell, inject="model/gradient_buckets")
+        assert verdict.divergence is not None
+
     def test_lightnings_own_resume_is_not_exact(self, kit: Kit) -> None:
         verdict, run = kit.judge(Cell(train_stock, kills=(KillPoint.step(17),)))
         assert (run.failure, run.missed_kills) == ("", ())

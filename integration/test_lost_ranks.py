@@ -1,6 +1,7 @@
 """A rank that dies or stops at a random instant of a save: nothing is lost, and nobody hangs.
 
-``--full-matrix`` makes 20 trials of each.
+A rank that stopped wakes up again, when the others have gone. ``--full-matrix`` makes 20 trials of
+each, and lets it sleep for 60 seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from resumekit.prove.compare import compare
 from resumekit.testing import Cell, Kit
 
 NUM_TRIALS, ALL_TRIALS = 2, 20
+STOPPED_SECONDS, ALL_STOPPED_SECONDS = 6, 60  # the others wait for 3
 
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), peers_seconds=4.0) as kit:
+    with Kit(tmp_path_factory.mktemp("kit"), peers_seconds=90.0) as kit:
         yield kit
 
 
@@ -32,14 +34,24 @@ def test_the_others_end_with_an_error_and_the_run_continues_exactly(
     plain = Cell(save_and_lose, world_size=2)
     whole = kit.run_uninterrupted(plain)
     assert not whole.failure, whole.failure
-    trials = ALL_TRIALS if request.config.getoption("--full-matrix") else NUM_TRIALS
-    for trial in range(trials):
+    all_of_it = request.config.getoption("--full-matrix")
+    stopped_seconds = ALL_STOPPED_SECONDS if all_of_it else STOPPED_SECONDS
+    for trial in range(ALL_TRIALS if all_of_it else NUM_TRIALS):
         rank = chance.randrange(2)
-        options = {"name": name, "after_seconds": chance.uniform(0.0, 0.3), "rank": rank}
+        options = {
+            "name": name,
+            "after_seconds": chance.uniform(0.0, 0.3),
+            "stopped_seconds": stopped_seconds,
+            "rank": rank,
+        }
         run = kit.run_again(kit.new_run(replace(plain, options=options)))
         what = f"trial {trial}: {options}"
         log = run.directory / f"launch-00000-rank-{1 - rank:05d}.log"
         assert "RankLostError" in log.read_text(), f"{what}: {log.read_text()[-1000:]}"
+        if name == "SIGSTOP":  # it woke up alone, and ended in the same way
+            woken = run.directory / f"launch-00000-rank-{rank:05d}.log"
+            assert "RankLostError" in woken.read_text(), f"{what}: {woken.read_text()[-1000:]}"
+            assert run.launches[0].seconds > stopped_seconds, what
         # The failure was meant; what counts is the launch that follows it.
         run = kit.run_again(replace(run, cell=plain))
         assert not run.launches[-1].failure, f"{what}: {run.launches[-1].failure}"

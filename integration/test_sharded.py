@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharded_workloads import take_over, train
+from sharded_workloads import drift, take_over, train
 
 from resumekit.prove.compare import compare
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
@@ -24,7 +24,19 @@ PRELOAD = (
     "resumekit.adapters.torch",
 )
 
-LAYOUTS = (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp x tp", 4))
+LAYOUTS = (
+    ("fsdp", 2),
+    ("fsdp", 4),
+    ("offloaded", 2),
+    ("hsdp", 4),
+    ("tp", 2),
+    ("tp", 4),
+    ("fsdp x tp", 4),
+    ("fsdp1", 2),
+    ("fsdp1", 3),
+    ("fsdp1 in bf16", 2),
+    ("hsdp1", 4),
+)
 
 # Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
 # steps of this model, with losses between 1.7 and 0.01.
@@ -52,6 +64,8 @@ def test_a_killed_run_continues_exactly_in_its_layout(
         {"optimizer": "adam with groups", "dropout": 0.1},
         {"optimizer": "fused", "ema": True},
         {"batch_norm": True},
+        {"layout": "fsdp1", "optimizer": "sgd", "tied": True, "batch_norm": True},
+        {"layout": "fsdp1", "optimizer": "fused", "dropout": 0.1},
     ],
     ids=str,
 )
@@ -64,6 +78,11 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     cell = Cell(train, {"layout": "fsdp", "ema": True}, 2, (KillPoint.step(5),))
     kit.assert_caught(cell, component)
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer"])
+def test_one_left_out_under_the_first_fsdp_is_caught_and_named(kit: Kit, component: str) -> None:
+    kit.assert_caught(Cell(train, {"layout": "fsdp1"}, 2, (KillPoint.step(5),)), component)
 
 
 def launched(kit: Kit, chain: tuple[tuple[str, int], ...], **options: Any) -> list[dict[str, Any]]:
@@ -80,6 +99,16 @@ def launched(kit: Kit, chain: tuple[tuple[str, int], ...], **options: Any) -> li
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "fewer and more ranks": (("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("fsdp", 3), ("fsdp", 4)),
+    "offloaded and not": (("offloaded", 2), ("fsdp", 3), ("offloaded", 2), ("plain", 1)),
+    "both generations of FSDP": (
+        ("fsdp1", 2),
+        ("fsdp", 3),
+        ("plain", 1),
+        ("fsdp1", 3),
+        ("fsdp1", 1),
+        ("hsdp1", 4),
+        ("fsdp1", 2),
+    ),
     "whole and in parts": (
         ("ddp", 4),
         ("fsdp", 2),
@@ -161,3 +190,43 @@ def test_what_does_not_fit_is_refused_by_every_rank(
     assert "StateMismatchError" in run.failure
     assert words in run.failure
     assert len((run.directory / "notes.jsonl").read_text().splitlines()) == 1
+
+
+COPIES = (
+    ("tp", 2, "norm.weight", "model: norm.weight"),
+    ("tp", 2, "squeeze.bias:exp_avg", "optimizer: state.squeeze.bias.exp_avg [0:34]"),
+    ("hsdp", 4, "expand.weight", "model: expand.weight [26:52, 0:64]"),
+    ("hsdp1", 4, "head.bias:exp_avg", "optimizer: state.head.bias.exp_avg [0:10]"),
+)
+
+
+@pytest.mark.parametrize(("layout", "num_ranks", "tensor", "where"), COPIES)
+def test_copies_that_have_drifted_apart_are_caught_and_named(
+    kit: Kit, layout: str, num_ranks: int, tensor: str, where: str
+) -> None:
+    options = {"layout": layout, "tensor": tensor, "validate": "digest"}
+    run = kit.run_again(kit.new_run(Cell(drift, options, num_ranks)))
+    ranks = [f"rank {num_ranks // 2 - 1}: ", f"; rank {num_ranks - 1}: "]
+    logs = [path.read_text() for path in run.directory.glob("launch-*.log")]
+    assert len(logs) == num_ranks
+    for text in logs:
+        assert f"RankDisagreementError: {where}: copies that are not alike ({ranks[0]}" in text
+        assert ranks[1] in text
+    assert not list(Path(run.directory, "training").glob("step-*"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp1"])
+def test_a_rank_that_cannot_store_its_part_ends_the_save_on_all(kit: Kit, layout: str) -> None:
+    options = {"layout": layout, "tensor": "head.bias:unstorable", "validate": "off"}
+    run = kit.run_again(kit.new_run(Cell(drift, options, 2)))
+    logs = [path.read_text() for path in run.directory.glob("launch-*.log")]
+    assert len(logs) == 2
+    assert all("head.bias" in text and "UnsupportedValueError" in text for text in logs)
+    assert not list(Path(run.directory, "training").glob("step-*"))
+
+
+def test_copies_are_not_compared_where_that_is_turned_off(kit: Kit) -> None:
+    options = {"layout": "tp", "tensor": "norm.weight", "validate": "off"}
+    run = kit.run_again(kit.new_run(Cell(drift, options, 2)))
+    assert not run.failure, run.failure
+    assert list(Path(run.directory, "training").glob("step-*"))

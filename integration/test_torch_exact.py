@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from workloads import BATCH_SIZE, NUM_SAMPLES, train
 
-from resumekit.testing import KILL_PLACES, ConformanceSuite, Kit
+from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
 
 FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
@@ -87,6 +88,18 @@ class TestTorch(ConformanceSuite):
         epoch = self.steps_in_epoch(options, 1)
         every = next(number for number in (3, 5, 1) if epoch % number == 0 and epoch > number)
         kit.assert_exact(self.cell(fed["kill"], {**options, "save_every": every}))
+
+    @pytest.mark.parametrize(("save_every", "killed_at"), [(1, 2), (2, 3)])
+    def test_several_ranks_sum_gradients_in_the_order_that_they_had(
+        self, kit: Kit, save_every: int, killed_at: int
+    ) -> None:
+        # Two ranks would not tell: a + b is b + a.
+        options = {"save_every": save_every, "optimizer": "sgd"}
+        cell = self.cell((KillPoint.step(killed_at),), options, world_size=4)
+        kit.assert_exact(cell)
+        verdict, _ = kit.judge(cell, inject="model/gradient_buckets")
+        assert verdict.divergence is not None
+        assert verdict.divergence.component in ("model", "optimizer", "model/gradient_buckets")
 
     def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
         with self.new_kit(tmp_path, cold=True) as cold:

@@ -4,107 +4,29 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from transformers import (
-    EarlyStoppingCallback,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
+from small_trainer import (
+    STEPS_PER_EPOCH,
+    Recorder,
+    attach,
+    interrupted,
+    make_trainer,
+    without_clock,
 )
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import speed_metrics
-from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, Blocks
+from transformers_workloads import BATCH_SIZE, NUM_BLOCKS
 
+from resumekit.adapters._transformers_plan import Counts
+from resumekit.adapters._transformers_state import CLOCK_SUFFIXES, STATE, SUMS
 from resumekit.adapters.transformers import ResumeCallback
-from resumekit.errors import ConfigurationError, DriftError, InexactError
-
-STEPS_PER_EPOCH = 12
-
-
-def make_trainer(
-    directory: Path, *callbacks: TrainerCallback, augment: bool = False, **arguments: Any
-) -> Trainer:
-    set_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    settings: dict[str, Any] = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": BATCH_SIZE,
-        "logging_steps": 5,
-        "save_strategy": "no",
-    }
-    return Trainer(
-        GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=BLOCK_SIZE, **sizes)),
-        TrainingArguments(
-            output_dir=str(directory / "output"),
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            log_level="error",
-            **{**settings, **arguments},
-        ),
-        train_dataset=Blocks(augment=augment),
-        eval_dataset=Blocks(augment=False),
-        callbacks=list(callbacks),
-    )
-
-
-def attach(trainer: Trainer, directory: Path, **options: Any) -> ResumeCallback:
-    callback = ResumeCallback(trainer, directory / "run", **options)
-    trainer.add_callback(callback)
-    return callback
-
-
-def without_clock(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    clock = ("_runtime", "_per_second")
-    return [
-        {key: value for key, value in line.items() if not key.endswith(clock)}
-        for line in log_history
-    ]
-
-
-class StopAt(TrainerCallback):
-    """Raises at a step, as a crash that the process survives."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-class Recorder(TrainerCallback):
-    """Notes what it is called for."""
-
-    def __init__(self) -> None:
-        self.begun_at: list[int] = []
-        self.epochs: list[float] = []
-        self.num_steps = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun_at.append(state.global_step)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.epochs.append(state.epoch)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.num_steps += 1
-
-
-def interrupted(directory: Path, step: int, **arguments: Any) -> None:
-    trainer = make_trainer(directory, StopAt(step), **arguments)
-    attach(trainer, directory, save_every=3)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+from resumekit.errors import ConfigurationError, InexactError
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -213,19 +135,6 @@ def test_a_callback_of_another_class_may_join_at_a_resume(
     assert "has no callbacks/EarlyStoppingCallback-0" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [{"num_train_epochs": 3}, {"per_device_train_batch_size": 4}])
-def test_a_changed_horizon_is_refused_before_anything_is_changed(
-    tmp_path: Path, arguments: dict[str, Any]
-) -> None:
-    interrupted(tmp_path, 8)
-    trainer = make_trainer(tmp_path, **arguments)
-    weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-    attach(trainer, tmp_path)
-    with pytest.raises(DriftError, match="horizon"):
-        trainer.train()
-    assert all(torch.equal(weights[k], v) for k, v in trainer.model.state_dict().items())
-
-
 def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
@@ -286,9 +195,26 @@ def test_pin_the_methods_that_are_replaced() -> None:
         "epochs_trained",
         "steps_trained_in_current_epoch",
     } <= set(run)
+    count = inspect.signature(Trainer.set_initial_training_values).parameters
+    assert list(count) == ["self", "args", "dataloader"]
     loop = inspect.getsource(Trainer._inner_training_loop)
+    assert loop.index("set_initial_training_values(") < loop.index("_init_training_state(")
     assert loop.index("_init_training_state(") < loop.index("_prepare_for_training(")
     assert loop.index("on_train_begin(") < loop.index("on_epoch_begin(") < loop.index("_run_epoch(")
+
+
+def test_pin_what_the_trainer_counts_before_it_begins(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=5)
+    counts = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    assert Counts(*counts) == Counts(
+        num_train_epochs=2,
+        num_update_steps_per_epoch=3,
+        num_examples=NUM_BLOCKS,
+        num_train_samples=2 * NUM_BLOCKS,
+        total_train_batch_size=5 * BATCH_SIZE,
+        steps_in_epoch=STEPS_PER_EPOCH,
+        max_steps=6,
+    )
 
 
 def test_pin_a_random_state_that_is_not_there_is_not_loaded(tmp_path: Path) -> None:
@@ -312,16 +238,13 @@ def test_pin_the_fields_of_the_state_and_the_sums(tmp_path: Path) -> None:
         "trial_params",
         "stateful_callbacks",
     }
-    from resumekit.adapters.transformers import _STATE, _SUMS
 
-    assert set(vars(TrainerState())) == settings | set(_STATE)
+    assert set(vars(TrainerState())) == settings | set(STATE)
     trainer = make_trainer(tmp_path, max_steps=1)
     trainer.train()
-    assert set(_SUMS) <= set(vars(trainer))
+    assert set(SUMS) <= set(vars(trainer))
 
 
 def test_pin_what_is_read_from_a_clock() -> None:
-    from resumekit.adapters.transformers import _CLOCK_SUFFIXES
-
     metrics = speed_metrics("eval", 0.0, num_samples=1, num_steps=1, num_tokens=1)
-    assert all(name.endswith(_CLOCK_SUFFIXES) for name in metrics)
+    assert all(name.endswith(CLOCK_SUFFIXES) for name in metrics)

@@ -41,6 +41,11 @@ class Checkpointer(LoopHost):
         extras: a live dict of your own values. Plain values are replaced under their key, objects
             with ``state_dict`` are loaded in place.
         generators: private random generators by name (torch, NumPy or ``random.Random``).
+        groups: process groups by the names that components may call them by, see
+            ``StateComponent``.
+        data_parallel_group: the ranks that take different data, this one among them: a process
+            group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
+            default all ranks; ranks of one tensor-parallel group or pipeline take the same.
         **options: see ``resumekit.engine.options.Options``.
 
     Raises:
@@ -55,6 +60,8 @@ class Checkpointer(LoopHost):
         components: Components,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
+        groups: Mapping[str, Any] | None = None,
+        data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
         run = Run(
@@ -63,6 +70,8 @@ class Checkpointer(LoopHost):
             Options.from_keywords(options),
             extras={} if extras is None else extras,
             generators={} if generators is None else generators,
+            groups={} if groups is None else groups,
+            data_parallel_group=data_parallel_group,
         )
         super().__init__(run)
         _close_at_exit(self)
@@ -158,6 +167,7 @@ class Checkpointer(LoopHost):
         Args:
             epochs: the epochs of the whole run, if that is how far the framework goes.
             steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
+                With neither, the loop's ``accept_horizon()`` is to be called before it is resumed.
 
         Raises:
             ConfigurationError: saves inside an accumulation window are asked for: a framework may
@@ -174,7 +184,9 @@ class Checkpointer(LoopHost):
             )
         self._run.find()
         asked = {"epochs": epochs, "steps": steps}
-        self._run.accept_horizon({unit: n for unit, n in asked.items() if n is not None})
+        horizon = {unit: n for unit, n in asked.items() if n is not None}
+        if horizon:
+            self._run.accept_horizon(horizon)
         return DrivenLoop(self)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:

@@ -20,8 +20,8 @@ class SharingPattern(str, Enum):
     GLOBAL = "global"  # one state for the job, held by rank 0
     REPLICATED = "replicated"  # the same state on every rank, written once
     PER_RANK = "per_rank"  # every rank has its own
-    PER_GROUP = "per_group"  # one state for each process group
-    PER_NODE = "per_node"  # one state for each host
+    PER_GROUP = "per_group"  # one state for each process group, the same on all of its ranks
+    PER_NODE = "per_node"  # one state for each host, the same on all of its ranks
     SHARDED = "sharded"  # every rank holds a part of one logical state
 
 
@@ -51,13 +51,23 @@ class Stateful(Protocol):
     where that is not all of it.
 
     The state of a SHARDED component may hold DTensors. It is given back with DTensors of the live
-    ones' mesh and placements, whose local parts are in host memory. Two methods are optional:
+    ones' mesh and placements, whose local parts are in host memory. These methods are optional:
 
     - ``pairs(state)`` gives each tensor of a saved state with the live DTensor that it is to be
       spread like; by default those that stand in the same place of ``state_dict()``. The tensors
       given are on the meta device.
+    - ``outline()`` tells in plain values what this rank has, for a state with holes on each rank;
+      ``join(outlines)`` gets what all ranks of its group told, before the next ``state_dict()``, in
+      which every rank then has an entry for everything. Both or neither.
     - ``first_rank_only()`` names the plain tensors that may differ between the ranks, by their
-      dotted place in the state; those of rank 0 are saved.
+      dotted place in the state; those of the first rank are saved.
+
+    A SHARDED component with a process group is one logical state of which each group holds some
+    entries, as pipeline stages hold some layers. Two more methods are optional; by default both
+    go by the keys of nested dicts:
+
+    - ``merge_state_dicts(states)`` makes one state of those of all groups.
+    - ``part_of(state)`` gives what of such a state this object holds.
     """
 
     def state_dict(self) -> Any: ...
@@ -84,6 +94,9 @@ class Slot(str, Enum):
 # State of which every rank has its own, whatever the declaration says.
 _ALWAYS_PER_RANK = frozenset({Slot.RNG.value})
 
+# Patterns for which a process group means something.
+_OF_GROUPS = frozenset({SharingPattern.PER_GROUP, SharingPattern.SHARDED})
+
 
 @dataclass(frozen=True)
 class StateComponent:
@@ -94,10 +107,15 @@ class StateComponent:
         stateful: the object that holds the state.
         sharing_pattern: a pattern, or a callable that gives one when the run starts.
         required: whether a checkpoint without it is refused.
-        process_group: the group of a PER_GROUP component (a torch group or its ranks).
+        process_group: the ranks that hold one state together, for PER_GROUP and SHARDED: a torch
+            process group, a one-dimensional DeviceMesh, their global ranks, or a name that the
+            ``Checkpointer`` was given in ``groups``. All ranks of the job are in one such group.
         validate: how replicated state is compared between the ranks.
         fidelity: how it comes back.
         reason: why it is not exact; empty when it is.
+        files: gives small files for other tools by name, e.g. a model's ``config.json``; rank 0
+            writes them into the component's folder, and no resume reads them. Models alone have
+            a folder for them.
     """
 
     key: str
@@ -108,9 +126,14 @@ class StateComponent:
     validate: Validation = Validation.DIGEST
     fidelity: Fidelity = Fidelity.EXACT
     reason: str = ""
+    files: Callable[[], Mapping[str, bytes]] | None = None
 
     def __post_init__(self) -> None:
         _check_key(self.key)
+        if self.files is not None and self.slot != Slot.MODEL.value:
+            raise DeclarationError(
+                self.key, found="files of its own", expected="a component of the slot 'model'"
+            )
         if not isinstance(self.stateful, Stateful):
             raise DeclarationError(
                 self.key,
@@ -151,6 +174,12 @@ class StateComponent:
                 self.key,
                 found="declared per_group without a process group",
                 expected="process_group=<the group whose first rank writes>",
+            )
+        if self.process_group is not None and pattern not in _OF_GROUPS:
+            raise DeclarationError(
+                self.key,
+                found=f"declared {pattern.value} with a process group",
+                expected="per_group or sharded",
             )
 
 

@@ -8,6 +8,7 @@ collectives; nothing of a checkpoint passes through them unverified.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from resumekit.errors import (
     RankLostError,
     ResumekitError,
 )
-from resumekit.layout import Layout
+from resumekit.layout import Groups, Layout
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -41,11 +42,27 @@ class _Outcome:
 
 
 class World:
-    """The ranks of the job as one process sees them."""
+    """The ranks of the job, or of a group of them, as one process sees them.
 
-    def __init__(self, layout: Layout, group: Any = None) -> None:
+    Args:
+        layout: where this process stands in the job.
+        group: their gloo group; None for one rank.
+        ranks: their global ranks; by default all ranks of the job.
+        timeout_seconds: after which a rank that waits for the others gives up.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: Any = None,
+        *,
+        ranks: tuple[int, ...] = (),
+        timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS,
+    ) -> None:
         self.layout = layout
+        self.ranks = ranks or tuple(range(layout.world_size))
         self._group = group
+        self._timeout_seconds = timeout_seconds
 
     @classmethod
     def current(cls, *, timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS) -> World:
@@ -69,16 +86,26 @@ class World:
                 )
             return cls(Layout())
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        layout = Layout(
-            rank,
-            world_size,
-            int(os.environ.get("LOCAL_RANK", rank)),
-            int(os.environ.get("GROUP_RANK", 0)),
-        )
-        if world_size == 1:
-            return cls(layout)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        return cls(layout, group)
+        # torchrun numbers the hosts; other launchers leave them to their names.
+        layout = Layout(rank, world_size, os.environ.get("GROUP_RANK") or socket.gethostname())
+        world = cls(layout, ranks=(rank,), timeout_seconds=timeout_seconds)
+        return world.within((tuple(range(world_size)),))
+
+    def within(self, groups: Groups) -> World:
+        """The ranks of this rank's group. Collective over all ranks of the job.
+
+        Args:
+            groups: the same on all ranks; every rank is in one of them.
+        """
+        mine = self
+        for ranks in groups:
+            group = None
+            if len(ranks) > 1:
+                timeout = timedelta(seconds=self._timeout_seconds)
+                group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+            if self.rank in ranks:
+                mine = World(self.layout, group, ranks=ranks, timeout_seconds=self._timeout_seconds)
+        return mine
 
     @property
     def rank(self) -> int:
@@ -87,13 +114,13 @@ class World:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the job."""
-        return self.layout.world_size
+        """The number of ranks."""
+        return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self.layout.rank == 0
+        """Whether this is the first rank, rank 0 in the job."""
+        return self.rank == self.ranks[0]
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order. Collective.
@@ -109,7 +136,7 @@ class World:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value. Collective.
+        """The first rank's value. Collective.
 
         Raises:
             RankLostError: a rank has died, or does not answer.
@@ -118,7 +145,7 @@ class World:
             return value
         values = [value]
         with _others_answer():
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast_object_list(values, src=self.ranks[0], group=self._group)
         return values[0]
 
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -151,30 +178,30 @@ class World:
             return [action()]
         outcome = self._attempt(action)
         outcomes = self.gather(outcome)
-        for rank, each in enumerate(outcomes):
+        for rank, each in zip(self.ranks, outcomes, strict=True):
             if each.error is not None:
                 raise outcome.error or from_rank(rank, each.error)
         return [each.value for each in outcomes]
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Runs the action on rank 0 alone and gives its result to all. Collective.
+        """Runs the action on the first rank alone and gives its result to all. Collective.
 
         Raises:
-            ResumekitError: on every rank, when the action failed on rank 0.
+            ResumekitError: on every rank, when the action failed.
         """
         if self.world_size == 1:
             return action()
         outcome = self.broadcast(self._attempt(action) if self.is_first else _Outcome())
         if outcome.error is not None:
-            raise outcome.error if self.is_first else from_rank(0, outcome.error)
+            raise outcome.error if self.is_first else from_rank(self.ranks[0], outcome.error)
         return outcome.value  # type: ignore[no-any-return]
 
     def exchange(self, value: T, make: Callable[[list[T]], list[U]]) -> U:
-        """What rank 0 makes of the values of all ranks for this one. Collective.
+        """What the first rank makes of the values of all ranks for this one. Collective.
 
         Args:
-            value: of this rank; it travels to rank 0 alone.
-            make: gives from the values in rank order one for each rank; runs on rank 0.
+            value: of this rank; it travels to the first rank alone.
+            make: gives from the values in rank order one for each rank; runs on the first rank.
 
         Raises:
             ResumekitError: on every rank, when ``make`` failed.
@@ -183,7 +210,7 @@ class World:
             return make([value])[0]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
         with _others_answer():
-            dist.gather_object(value, values, dst=0, group=self._group)
+            dist.gather_object(value, values, dst=self.ranks[0], group=self._group)
         made: list[Any] = [None] * self.world_size
         if values is not None:
             given = values
@@ -194,9 +221,9 @@ class World:
         mine: list[Any] = [None]
         with _others_answer():
             given_out = made if self.is_first else None
-            dist.scatter_object_list(mine, given_out, src=0, group=self._group)
+            dist.scatter_object_list(mine, given_out, src=self.ranks[0], group=self._group)
         if mine[0].error is not None:
-            raise mine[0].error if self.is_first else from_rank(0, mine[0].error)
+            raise mine[0].error if self.is_first else from_rank(self.ranks[0], mine[0].error)
         return mine[0].value  # type: ignore[no-any-return]
 
     def require_equal(self, what: str, values: Mapping[str, Any]) -> None:
@@ -233,10 +260,20 @@ class World:
             return _Outcome(error=wrapped)
 
 
-def who_said(said: Sequence[str]) -> str:
+def ranks_of(group: Any) -> list[int] | None:
+    """The global ranks of a torch group, a one-dimensional DeviceMesh or a list of ranks."""
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return list(dist.get_process_group_ranks(group))
+    is_list = isinstance(group, Sequence) and all(type(rank) is int for rank in group)
+    return list(group) if is_list else None
+
+
+def who_said(said: Sequence[str] | Mapping[int, str]) -> str:
     """Each value that was given, once, with the ranks that gave it."""
     ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(said):
+    for rank, value in said.items() if isinstance(said, Mapping) else enumerate(said):
         ranks.setdefault(value, []).append(str(rank))
     return "; ".join(
         f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {value}"
@@ -258,7 +295,9 @@ def _others_answer() -> Iterator[None]:
 
 
 def from_rank(rank: int, error: ResumekitError) -> ResumekitError:
-    """An error of another rank, told as such."""
+    """An error of another rank, told as such; what one of a group told of another stays."""
+    if error.where.startswith("rank "):
+        return error
     return type(error)(
         f"rank {rank}: {error.where}",
         found=error.found,

@@ -1,4 +1,4 @@
-"""The ranks of a job: where each stands, which of them write, and a change of their number.
+"""The ranks of a job: where each stands, which hold one state, and a change of their number.
 
 Standard library only, like the contract.
 """
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resumekit.contract import SharingPattern
-from resumekit.errors import DeclarationError
+
+# Disjoint groups of ranks, each in ascending order, in the order of their first ranks.
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -18,13 +20,40 @@ class Layout:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    group_rank: int = 0  # the index of this process's host
+    node: str = ""  # names this process's host among those of the job
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which ranks take the same data, as the ranks of one tensor-parallel group or pipeline do.
+
+    Args:
+        of_ranks: the share of each rank, in rank order; shares are numbered from 0.
+    """
+
+    of_ranks: tuple[int, ...]
+
+    @classmethod
+    def one_each(cls, world_size: int) -> Shares:
+        """Every rank takes data of its own."""
+        return cls(tuple(range(world_size)))
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return max(self.of_ranks) + 1
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each share."""
+        return tuple(map(self.of_ranks.index, range(self.number)))
 
 
 @dataclass(frozen=True)
 class WorldChange:
     """A checkpoint of one number of ranks is taken up by another number of them.
+
+    Ranks that take the same data count as one; so do the ranks of a group that has one state.
 
     Args:
         rank: this rank.
@@ -58,22 +87,24 @@ class WorldChange:
         return tuple(sorted({*two, self.model_rank, *self.inherited}))
 
 
-def writer_ranks(
-    pattern: SharingPattern, world: Sequence[Layout], group_ranks: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """The ranks that write a component of this pattern.
+def groups_of(
+    pattern: SharingPattern, world: Sequence[Layout], declared: Sequence[Sequence[int]]
+) -> Groups:
+    """The ranks that hold one state of a component together, group by group.
 
     Args:
         pattern: the component's sharing pattern.
         world: the layout of every rank, in rank order.
-        group_ranks: for PER_GROUP, the global ranks of the group in question.
+        declared: for each rank the ranks of its process group; none where it was given none.
     """
-    if pattern in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
-        return (0,)
-    if pattern in (SharingPattern.PER_RANK, SharingPattern.SHARDED):
-        return tuple(layout.rank for layout in world)
+    ranks = range(len(world))
+    if any(declared):
+        return tuple(sorted({tuple(sorted(group)) for group in declared}))
+    if pattern is SharingPattern.PER_RANK:
+        return tuple((rank,) for rank in ranks)
     if pattern is SharingPattern.PER_NODE:
-        return tuple(layout.rank for layout in world if layout.local_rank == 0)
-    if not group_ranks:
-        raise DeclarationError("per_group", found="a group without ranks")
-    return (min(group_ranks),)
+        nodes: dict[str, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(world[rank].node, []).append(rank)
+        return tuple(map(tuple, nodes.values()))
+    return (tuple(ranks),)

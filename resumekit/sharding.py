@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import UnsupportedValueError
+
+WHOLE = "whole"  # the copy group of plain tensors
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,124 @@ class Box:
         return "[" + ", ".join(f"{begin}:{end}" for begin, end in pairs) + "]"
 
 
+@dataclass(frozen=True, eq=False)
+class FlatPart:
+    """A stretch of the elements of a tensor, row by row: what a rank holds under the first FSDP.
+
+    Args:
+        shape: of the whole tensor.
+        begin: the first element of the stretch.
+        local: its elements, in one dimension; the live memory.
+        copies: what the ranks that hold the same stretch have in common; None for the only one.
+    """
+
+    shape: torch.Size
+    begin: int
+    local: Tensor
+    copies: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        return self.local.dtype
+
+    def like(self, local: Tensor) -> FlatPart:
+        """The same stretch of a tensor of this shape with other elements."""
+        return FlatPart(self.shape, self.begin, local, self.copies)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes that it is made of, in the order of its elements."""
+        return _stretch_boxes(tuple(self.shape), self.begin, self.begin + self.local.numel())
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The elements of each box."""
+        begin = 0
+        for box in self.boxes():
+            yield self.local[begin : begin + box.num_elements].view(box.sizes)
+            begin += box.num_elements
+
+    def rows(self) -> Box:
+        """The smallest box of whole rows that holds it."""
+        shape = tuple(self.shape)
+        if not self.local.numel():
+            return Box((0,) * len(shape), (0,) * len(shape))
+        if not shape:
+            return Box.whole(shape)
+        row = math.prod(shape[1:])
+        first, last = self.begin // row, (self.begin + self.local.numel() - 1) // row
+        return Box((first, *(0,) * len(shape[1:])), (last + 1 - first, *shape[1:]))
+
+    def cut(self, memory: Tensor) -> Tensor:
+        """The stretch in memory that holds the box of its rows, or all of the tensor; a copy."""
+        begin = self.begin
+        if memory.shape != self.shape and self.local.numel():
+            begin -= self.rows().offsets[0] * math.prod(self.shape[1:])
+        return memory.reshape(-1)[begin : begin + self.local.numel()].clone()
+
+
+def _stretch_boxes(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
+    """The rest of a row, whole rows, and the beginning of one; each row like the whole."""
+    if begin == end:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:  # within one row
+        return _in_row(shape, last, begin - last * row, end - last * row)
+    parts = _in_row(shape, first - 1, begin - (first - 1) * row, row) if begin % row else ()
+    if first < last:
+        inner = shape[1:]
+        parts += (Box((first, *(0,) * len(inner)), (last - first, *inner)),)
+    return parts + _in_row(shape, last, 0, end - last * row)
+
+
+def _in_row(shape: tuple[int, ...], number: int, begin: int, end: int) -> tuple[Box, ...]:
+    return tuple(
+        Box((number, *box.offsets), (1, *box.sizes))
+        for box in _stretch_boxes(shape[1:], begin, end)
+    )
+
+
 def is_sharded(value: Any) -> bool:
-    """Whether this is a DTensor, a parameter or not."""
+    """Whether this is a part of a tensor: a DTensor, a parameter or not, or a FlatPart."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    return isinstance(value, FlatPart) or (module is not None and isinstance(value, module.DTensor))
 
 
 def local_part(tensor: Any) -> Any:
-    """The memory of this rank: a DTensor's local tensor, and any other value itself."""
+    """The memory of this rank: a part's local tensor, and any other value itself."""
+    if isinstance(tensor, FlatPart):
+        return tensor.local
     # Not to_local(): that is an operation of autograd, and waits for nothing that a settled
     # point has not waited for. torch 2.13 tensor/_api.py, DTensor.__new__ sets the attribute.
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
+def boxes_of(tensor: Any, where: str) -> tuple[Box, ...]:
+    """The parts of a tensor that this rank holds, none of them empty.
+
+    Raises:
+        UnsupportedValueError: see ``box_of``.
+    """
+    if isinstance(tensor, FlatPart):
+        return tensor.boxes()
+    box = box_of(tensor, where)
+    return () if box is None or not box.num_elements else (box,)
+
+
+def pieces_of(tensor: Any) -> Iterator[Tensor]:
+    """The elements of each of those parts, in this rank's memory."""
+    if isinstance(tensor, FlatPart):
+        yield from tensor.pieces()
+    else:
+        yield local_part(tensor)
+
+
 def box_of(tensor: Any, where: str) -> Box | None:
-    """The part of a tensor that this rank holds; None where its mesh leaves this rank out.
+    """The box that holds what this rank holds; None where its mesh leaves this rank out.
+
+    It is no larger than that, but for a FlatPart: that box has whole rows.
 
     Args:
         tensor: a DTensor or a plain tensor.
@@ -70,6 +175,8 @@ def box_of(tensor: Any, where: str) -> Box | None:
         UnsupportedValueError: it holds sums that are not summed up over the ranks yet, or its local
             tensor is not the box that its placements say.
     """
+    if isinstance(tensor, FlatPart):
+        return tensor.rows()
     if not is_sharded(tensor):
         return Box.whole(tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
@@ -93,16 +200,40 @@ def box_of(tensor: Any, where: str) -> Box | None:
     return box
 
 
+def copy_group(tensor: Any, num_ranks: int) -> str | None:
+    """What the ranks that hold the same part of a tensor have in common; None for the only holder.
+
+    Args:
+        tensor: a DTensor or a plain tensor, which every rank holds whole.
+        num_ranks: of the job.
+    """
+    if isinstance(tensor, FlatPart):
+        return tensor.copies
+    if not is_sharded(tensor):
+        return WHOLE
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    shape = tuple(mesh.shape)
+    split = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    num_holders = num_ranks // math.prod(shape[d] for d in split)
+    if num_holders == 1:
+        return None
+    return f"{tensor.placements} on {shape} at {[coordinate[d] for d in split]}"
+
+
 def sharded_like(partner: Any, local: Tensor) -> Any:
-    """A DTensor of the partner's shape, mesh and placements around this rank's part.
+    """A part of the partner's kind (shape, mesh and placements) around this rank's memory.
 
     The part stays where it is: one in host memory may stand for a tensor of another device until it
     is copied there.
 
     Args:
-        partner: a DTensor.
-        local: this rank's part of the new tensor, of any dtype.
+        partner: a DTensor or a FlatPart.
+        local: this rank's part of the new tensor, of any dtype; the box that holds it.
     """
+    if isinstance(partner, FlatPart):
+        return partner.like(partner.cut(local))
     # torch 2.13 distributed/fsdp/_fully_shard/_fsdp_common.py, _from_local_no_grad, makes DTensors
     # in this way; DTensor.from_local would move the part to the mesh's device.
     spec = partner._spec
@@ -122,6 +253,8 @@ def part_like(partner: Any, saved: Any) -> Any:
         return saved
     if saved.shape != partner.shape:
         return saved
+    if isinstance(partner, FlatPart):
+        return partner.like(partner.cut(saved))
     box = box_of(partner, "a live tensor")
     if box is None:
         return sharded_like(partner, local_part(partner).detach())

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
+from resumekit.capture import ModelState
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.errors import (
     CheckpointNotFoundError,
@@ -34,6 +35,7 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.prove.trace import rng_digests
+from resumekit.storage import Store
 
 NUM_BATCHES = 4
 
@@ -200,17 +202,20 @@ def test_wrong_declarations_are_refused() -> None:
         StateComponent("rng", linear, SharingPattern.REPLICATED)
     with pytest.raises(DeclarationError, match="process group"):
         StateComponent("model", linear, SharingPattern.PER_GROUP)
+    with pytest.raises(DeclarationError, match="replicated with a process group"):
+        StateComponent("model", linear, SharingPattern.REPLICATED, process_group=[0])
     with pytest.raises(DeclarationError, match="state_dict"):
         StateComponent("model", 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", [SharingPattern.PER_NODE])
-def test_a_pattern_that_cannot_be_saved_yet_is_refused(
-    tmp_path: Path, pattern: SharingPattern
-) -> None:
-    component = StateComponent("model", nn.Linear(1, 1), pattern)
-    with pytest.raises(DeclarationError, match=f"{pattern.value}, which cannot be saved yet"):
-        BaseCheckpointer(tmp_path, components=[component])
+def test_a_group_that_nobody_declared_is_refused(tmp_path: Path) -> None:
+    pattern = SharingPattern.PER_GROUP
+    for group, groups in (("stage", {"stages": [0]}), ([1], {}), (3, {})):
+        component = StateComponent("model", nn.Linear(1, 1), pattern, process_group=group)
+        checkpointer = BaseCheckpointer(tmp_path, components=[component], groups=groups)
+        with pytest.raises(DeclarationError, match=r"model: .*group"):
+            checkpointer.resume()
+        checkpointer.close()
 
 
 def test_a_trainer_of_ones_own_joins_by_returning_components(tmp_path: Path) -> None:
@@ -525,3 +530,25 @@ def test_every_error_says_where_what_was_found_and_travels_between_ranks() -> No
     assert str(error) == "ema: nothing, expected one. Give one."
     assert str(copy.copy(error)) == str(error)
     assert isinstance(error, (ValueError, ResumekitError))
+
+
+def test_files_of_a_model_are_in_the_manifest_and_a_resume_needs_none(tmp_path: Path) -> None:
+    def run(text: bytes) -> BaseCheckpointer:
+        model = nn.Linear(3, 2)
+        files = {"config.json": text, "readme.md": b""}
+        component = StateComponent("model", ModelState(model), files=lambda: files)
+        return BaseCheckpointer(tmp_path, components=[component])
+
+    with run(b"{}") as first:
+        first.save()
+    (step,) = Store(tmp_path).step_names()
+    reader = Store(tmp_path).open_step(step)
+    reader.verify()
+    assert {"model/config.json", "model/readme.md"} <= {f.path for f in reader.manifest.files}
+    with run(b"another") as second:
+        assert second.resume().resumed
+
+
+def test_files_of_anything_but_a_model_are_refused() -> None:
+    with pytest.raises(DeclarationError, match="model"):
+        StateComponent("extras/table", ModelState(nn.Linear(1, 1)), files=dict)

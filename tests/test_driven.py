@@ -288,3 +288,34 @@ def test_tokens_add_up_over_an_accumulation_window(tmp_path: Path) -> None:
         checkpointer.step(tokens=10)
     assert (checkpointer.progress.step, checkpointer.progress.tokens) == (2, 40)
     checkpointer.close()
+
+
+def test_how_much_of_an_epoch_is_left_is_known_before_anything_is_restored(tmp_path: Path) -> None:
+    launch(tmp_path, crash_after=6)
+    for batch_size, used_and_left in [(2, (1, 3)), (1, (2, 6)), (4, (1, 2))]:
+        framework = make()
+        loader = DataLoader(framework.loader.dataset, batch_size=batch_size, shuffle=True)
+        checkpointer = Checkpointer(tmp_path, components=(), allow_changes={"batch_size"})
+        loop = checkpointer.drive()
+        assert loop.horizon == {"epochs": NUM_EPOCHS}
+        assert tuple(loop.under_way(loader)) == used_and_left
+        assert loop.under_way(loader) == loop.under_way(loader)
+        checkpointer._run.close()
+
+
+def test_a_horizon_may_be_told_after_the_checkpoint_was_found(tmp_path: Path) -> None:
+    launch(tmp_path, crash_after=6)
+    checkpointer = Checkpointer(tmp_path, components=())
+    loop = checkpointer.drive()
+    with pytest.raises(DriftError, match="horizon"):
+        loop.accept_horizon(epochs=NUM_EPOCHS + 1)
+    loop.accept_horizon(epochs=NUM_EPOCHS)
+    checkpointer._run.close()
+
+
+def test_of_a_new_run_nothing_is_used(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, components=())
+    loop = checkpointer.drive()
+    assert loop.horizon == {}
+    assert tuple(loop.under_way(make().loader)) == (0, NUM_BATCHES)
+    checkpointer._run.close()

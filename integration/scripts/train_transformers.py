@@ -71,7 +71,8 @@ def main() -> None:
             lr_scheduler_type="cosine",
             warmup_steps=10,
             logging_strategy="epoch",
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=arguments.save_every,
             report_to="none",
             use_cpu=True,
             disable_tqdm=True,
@@ -81,11 +82,7 @@ def main() -> None:
         callbacks=[averaging],
     )
 
-    trainer.add_callback(
-        ResumeCallback(
-            trainer, arguments.directory, ema=averaging.ema, save_every=arguments.save_every
-        )
-    )
+    trainer.add_callback(ResumeCallback(trainer, arguments.directory))
     trainer.train()
 
 

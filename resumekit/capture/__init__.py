@@ -6,6 +6,9 @@ Every class here offers ``state_dict()`` (references to live tensors, no copies)
 back exactly, in words; it is empty when all did. Some have more:
 
 - ``fingerprint()``: plain values that describe the object, to be compared at a resume;
+- ``before_save()``: called on every rank when a save begins; may be collective;
+- ``after_resume()``: called on every rank when all components are loaded; may be collective; gives
+  remarks;
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
 - ``comparable_state()``: the state without what was read from a clock, for the judge;
 - ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
@@ -25,11 +28,13 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.generator import generator_state, set_generator_state
+from resumekit.capture.gradient_buckets import bucket_components, buckets_of
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
     holds_gradients,
 )
+from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -45,6 +50,7 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
+    "HeldState",
     "ModelState",
     "ObjectState",
     "OptimizerState",
@@ -52,6 +58,8 @@ __all__ = [
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "bucket_components",
+    "buckets_of",
     "by_class_and_ordinal",
     "by_key",
     "clean_name",

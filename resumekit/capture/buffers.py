@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resumekit.capture.flat import model_state
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
-from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
 from resumekit.layout import WorldChange
 from resumekit.sharding import is_sharded
@@ -38,7 +38,7 @@ class RankBuffers:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live buffers, not copies."""
-        state = ModelState(self.module, key=self.key).state_dict()
+        state = model_state(self.module, key=self.key).state_dict()
         raw_names = (name for name, _ in self.module.named_buffers())
         names = clean_names(self.module, raw_names).values()
         # The parts of a sharded buffer belong together, and are saved with the model.

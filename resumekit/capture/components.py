@@ -8,13 +8,19 @@ from typing import Any
 from torch import nn
 
 from resumekit.capture.buffers import RANK_BUFFERS, RankBuffers
-from resumekit.capture.model import ModelState
+from resumekit.capture.flat import (
+    FlatModelState,
+    flat_modules,
+    model_state,
+    require_no_flat_parameters,
+)
+from resumekit.capture.flat_optimizer import FlatOptimizerState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.spread import holds_sharded, require_no_flat_parameters
+from resumekit.capture.spread import holds_sharded
 from resumekit.contract import SharingPattern, Slot, StateComponent, Stateful
 from resumekit.errors import DeclarationError
 from resumekit.sharding import is_sharded
@@ -29,6 +35,7 @@ def state_components(
     ema: Any = None,
     adopt: bool = False,
     num_ranks: int = 1,
+    stage_group: Any = None,
 ) -> tuple[StateComponent, ...]:
     """The components of a run's shared objects, each slot one object or a dict of named ones.
 
@@ -40,17 +47,21 @@ def state_components(
         ema: averaged models, or objects with ``state_dict``.
         adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
         num_ranks: with several, each rank's own buffers of the modules are added.
+        stage_group: where the model is a pipeline stage, the ranks that hold it together; see
+            ``StateComponent``.
 
     Raises:
         DeclarationError: a slot was given a list, or something without ``state_dict``.
     """
     modules = _modules(model)
+    is_flat = any(True for module in modules.values() for _ in flat_modules(module))
+    optimizer_kind = FlatOptimizerState if is_flat else OptimizerState
     states = {
-        **named_states(Slot.MODEL, model, lambda given, key: ModelState(given, key=key)),
+        **named_states(Slot.MODEL, model, lambda given, key: model_state(given, key=key)),
         **named_states(
             Slot.OPTIMIZER,
             optimizer,
-            lambda given, key: OptimizerState(given, modules, key=key, adopt=adopt),
+            lambda given, key: optimizer_kind(given, modules, key=key, adopt=adopt),
         ),
         **named_states(
             Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)
@@ -60,13 +71,22 @@ def state_components(
         ),
         **named_states(Slot.EMA, ema, lambda given, key: ObjectState(given, key=key)),
     }
-    for key, module in by_key(Slot.MODEL, model).items():
+    for key, module in by_key(Slot.EMA, ema).items():
         require_no_flat_parameters(key, module)
-    shared = tuple(
-        StateComponent(key, stateful, _pattern_of(stateful)) for key, stateful in states.items()
-    )
-    own = rank_buffer_components(model=model, ema=ema) if num_ranks > 1 else ()
-    return (*shared, *own)
+    shared = [
+        StateComponent(key, stateful, SharingPattern.SHARDED, process_group=stage_group)
+        if stage_group is not None and key.split("/")[0] in _IN_STAGES
+        else StateComponent(key, stateful, _pattern_of(stateful))
+        for key, stateful in states.items()
+    ]
+    if num_ranks == 1:
+        return tuple(shared)
+    is_stage = stage_group is not None
+    return (*shared, *rank_buffer_components(model=model, ema=ema, even_none=is_stage))
+
+
+# What a pipeline stage has some entries of; schedulers and scalers are alike on all ranks.
+_IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
 
 
 def _pattern_of(stateful: Stateful) -> SharingPattern:
@@ -75,6 +95,8 @@ def _pattern_of(stateful: Stateful) -> SharingPattern:
 
 
 def _is_in_parts(stateful: Stateful) -> bool:
+    if isinstance(stateful, (FlatModelState, FlatOptimizerState)):
+        return True
     if isinstance(stateful, OptimizerState):
         groups = getattr(stateful.optimizer, "param_groups", ())
         return any(is_sharded(parameter) for group in groups for parameter in group["params"])
@@ -99,12 +121,15 @@ def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
     )
 
 
-def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateComponent, ...]:
+def rank_buffer_components(
+    *, model: Any, ema: Any = None, even_none: bool = False
+) -> tuple[StateComponent, ...]:
     """Each rank's own buffers of the replicated modules, for runs of several ranks.
 
     Args:
         model: modules, as given to ``state_components``.
         ema: averaged models; what is not a module has no buffers to add.
+        even_none: add them for a module without buffers too: another rank's may have some.
     """
     given = {**by_key(Slot.MODEL, model), **by_key(Slot.EMA, ema)}
     own = {
@@ -115,7 +140,7 @@ def rank_buffer_components(*, model: Any, ema: Any = None) -> tuple[StateCompone
     return tuple(
         StateComponent(key, stateful, SharingPattern.PER_RANK)
         for key, stateful in own.items()
-        if stateful.state_dict()
+        if even_none or stateful.state_dict()
     )
 
 

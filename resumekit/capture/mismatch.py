@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from resumekit.errors import StateMismatchError
+from resumekit.sharding import FlatPart
 
 # Renamed layers keep most of their name; below this share of common characters it is another one.
 _LIKELY_RENAME = 0.5
@@ -94,7 +95,7 @@ def is_same_class(name: str, other: str) -> bool:
 
 def describe(value: Any) -> str:
     """A few words for a value in an error: a tensor's dtype and shape, or a type."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, FlatPart)):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     kind = type(value).__name__
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"

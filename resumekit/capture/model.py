@@ -46,10 +46,14 @@ class ModelState:
         return {names[name]: value for name, value in raw.items()}
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be alike on all ranks: the parameters. Buffers may be each rank's own."""
+        """What must be alike on all ranks that hold it: the parameters, and buffers in parts.
+
+        Other buffers may be each rank's own.
+        """
         raw = (name for name, _ in self.module.named_parameters(remove_duplicate=False))
         names = set(clean_names(self.module, raw).values())
-        return {name: value for name, value in self.state_dict().items() if name in names}
+        state = self.state_dict()
+        return {n: value for n, value in state.items() if n in names or is_sharded(value)}
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.

@@ -9,7 +9,7 @@ brings its own is loaded by its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from resumekit.capture.optimizer_load import (
     spread_like,
 )
 from resumekit.capture.optimizer_mismatch import optimizer_mismatches
+from resumekit.capture.optimizer_stages import merged_optimizers, part_of_optimizer
 from resumekit.capture.spread import pairs_in
 from resumekit.errors import ConfigurationError, StateMismatchError
 
@@ -151,6 +152,22 @@ class OptimizerState:
                 if partner is not None and partner.shape == value.shape:
                     yield value, partner
         yield from pairs_in(state["unnamed_state"], live["unnamed_state"])
+
+    def merge_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state of those of the optimizers of several pipeline stages.
+
+        Raises:
+            StateMismatchError: other classes, or different values for one name.
+        """
+        return merged_optimizers(self.key, states)
+
+    def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the live parameters need of the state of more parameters, in the live groups.
+
+        Raises:
+            StateMismatchError: the parameters of a live group had different hyperparameters.
+        """
+        return part_of_optimizer(self.key, state, self._names())
 
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from resumekit.errors import DeclarationError
 from resumekit.sharding import is_sharded
-
-# By name: importing it costs seconds, and a model that has one has loaded it. torch 2.13.
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
 def pairs_of(stateful: Any, state: Any) -> Iterator[tuple[Tensor, Any]]:
@@ -49,15 +45,3 @@ def holds_sharded(state: Any) -> bool:
     if isinstance(state, (list, tuple)):
         return any(map(holds_sharded, state))
     return is_sharded(state)
-
-
-def require_no_flat_parameters(key: str, module: nn.Module) -> None:
-    """Raises DeclarationError for a module under the first FSDP: its state_dict is a collective."""
-    for name, each in module.named_modules():
-        if any(f"{kind.__module__}.{kind.__qualname__}" == _FSDP1 for kind in type(each).__mro__):
-            raise DeclarationError(
-                f"{key}: {name}" if name else key,
-                found="wrapped in FullyShardedDataParallel",
-                expected="fully_shard, DDP, tensor parallel or a plain module",
-                remedy="Use torch.distributed.fsdp.fully_shard, or one of the frameworks' adapters",
-            )

@@ -1,7 +1,13 @@
 """Where a run stands in its data, and how it gets there again."""
 
 from resumekit.data.map_source import MapSource
-from resumekit.data.position import DataPosition, Feed, open_source
+from resumekit.data.position import (
+    DataPosition,
+    EpochUnderWay,
+    Feed,
+    epoch_under_way,
+    open_source,
+)
 from resumekit.data.replay import ReplaySource
 from resumekit.data.resumable import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, announce_epoch
@@ -11,6 +17,7 @@ from resumekit.data.wrapped import WrappedSource
 __all__ = [
     "DataPosition",
     "DistributedResumableSampler",
+    "EpochUnderWay",
     "Feed",
     "MapSource",
     "ReplaySource",
@@ -20,5 +27,6 @@ __all__ = [
     "StatefulSource",
     "WrappedSource",
     "announce_epoch",
+    "epoch_under_way",
     "open_source",
 ]

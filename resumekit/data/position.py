@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,6 +27,16 @@ from resumekit.layout import WorldChange
 Feed: TypeAlias = Source | Zipped
 
 DEFAULT_NAME = "train"
+
+
+class EpochUnderWay(NamedTuple):
+    """How much of the epoch that a run continues in was used, in batches of this run's loader.
+
+    ``num_left`` is None where the loader does not say how many there are.
+    """
+
+    num_used: int
+    num_left: int | None
 
 
 class DataPosition:
@@ -54,6 +64,10 @@ class DataPosition:
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
         self._witness: Witness | None = None
+
+    def empty_copy(self) -> DataPosition:
+        """A position with the same settings and no loader."""
+        return DataPosition(self._seed, allowed_changes=self._allowed_changes)
 
     def feed(self, loader: Any, name: str | None = None) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
@@ -201,6 +215,28 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
     if keeps_its_own_place(loader):
         return StatefulSource(loader, name)
     return ReplaySource(loader, name)
+
+
+def epoch_under_way(
+    saved: DataPosition, loader: Any, state: Mapping[str, Any] | None
+) -> EpochUnderWay:
+    """What the position in a checkpoint means for the loader of a run's one loop.
+
+    Args:
+        saved: the run's position; it is not changed.
+        loader: the loader.
+        state: the checkpoint's position, or None where a run starts.
+
+    Raises:
+        DataPositionError: the loader does not fit the position.
+    """
+    trial = saved.empty_copy()
+    trial.load_state_dict(state or {})
+    source = trial.open(loader, DEFAULT_NAME)
+    is_within = source.continues
+    num_used = source.batch if is_within else 0
+    per_epoch = source.epoch_batches if is_within else source.num_batches
+    return EpochUnderWay(num_used, None if per_epoch is None else per_epoch - num_used)
 
 
 def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.contract import Progress
+from resumekit.data import EpochUnderWay
 from resumekit.engine.loops import Batches, Epochs, LoopOwner
 from resumekit.engine.report import ResumeReport
 
@@ -29,6 +30,13 @@ class DrivenOwner(LoopOwner, Protocol):
     def _begin_loop(self, loop: str) -> None: ...
 
     def _finish(self, reason: str) -> None: ...
+
+    def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
+
+    def _under_way(self, loader: Any) -> EpochUnderWay: ...
+
+    @property
+    def _horizon(self) -> dict[str, int]: ...
 
 
 class DrivenLoop:
@@ -51,6 +59,33 @@ class DrivenLoop:
     def finished(self) -> str | None:
         """Why there is nothing left to train, or None."""
         return self._owner.finished
+
+    @property
+    def horizon(self) -> dict[str, int]:
+        """How far the interrupted run was to go; empty where there was none."""
+        return self._owner._horizon
+
+    def accept_horizon(self, **horizon: int) -> None:
+        """Takes how far the run is to go, where it was not known yet when the loop was made.
+
+        Args:
+            **horizon: ``steps``, ``epochs`` or both.
+
+        Raises:
+            DriftError: the interrupted run had another horizon.
+        """
+        self._owner._accept_horizon(horizon)
+
+    def under_way(self, loader: Any) -> EpochUnderWay:
+        """The epoch that the run continues in, before anything is restored. Changes nothing.
+
+        For a framework that counts its steps before it begins. After a change of the batch size
+        these are batches of the new size.
+
+        Raises:
+            DataPositionError: the loader does not fit the position in the checkpoint.
+        """
+        return self._owner._under_way(loader)
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent."""

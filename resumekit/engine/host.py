@@ -7,7 +7,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from resumekit.contract import Progress
-from resumekit.data import Feed
+from resumekit.data import EpochUnderWay, Feed
 from resumekit.engine.cadence import parse_cadence
 from resumekit.engine.preemption import LeaveSignals
 from resumekit.engine.report import tell
@@ -92,6 +92,17 @@ class LoopHost:
         left = self._signals.install() if self.finished is None else []
         if left and self._run.world.is_first:
             tell(f"{', '.join(left)}: handled by other code, so this run does not save on it")
+
+    @property
+    def _horizon(self) -> dict[str, int]:
+        return self._run.counters.horizon
+
+    def _accept_horizon(self, horizon: dict[str, int]) -> None:
+        self._run.accept_horizon(horizon)
+
+    def _under_way(self, loader: Any) -> EpochUnderWay:
+        """How much of the epoch was used, in batches of this loader."""
+        return self._run.under_way(loader)
 
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""

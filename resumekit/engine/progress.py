@@ -9,6 +9,7 @@ from typing import Any
 from resumekit.contract import Progress
 from resumekit.distributed import World
 from resumekit.engine.turns import Turns
+from resumekit.layout import Shares
 
 
 class Counters:
@@ -74,13 +75,14 @@ class Counters:
         """The place of the next batch."""
         self._progress = replace(self._progress, epoch=epoch, batch=batch)
 
-    def fold(self, world: World) -> None:
-        """Adds what all ranks used since the last fold. Collective."""
-        shares = world.gather((self._local_samples, self._local_tokens))
+    def fold(self, world: World, shares: Shares) -> None:
+        """Adds what was used since the last fold, once for ranks of the same data. Collective."""
+        used = world.gather((self._local_samples, self._local_tokens))
+        counted = [used[rank] for rank in shares.first_ranks]
         self._progress = replace(
             self._progress,
-            samples=self._progress.samples + sum(samples for samples, _ in shares),
-            tokens=self._progress.tokens + sum(tokens for _, tokens in shares),
+            samples=self._progress.samples + sum(samples for samples, _ in counted),
+            tokens=self._progress.tokens + sum(tokens for _, tokens in counted),
         )
         self._local_samples = self._local_tokens = 0
 

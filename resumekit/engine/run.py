@@ -14,6 +14,7 @@ import xxhash
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
+    bucket_components,
     differences,
     fingerprint,
     gradient_components,
@@ -26,20 +27,27 @@ from resumekit.contract import (
     Validation,
     check_components,
 )
-from resumekit.data import DataPosition, Feed
+from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.drift import accept_drift
+from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
+from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
-from resumekit.engine.resuming import Finder, Found, check_fit, check_states, resplit
-from resumekit.engine.saving import Description, Saver, require_written
+from resumekit.engine.resplitting import require_taken, resplit
+from resumekit.engine.restoring import call_everywhere, restore, start_fresh
+from resumekit.engine.resuming import Finder, Found
+from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
+from resumekit.engine.shares import agreed_shares, described
+from resumekit.engine.sources import Sources
 from resumekit.errors import DriftError
+from resumekit.layout import Shares
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -47,21 +55,6 @@ from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
 Components = Sequence[StateComponent] | Callable[[], Sequence[StateComponent]]
-
-# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
-# position and then the random state are only kept, and follow at the first fetch.
-_RESTORE_ORDER = (
-    Slot.MODEL,
-    Slot.OPTIMIZER,
-    Slot.LR_SCHEDULER,
-    Slot.GRAD_SCALER,
-    Slot.EMA,
-    Slot.BEST_METRIC,
-    Slot.CALLBACKS,
-    Slot.EXTRAS,
-    Slot.DATA,
-    Slot.RNG,
-)
 
 
 class Run:
@@ -75,6 +68,8 @@ class Run:
         *,
         extras: dict[str, Any],
         generators: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        data_parallel_group: Any,
     ) -> None:
         self.directory = _relocated(directory)
         self.options = options
@@ -86,6 +81,9 @@ class Run:
         self.rng = RandomState(generators, self.position)
         self._own = self._own_components(extras)
         self._given = components
+        self._groups = groups
+        self._data_parallel_group = data_parallel_group
+        self._shares: Shares | None = None
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
@@ -94,6 +92,7 @@ class Run:
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
+        self._membership: Membership | None = None  # of the components as they are now
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
@@ -117,12 +116,11 @@ class Run:
     def _with_own(
         self, components: Sequence[StateComponent], *, gradients: bool = False
     ) -> tuple[StateComponent, ...]:
-        added: tuple[StateComponent, ...] = ()
+        given = {each.key for each in components}
+        added = tuple(each for each in bucket_components(components) if each.key not in given)
         if gradients or self.options.saves_gradients:
-            added = gradient_components(components, self.counters.is_within_window)
-        checked = check_components([*components, *added, *self._own])
-        require_written(checked)
-        return checked
+            added += gradient_components(components, self.counters.is_within_window)
+        return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
 
@@ -154,13 +152,22 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        finder = Finder(self.world, store, self.options, left_out, self.components)
+        self._shares = agreed_shares(self.world, self._data_parallel_group, self._groups)
+        known = () if callable(self._given) else self.components
+        membership = self._agree_on_components(known)
+        sources = self._sources(membership)
+        finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
         self._looked = True
         return self._found is not None
+
+    def under_way(self, loader: Any) -> EpochUnderWay:
+        """How much of the epoch was used that the run continues in, in batches of this loader."""
+        state = None if self._found is None else self._found.states.get(Slot.DATA.value)
+        return epoch_under_way(self.position, loader, state)
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
@@ -197,10 +204,19 @@ class Run:
         self._store = store
         return store
 
+    def _sources(self, membership: Membership) -> Sources:
+        assert self._shares is not None
+        may_change = "world_size" in self.options.allow_changes
+        return Sources(self.world, self._shares, membership, may_change=may_change)
+
+    def _agree_on_components(self, components: Sequence[StateComponent]) -> Membership:
+        patterns = {each.key: str(each.sharing_pattern) for each in components}
+        self.world.require_equal("components", patterns)
+        return Membership.agreed(self.world, components, self._groups)
+
     def _begin_saving(self) -> None:
         assert self._store is not None
-        patterns = {each.key: str(each.sharing_pattern) for each in self.components}
-        self.world.require_equal("components", patterns)
+        self._membership = membership = self._agree_on_components(self.components)
         options = self.options
         retention = RetentionPolicy(
             keep_latest=options.keep_latest,
@@ -208,11 +224,11 @@ class Run:
             keep_every=options.keep_every,
         )
         level = Validation(options.validate)
-        self._replicas = Replicas(self.world, self.components, level)
-        self._saver = Saver(self.world, self._store, self.components, retention)
-        self._fingerprint = fingerprint(
-            world_size=self.world.world_size, components=self.components
-        )
+        self._replicas = Replicas(self.world, self.components, membership, level)
+        self._saver = Saver(self.world, self._store, self.components, membership, retention)
+        # The manifest holds rank 0's, which says nothing of what other groups have.
+        alike = [each for each in self.components if not membership.recorded(each)]
+        self._fingerprint = fingerprint(world_size=self.world.world_size, components=alike)
 
     def _load(self, found: Found) -> ResumeReport:
         manifest = found.manifest
@@ -220,17 +236,28 @@ class Run:
             check_randomness({each.key for each in manifest.components}, self.options.randomness)
         changed = differences(manifest.fingerprint, self._fingerprint)
         accept_drift(changed, self.components, self.options)
-        fresh = check_fit(manifest, self.components, self.options, world_size=self.world.world_size)
+        assert self._membership is not None
+        found.leave(regrouped_buffers(manifest, self.components, self._membership))
+        fresh = check_fit(
+            manifest,
+            self.components,
+            self.options,
+            self._membership,
+            world_size=self.world.world_size,
+        )
+        found.leave(set(found.states) - {each.key for each in self.components})
         self.account.take_history(manifest)
-        changes = resplit(found, self.components, self.world)
+        require_taken(found, self.world)
+        changes = resplit(found, self.components, self._sources(self._membership), self.world)
         self.account.tell_changes(changes)
         self.world.everywhere(lambda: check_states(found.states, self.components))
-        remarks = self.world.everywhere(lambda: self._restore(found.states))
+        remarks = self.world.everywhere(lambda: restore(self.components, found.states))
+        after = call_everywhere(self.world, self.components, "after_resume")
         assert self._replicas is not None
         self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
-        for remark in (*self._start_fresh(found.name, fresh), *remarks[0]):
+        for remark in (*start_fresh(self.components, found.name, fresh), *remarks[0], *after):
             self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
@@ -248,25 +275,6 @@ class Run:
             rejected=found.rejected,
             finished=self.counters.finished,
         )
-
-    def _restore(self, states: Mapping[str, Any]) -> tuple[str, ...]:
-        """Loads in the order of a restore; gives what the components had to remark."""
-        order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
-        given = [each for each in self.components if each.key in states and each.slot in order]
-        remarks: list[str] = []
-        for component in sorted(given, key=lambda each: order[each.slot]):
-            remarks.extend(component.stateful.load_state_dict(states[component.key]) or ())
-        return tuple(remarks)
-
-    def _start_fresh(self, name: StepName, keys: Sequence[str]) -> list[str]:
-        """What to tell about components that the checkpoint lacks."""
-        remarks: list[str] = []
-        for component in self.components:
-            if component.key in keys:
-                start_fresh = getattr(component.stateful, "start_fresh", None)
-                default = (f"{name} has no {component.key}: it starts from its live state",)
-                remarks.extend(start_fresh() if start_fresh is not None else default)
-        return remarks
 
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
@@ -320,8 +328,10 @@ class Run:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
         assert self._replicas is not None
+        call_everywhere(self.world, self.components, "before_save")
         self._replicas.check_before_save()
-        self.counters.fold(self.world)
+        assert self._shares is not None
+        self.counters.fold(self.world, self._shares)
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -331,7 +341,7 @@ class Run:
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
                 fingerprint=self._fingerprint,
-                details=self.account.details(),
+                details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")

@@ -13,11 +13,11 @@ from typing import Any
 
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent
 from resumekit.distributed import World
+from resumekit.engine.membership import Membership
 from resumekit.engine.report import tell
-from resumekit.engine.spreading import Spreader
-from resumekit.errors import DeclarationError, ResumekitError, SaveError
-from resumekit.layout import writer_ranks
-from resumekit.payload import Payload
+from resumekit.engine.spreading import Spread, Spreader
+from resumekit.errors import ResumekitError, SaveError
+from resumekit.payload import FilesBeside, Payload
 from resumekit.payload.sharded import ShardedPayload
 from resumekit.storage import (
     ComponentRecord,
@@ -32,17 +32,7 @@ from resumekit.storage import (
 # These have a folder of their own, readable by stock tools; the rest shares one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
-_WRITTEN = frozenset(
-    {
-        SharingPattern.GLOBAL,
-        SharingPattern.REPLICATED,
-        SharingPattern.PER_RANK,
-        SharingPattern.SHARDED,
-    }
-)
-
-
-Payloads = Sequence[Payload | ShardedPayload]
+Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
 
 
 @dataclass(frozen=True)
@@ -56,18 +46,6 @@ class Description:
     capture: CaptureReport
     fingerprint: dict[str, Any]
     details: dict[str, Any]
-
-
-def require_written(components: Sequence[StateComponent]) -> None:
-    """Raises DeclarationError for a sharing pattern that cannot be saved yet."""
-    for component in components:
-        if component.sharing_pattern not in _WRITTEN:
-            assert isinstance(component.sharing_pattern, SharingPattern)
-            raise DeclarationError(
-                component.key,
-                found=f"declared {component.sharing_pattern.value}, which cannot be saved yet",
-                expected=", ".join(sorted(pattern.value for pattern in _WRITTEN)),
-            )
 
 
 def directory_of(component: StateComponent) -> str:
@@ -86,15 +64,16 @@ class Saver:
         world: World,
         store: Store,
         components: Sequence[StateComponent],
+        membership: Membership,
         retention: RetentionPolicy,
     ) -> None:
         self._world = world
         self._store = store
         self._components = components
+        self._membership = membership
         self._retention = retention
-        self._layouts = world.gather(world.layout)
         sharded = {
-            each.key: (each.stateful, directory_of(each))
+            each.key: Spread(each.stateful, directory_of(each), membership.groups(each.key))
             for each in components
             if each.sharing_pattern is SharingPattern.SHARDED
         }
@@ -126,26 +105,31 @@ class Saver:
         return name
 
     def _payloads(self) -> Payloads:
-        encoded: list[Payload] = []
-        self._world.everywhere(lambda: encoded.extend(self._encode()))
+        encoded: list[Payload | FilesBeside] = []
+        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._beside()]))
         return [*encoded, *self._spreader.payloads()]
+
+    def _beside(self) -> list[FilesBeside]:
+        if not self._world.is_first:
+            return []
+        return [
+            FilesBeside(directory_of(component), self._world.rank, component.files())
+            for component in self._components
+            if component.files is not None
+        ]
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}
         for component in self._components:
             if component.sharing_pattern is SharingPattern.SHARDED:
                 continue
-            if self._world.rank in self._writers(component):
+            if self._world.rank in self._membership.writers(component):
                 states = by_directory.setdefault(directory_of(component), {})
                 states[component.key] = component.stateful.state_dict()
         return [
             Payload(directory, self._world.rank, states)
             for directory, states in by_directory.items()
         ]
-
-    def _writers(self, component: StateComponent) -> tuple[int, ...]:
-        assert isinstance(component.sharing_pattern, SharingPattern)
-        return writer_ranks(component.sharing_pattern, self._layouts, component.process_group)
 
     def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Staging]:
         demands = self._world.gather(
@@ -202,7 +186,8 @@ class Saver:
             fidelity=line.fidelity.value,
             reason=line.reason,
             directory=directory_of(component),
-            writers=self._writers(component),
+            writers=self._membership.writers(component),
+            groups=self._membership.recorded(component),
         )
 
     def _retain(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -19,7 +20,7 @@ from resumekit.payload.found import check_tensor
 from resumekit.payload.leaves import buffers_of
 from resumekit.payload.limits import MAX_DEPTH
 from resumekit.payload.places import Place, UniqueNames
-from resumekit.sharding import box_of, is_sharded, local_part
+from resumekit.sharding import Box, box_of, copy_group, is_sharded, local_part
 
 
 def leaf_digests(value: Any) -> dict[str, str]:
@@ -37,11 +38,47 @@ def leaf_digests(value: Any) -> dict[str, str]:
     Raises:
         UnsupportedValueError: a leaf is of another type; names its place.
     """
-    names = UniqueNames()
-    return {
-        names.take(place.name): _digest(leaf, place)
-        for place, leaf in _leaves(value, Place("state"))
-    }
+    return {name: _digest(leaf, place) for name, place, leaf in _named_leaves(value)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a tensor that other ranks hold as well.
+
+    Args:
+        group: what its holders have in common.
+        box: which part it is.
+        digest: of its type, its whole shape and its bytes.
+    """
+
+    group: str
+    box: Box
+    digest: str
+
+
+def copy_digests(
+    value: Any, *, num_ranks: int, own: Collection[str] = frozenset()
+) -> dict[str, Copy]:
+    """The parts of a state's tensors that several ranks hold, by the dotted name of the tensor.
+
+    Args:
+        value: nested state, of the types that the codec stores.
+        num_ranks: of the job.
+        own: names of tensors that each rank has for itself.
+
+    Raises:
+        UnsupportedValueError: a tensor cannot be stored; names its place.
+    """
+    copies: dict[str, Copy] = {}
+    for name, place, leaf in _named_leaves(value):
+        is_tensor = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
+        if not is_tensor or name in own or not local_part(leaf).numel():
+            continue
+        group = copy_group(leaf, num_ranks)
+        box = box_of(leaf, str(place)) if group is not None else None
+        if group is not None and box is not None:
+            copies[name] = Copy(group, box, _digest(leaf, place))
+    return copies
 
 
 def state_digest(value: Any) -> str:
@@ -52,6 +89,12 @@ def state_digest(value: Any) -> str:
     """
     lines = sorted(f"{name}\0{digest}\n" for name, digest in leaf_digests(value).items())
     return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8"))
+
+
+def _named_leaves(value: Any) -> Iterator[tuple[str, Place, Any]]:
+    names = UniqueNames()
+    for place, leaf in _leaves(value, Place("state")):
+        yield names.take(place.name), place, leaf
 
 
 def _leaves(value: Any, place: Place, depth: int = 0) -> Iterator[tuple[Place, Any]]:

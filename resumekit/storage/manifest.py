@@ -32,6 +32,8 @@ class ComponentRecord:
         reason: why it is not exact; empty when it is.
         directory: where its files are, relative to the step directory.
         writers: the ranks that wrote it, in order.
+        groups: the ranks that held one state of it, or one part, together; empty where the pattern
+            alone says it.
     """
 
     key: str
@@ -40,6 +42,7 @@ class ComponentRecord:
     reason: str
     directory: str
     writers: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,14 @@ def _ranks(value: Any) -> str | None:
     return None if value == sorted(set(value)) else "ranks in order, each once"
 
 
+def _groups(value: Any) -> str | None:
+    if not isinstance(value, list) or any(not item or _ranks(item) for item in value):
+        return "a list of lists of ranks"
+    ranks = [rank for group in value for rank in group]
+    is_ordered = [group[0] for group in value] == sorted(group[0] for group in value)
+    return None if is_ordered and len(set(ranks)) == len(ranks) else "disjoint groups in order"
+
+
 def _component_key(value: Any) -> str | None:
     right = isinstance(value, str) and value != "" and all(value.split("/"))
     return None if right else "'slot' or 'slot/name'"
@@ -274,6 +285,7 @@ _COMPONENT_CHECKS: Mapping[str, Check] = {
     "reason": _text,
     "directory": _path,
     "writers": _ranks,
+    "groups": _groups,
 }
 _FILE_CHECKS: Mapping[str, Check] = {
     "path": _path,
@@ -312,9 +324,11 @@ def _check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, wh
 
 def _record(kind: Callable[..., Any], row: Any, checks: Mapping[str, Check], where: str) -> Any:
     _check_fields(row, checks, where=where)
-    return kind(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    )
+    return kind(**{name: _as_tuples(value) for name, value in row.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _row(record: ComponentRecord | FileEntry) -> dict[str, Any]:
@@ -330,10 +344,11 @@ def _check_whole(manifest: Manifest, where: str) -> None:
     if len(set(keys)) != len(keys):
         raise CorruptCheckpointError(f"{where}: components", found="one key is there twice")
     writers = [entry.writer for entry in manifest.files]
-    writers += [rank for component in manifest.components for rank in component.writers]
+    for component in manifest.components:
+        writers += [*component.writers, *(rank for group in component.groups for rank in group)]
     if max(writers, default=0) >= manifest.world_size:
         raise CorruptCheckpointError(
             where,
-            found=f"rank {max(writers)} wrote",
+            found=f"rank {max(writers)}",
             expected=f"ranks below the world size {manifest.world_size}",
         )

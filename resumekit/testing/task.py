@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -70,7 +71,8 @@ def target_of(function: str | Callable[..., Any]) -> str:
     """
     if isinstance(function, str):
         return function
-    code = getattr(function, "__code__", None)
+    # A decorator may stand in another file than what it decorates.
+    code = getattr(inspect.unwrap(function), "__code__", None)
     name = getattr(function, "__qualname__", "")
     if code is None or not name.isidentifier():
         raise ConfigurationError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from resumekit import Checkpointer
@@ -25,7 +24,7 @@ from resumekit.capture import (
 )
 from resumekit.capture.spread import pairs_of
 from resumekit.contract import SharingPattern, StateComponent
-from resumekit.errors import ConfigurationError, DeclarationError, StateMismatchError
+from resumekit.errors import ConfigurationError, StateMismatchError
 
 
 @pytest.fixture(autouse=True)
@@ -201,15 +200,6 @@ def test_a_sharded_buffer_belongs_to_the_model_and_not_to_the_rank() -> None:
     (own,) = rank_buffer_components(model=module)
     assert list(own.stateful.state_dict()) == ["seen"]
     assert ModelState(module).first_rank_only() == {"seen"}
-
-
-def test_the_first_fsdp_is_refused_by_name() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one rank has nothing to share with
-        flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    wrapped = nn.Sequential(flat)
-    with pytest.raises(DeclarationError, match=r"model: 0: wrapped in FullyShardedDataParallel"):
-        state_components(model=wrapped)
 
 
 def test_gradients_of_sharded_parameters_are_refused_by_name() -> None:

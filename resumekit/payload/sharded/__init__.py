@@ -1,14 +1,14 @@
 """State whose tensors are spread over the ranks: each writes its parts, and reads what it needs.
 
-torch.distributed.checkpoint plans who writes what, and what is to be read; every byte goes through
-our own data files and indices. See docs/design/0012-sharded-state.md.
+torch says which part a rank holds and plans what is to be read; every byte goes through our own
+data files and indices. See docs/design/0012-sharded-state.md.
 """
 
 from resumekit.payload.sharded.encode import LocalState, encode_local
 from resumekit.payload.sharded.index import ShardedIndex
 from resumekit.payload.sharded.plan import Assignment, Proposal, assign
 from resumekit.payload.sharded.read import Pairs, Source, read_sharded
-from resumekit.payload.sharded.write import ShardedPayload
+from resumekit.payload.sharded.write import ShardedPayload, index_name
 
 __all__ = [
     "Assignment",
@@ -20,5 +20,6 @@ __all__ = [
     "Source",
     "assign",
     "encode_local",
+    "index_name",
     "read_sharded",
 ]

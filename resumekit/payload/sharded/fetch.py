@@ -5,7 +5,7 @@ It is imported where it is needed, because it takes a second to load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> l
         TensorStorageMetadata,
     )
 
-    asked = {name: box for name, box in wanted.items() if box.num_elements}
+    asked, alike = _different(tensors, wanted)
     metadata = Metadata(
         {
             name: TensorStorageMetadata(
@@ -87,14 +87,38 @@ def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> l
     )
     targets = {name: Target(tensors[name].shape, box) for name, box in asked.items()}
     plan = create_default_local_load_plan(targets, metadata, strict=True)
-    return [_fetch(item, tensors) for item in plan.items]
+    return [
+        _fetch(name, item, tensors[name].chunks)
+        for item in plan.items
+        for name in alike[item.dest_index.fqn]
+    ]
 
 
-def _fetch(item: Any, tensors: Mapping[str, Logical]) -> Fetch:
-    name, lengths = item.dest_index.fqn, tuple(item.lengths)
+def _different(
+    tensors: Mapping[str, Logical], wanted: Mapping[str, Box]
+) -> tuple[dict[str, Box], dict[str, list[str]]]:
+    """One tensor of those of which the same is wanted; and by its name, the names of them all.
+
+    torch looks at every part of every tensor, and most tensors are spread like another.
+    """
+    asked: dict[str, Box] = {}
+    alike: dict[str, list[str]] = {}
+    first: dict[Any, str] = {}
+    for name, box in wanted.items():
+        if box.num_elements:
+            logical = tensors[name]
+            # Those that the index gives one layout have one list of parts, the same object.
+            same = first.setdefault((id(logical.chunks), logical.shape, box), name)
+            asked.setdefault(same, box)
+            alike.setdefault(same, []).append(name)
+    return asked, alike
+
+
+def _fetch(name: str, item: Any, chunks: Sequence[Chunk]) -> Fetch:
+    lengths = tuple(item.lengths)
     return Fetch(
         name,
-        tensors[name].chunks[item.storage_index.index],
+        chunks[item.storage_index.index],
         Box(tuple(item.storage_offsets), lengths),
         Box(tuple(item.dest_offsets), lengths),
     )

@@ -6,6 +6,7 @@ grows with the number of different shapes and not with ranks times tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,15 +26,22 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of a tensor; it stands in its writer's data file under the tensor's name.
+    """A stored part of a tensor; it stands in its writer's data file under ``part_name``.
 
     Args:
         writer: the rank that wrote it.
         box: which part it is.
+        number: of this part among its writer's parts of the tensor, in the order of the list.
     """
 
     writer: int
     box: Box
+    number: int = 0
+
+
+def part_name(name: str, number: int) -> str:
+    """What a part of a tensor is called in its writer's data file."""
+    return f"{name}#{number + 1}" if number else name
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,15 @@ class ShardedIndex:
     def to_bytes(self) -> bytes:
         """Readable JSON, one line for each tensor."""
         layouts: dict[tuple[Chunk, ...], int] = {}
+        known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
+        for logical in self.tensors.values():
+            if id(logical.chunks) not in known:
+                known[id(logical.chunks)] = layouts.setdefault(logical.chunks, len(layouts))
         rows = {
             name: {
                 "dtype": logical.element.name,
                 "shape": list(logical.shape),
-                "layout": layouts.setdefault(logical.chunks, len(layouts)),
+                "layout": known[id(logical.chunks)],
             }
             for name, logical in self.tensors.items()
         }
@@ -149,16 +161,25 @@ def _check_format(fields: Any, where: str) -> None:
 def _layouts(rows: Any) -> list[tuple[Chunk, ...]]:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("layouts that are not lists of parts")
-    return [tuple(_chunk(row) for row in chunks) for chunks in rows]
+    return [_chunks(row) for row in rows]
 
 
-def _chunk(row: Any) -> Chunk:
+def _chunks(rows: list[Any]) -> tuple[Chunk, ...]:
+    num_parts: Counter[int] = Counter()
+    chunks = []
+    for writer, box in map(_part, rows):
+        chunks.append(Chunk(writer, box, num_parts[writer]))
+        num_parts[writer] += 1
+    return tuple(chunks)
+
+
+def _part(row: Any) -> tuple[int, Box]:
     if not isinstance(row, list) or len(row) != 3:
         raise ValueError(f"the part {str(row)[:80]!r}")
     writer, offsets, sizes = row
     if type(writer) is not int or writer < 0:
         raise ValueError(f"the writer {str(writer)[:80]!r}")
-    return Chunk(writer, Box(checked_shape(offsets), checked_shape(sizes)))
+    return writer, Box(checked_shape(offsets), checked_shape(sizes))
 
 
 def _tensors(

@@ -1,25 +1,24 @@
-"""Who writes which part, as torch.distributed.checkpoint plans it.
+"""Who writes which part of a state that the ranks hold together.
 
-It is imported where it is needed, because it takes a second to load.
+torch says which part of a tensor a rank holds (``sharding.box_of``), and no two tensors that are
+spread alike are planned twice: what rank 0 does grows with ranks times tensors, and does little for
+each.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import xxhash
 
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
 from resumekit.payload.sharded.cover import tiling_problem
-from resumekit.payload.sharded.encode import LocalState
-from resumekit.payload.sharded.index import Chunk, Logical
-from resumekit.sharding import Box, box_of, is_sharded
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from resumekit.payload.sharded.encode import LocalState, spreading
+from resumekit.payload.sharded.index import Logical
+from resumekit.payload.sharded.writers import Holders, choose_writers
+from resumekit.sharding import Box, boxes_of, is_sharded, local_part
 
 _MOST_NAMED = 3
 
@@ -30,35 +29,41 @@ _SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank could write of a component; it travels to rank 0.
+    """What one rank could write of a component; it travels to the first rank of its group.
 
     Args:
-        plan: torch's local save plan, without empty parts.
+        parts: the different parts that it holds of its tensors, each a box or several, none of
+            them empty.
+        held: by name of a tensor, the number of the part that it holds.
         signature: a digest of the names, types and whole shapes of all tensors.
     """
 
-    plan: SavePlan
+    parts: tuple[tuple[Box, ...], ...]
+    held: dict[str, int]
     signature: str
 
     @classmethod
-    def of(cls, local: LocalState, rank: int) -> Proposal:
+    def of(cls, local: LocalState, place: int) -> Proposal:
         """What this rank could write.
+
+        Args:
+            local: the state as this rank holds it.
+            place: of this rank in its group, from 0.
 
         Raises:
             UnsupportedValueError: a DTensor's part cannot be told; names it.
         """
-        from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-
+        known: dict[object, tuple[Box, ...]] = {}
+        numbers: dict[tuple[Box, ...], int] = {}
+        held: dict[str, int] = {}
         for name, tensor in local.tensors.items():
-            box_of(tensor, f"{local.key}: {name}")
-        mine = {
-            name: tensor
-            for name, tensor in local.tensors.items()
-            if rank == 0 or not _is_first_ranks(local, name)
-        }
-        plan = create_default_local_save_plan(mine, rank == 0)
-        items = [item for item in plan.items if _box(item).num_elements]
-        return cls(replace(plan, items=items), _signature(local))
+            kind = (tensor.shape, local_part(tensor).shape, spreading(tensor))
+            if kind not in known:
+                known[kind] = boxes_of(tensor, f"{local.key}: {name}")
+            part = known[kind]
+            if part and not (place and _is_first_ranks(local, name)):
+                held[name] = numbers.setdefault(part, len(numbers))
+        return cls(tuple(numbers), held, _signature(local))
 
 
 @dataclass(frozen=True)
@@ -67,53 +72,74 @@ class Assignment:
 
     Args:
         names: the tensors of which it writes its part.
-        tensors: on rank 0, where the parts of each tensor are.
+        tensors: on the first rank, where the parts of each tensor are.
     """
 
     names: tuple[str, ...]
     tensors: dict[str, Logical] | None = None
 
 
-def assign(local: LocalState, proposals: Sequence[Proposal]) -> list[Assignment]:
+def assign(
+    local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
+) -> list[Assignment]:
     """What each rank is to write; parts that several ranks hold are spread over them.
 
     Args:
-        local: the state as rank 0 holds it.
-        proposals: of every rank, in rank order.
+        local: the state as the first rank holds it.
+        proposals: of every rank of a group, in rank order.
+        ranks: their global ranks; by default 0 and on.
 
     Raises:
         RankDisagreementError: the ranks' states are not parts of one state.
         UnsupportedValueError: the parts of a tensor overlap, or some are missing; names it.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    _require_one_state(local.key, proposals)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    try:
-        plans, _ = planner.create_global_plan([proposal.plan for proposal in proposals])
-    except ValueError as error:  # its own check: parts that overlap, or are not all there
-        raise _refused(local, proposals) or UnsupportedValueError(
-            local.key, found=f"parts that torch's planner refuses: {error}"
-        ) from error
-    chunks: dict[str, list[Chunk]] = {name: [] for name in local.tensors}
-    names: list[tuple[str, ...]] = []
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            chunks[item.index.fqn].append(Chunk(rank, _box(item)))
-        names.append(tuple(item.index.fqn for item in plan.items))
+    ranks = range(len(proposals)) if ranks is None else ranks
+    _require_one_state(local.key, proposals, ranks)
+    holders = _holders(local, proposals, ranks)
+    chosen = choose_writers(
+        (name, held, local.found[name].element.num_bytes) for name, held in holders.items()
+    )
+    names: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name in local.tensors:
+        for chunk in chosen[name]:
+            if not chunk.number:
+                names[chunk.writer].append(name)
     tensors = {
-        name: Logical(
-            local.found[name].element,
-            tuple(local.tensors[name].shape),
-            tuple(sorted(parts, key=lambda chunk: chunk.box.offsets)),
-        )
-        for name, parts in chunks.items()
+        name: Logical(local.found[name].element, tuple(tensor.shape), chosen[name])
+        for name, tensor in local.tensors.items()
     }
-    for name, logical in tensors.items():
-        problem = tiling_problem(logical.shape, (chunk.box for chunk in logical.chunks))
-        if problem is not None:
-            raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
-    return [Assignment(given, None if rank else tensors) for rank, given in enumerate(names)]
+    return [
+        Assignment(tuple(names[rank]), None if place else tensors)
+        for place, rank in enumerate(ranks)
+    ]
+
+
+def _holders(
+    local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int]
+) -> dict[str, Holders]:
+    """Who holds the parts of each tensor; one object for all that are spread alike."""
+    rows = {name: [-1] * len(proposals) for name in local.tensors}
+    for place, proposal in enumerate(proposals):
+        for name, number in proposal.held.items():
+            if name not in rows:
+                raise _not_tied(local, name, ranks[place])
+            rows[name][place] = number
+    alike: dict[object, Holders] = {}
+    found: dict[str, Holders] = {}
+    for name, row in rows.items():
+        shape = tuple(local.tensors[name].shape)
+        kind = (shape, *row)
+        if kind not in alike:
+            held: dict[tuple[Box, ...], list[int]] = {}
+            for place, number in enumerate(row):
+                if number >= 0:
+                    held.setdefault(proposals[place].parts[number], []).append(ranks[place])
+            problem = tiling_problem(shape, (box for boxes in held for box in boxes))
+            if problem is not None:
+                raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
+            alike[kind] = Holders(held)
+        found[name] = alike[kind]
+    return found
 
 
 def _is_first_ranks(local: LocalState, name: str) -> bool:
@@ -122,12 +148,6 @@ def _is_first_ranks(local: LocalState, name: str) -> bool:
     if is_sharded(tensor):
         return False
     return name in local.first_rank_only or tensor.numel() * tensor.element_size() < _SMALL_BYTES
-
-
-def _box(item: WriteItem) -> Box:
-    assert item.tensor_data is not None  # everything in the plan is a tensor
-    chunk = item.tensor_data.chunk
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _signature(local: LocalState) -> str:
@@ -142,26 +162,28 @@ def _signature(local: LocalState) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(lines)).encode("ascii"))
 
 
-def _require_one_state(key: str, proposals: Sequence[Proposal]) -> None:
-    others = [r for r, each in enumerate(proposals) if each.signature != proposals[0].signature]
+def _require_one_state(key: str, proposals: Sequence[Proposal], ranks: Sequence[int]) -> None:
+    others = [
+        rank
+        for rank, each in zip(ranks, proposals, strict=True)
+        if each.signature != proposals[0].signature
+    ]
     if others:
         shown = ", ".join(map(str, others[:_MOST_NAMED]))
         raise RankDisagreementError(
             key,
-            found=f"rank {shown} has tensors of other names, types or shapes than rank 0",
-            expected="parts of one state on all ranks",
-            remedy="Declare it per_rank where every rank has its own",
+            found=f"rank {shown} has tensors of other names, types or shapes than rank {ranks[0]}",
+            expected="parts of one state on all ranks of a group",
+            remedy="Give each pipeline stage a process group of its own, or declare it per_rank "
+            "where every rank has its own",
         )
 
 
-def _refused(local: LocalState, proposals: Sequence[Proposal]) -> UnsupportedValueError | None:
-    """The first tensor whose parts do not tile it, told by name."""
-    boxes: dict[str, dict[Box, None]] = {name: {} for name in local.tensors}
-    for proposal in proposals:
-        for item in proposal.plan.items:
-            boxes[item.index.fqn][_box(item)] = None
-    for name, parts in boxes.items():
-        problem = tiling_problem(tuple(local.tensors[name].shape), parts)
-        if problem is not None:
-            return UnsupportedValueError(f"{local.key}: {name}", found=problem)
-    return None
+def _not_tied(local: LocalState, name: str, rank: int) -> RankDisagreementError:
+    other = local.ties.get(name, "another tensor")
+    return RankDisagreementError(
+        f"{local.key}: {name}",
+        found=f"a tensor of its own on rank {rank}, and the same as {other!r} elsewhere",
+        expected="the same ties on all ranks",
+        remedy="Tie the tensors on every rank, or on none",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,19 @@ from resumekit.payload.layout import header
 from resumekit.payload.leaves import PLAIN_TYPES, dense_strides, retyped
 from resumekit.payload.payload import read_index, stem_of
 from resumekit.payload.sharded.fetch import Fetch, plan_fetches
-from resumekit.payload.sharded.index import Logical, ShardedIndex
+from resumekit.payload.sharded.index import Logical, ShardedIndex, part_name
 from resumekit.payload.sharded.stretch import Stretch, read_stretches, stretches
-from resumekit.payload.sharded.write import INDEX_NAME
 from resumekit.sharding import Box, box_of, sharded_like
 from resumekit.storage import StepReader
 from resumekit.storage.sealed import MAX_JSON_BYTES
 
 # Pairs of a tensor of the state without values and the live DTensor whose part is wanted of it.
 Pairs = Iterable[tuple[Tensor, Any]]
+
+
+# What is left out of a state, and what is put together from several: see ``Stateful``.
+Merge = Callable[[list[Any]], Any]
+PartOf = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -36,37 +41,39 @@ class Source:
         step: the checkpoint.
         directory: of the component.
         key: of the component.
-        is_sharded: whether several ranks wrote parts of it; else rank ``writer`` wrote it whole.
+        indices: the file names of its indices, one for each group that wrote parts of it; none
+            where rank ``writer`` wrote it whole.
         writer: the rank that wrote it whole.
     """
 
     step: StepReader
     directory: str
     key: str
-    is_sharded: bool
+    indices: tuple[str, ...]
     writer: int = 0
 
-    @property
-    def where(self) -> str:
-        """What error messages call its index."""
-        name = INDEX_NAME if self.is_sharded else f"rank-{self.writer:05d}.json"
-        return f"{self.step.name}/{self.directory}/{name}"
-
-    def index(self) -> ShardedIndex:
-        """Where its tensors are; verified."""
-        if not self.is_sharded:
+    def views(self) -> list[_View]:
+        """What each group wrote; verified."""
+        if not self.indices:
             plain = read_index(self.step, stem_of(self.directory, self.writer))
-            return ShardedIndex.of_one_writer(plain, self.writer)
-        with self.step.file(f"{self.directory}/{INDEX_NAME}") as file:
+            name = f"rank-{self.writer:05d}.json"
+            return [_View(self, name, ShardedIndex.of_one_writer(plain, self.writer))]
+        return [_View(self, name, self._index(name)) for name in self.indices]
+
+    def _index(self, name: str) -> ShardedIndex:
+        with self.step.file(f"{self.directory}/{name}") as file:
             data = file.read(max_bytes=MAX_JSON_BYTES)
-        return ShardedIndex.from_bytes(data, where=self.where)
+        return ShardedIndex.from_bytes(data, where=f"{self.step.name}/{self.directory}/{name}")
 
 
 def read_sharded(
     source: Source,
     pair: Callable[[Any], Pairs],
     check: Callable[[Any], None] = lambda state: None,
-) -> Any:
+    *,
+    merge: Merge = lambda states: states[0],
+    part_of: PartOf | None = None,
+) -> tuple[Any, frozenset[str]]:
     """The state of one component, with this rank's part of what is spread; all of it verified.
 
     Only the blocks that hold wanted bytes are read, into host memory.
@@ -76,38 +83,107 @@ def read_sharded(
         pair: given the state with tensors of the meta device in the place of all tensors, the live
             DTensor that each is to be spread like; a tensor without one is read whole.
         check: given the same, refuses it before anything more is read.
+        merge: one state of those of all groups.
+        part_of: what this rank needs of a state; by default all of it.
+
+    Returns:
+        The state, and the names of the tensors that are not part of what this rank needs.
 
     Raises:
         CorruptCheckpointError: damage; names the file.
         FormatVersionError: written by a newer version, or with a newer torch.
         UnreadableCheckpointError: an I/O error.
     """
-    index = source.index()
-    if source.key not in index.states:
-        raise CorruptCheckpointError(source.where, found=f"has no state of {source.key!r}")
-    tree = index.states[source.key]
-    whole = set(_names_of_bytes(tree))
-    values = _read(source, index, dict.fromkeys(whole))
-    shapes = {
-        name: values[name] if name in values else _without_values(logical)
-        for name, logical in index.tensors.items()
-    }
-    name_of = {id(tensor): name for name, tensor in shapes.items() if name not in whole}
-    skeleton = Decoder(shapes, where=source.where).decode(tree)
+    views = source.views()
+
+    def put_together(states: list[Any]) -> Any:
+        merged = merge(states)
+        return merged if part_of is None else part_of(merged)
+
+    skeleton = put_together([view.skeleton for view in views])
     check(skeleton)
-    partners = {name_of[id(saved)]: live for saved, live in pair(skeleton) if id(saved) in name_of}
-    named = {name for name in _names_of_tensors(tree) if name not in whole}
-    values.update(_read(source, index, {name: partners.get(name) for name in named}))
-    return Decoder(values, where=source.where).decode(tree)
+    partners = {id(saved): live for saved, live in pair(skeleton)}
+    needed = None if part_of is None else set(map(id, _tensors_in(skeleton)))
+    for view in views:
+        view.read(partners, needed)
+    state = put_together([view.state() for view in views])
+    if len(views) > 1:
+        check(state)  # what only values tell, such as a learning rate that is a tensor
+    taken = {name for view in views for name in view.taken(needed)}
+    return state, frozenset({name for view in views for name in view.spread} - taken)
 
 
-def _read(source: Source, index: ShardedIndex, partners: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of these names: this rank's part where there is a partner, else all of it."""
+class _View:
+    """What one group wrote of a component, by its index.
+
+    Attributes:
+        skeleton: the state, with tensors of the meta device in the place of tensors; what is not
+            a tensor is there.
+        spread: those tensors, by name.
+    """
+
+    def __init__(self, source: Source, name: str, index: ShardedIndex) -> None:
+        self.where = f"{source.step.name}/{source.directory}/{name}"
+        self._source = source
+        self._index = index
+        if source.key not in index.states:
+            raise CorruptCheckpointError(self.where, found=f"has no state of {source.key!r}")
+        self._tree = index.states[source.key]
+        whole = set(_names_of_bytes(self._tree))
+        self._values = self._read(dict.fromkeys(whole))
+        shapes = {name: _without_values(logical) for name, logical in index.tensors.items()}
+        self.spread = {name: tensor for name, tensor in shapes.items() if name not in whole}
+        self.skeleton = self._decoded({**shapes, **self._values})
+
+    def read(self, partners: Mapping[int, Any], needed: set[int] | None) -> None:
+        """Reads the tensors of the skeleton.
+
+        Args:
+            partners: the live DTensor that a tensor of the skeleton is to be spread like, by id.
+            needed: the ids of those that are needed; None for all.
+        """
+        named = set(_names_of_tensors(self._tree))
+        self._values |= self._read(
+            {name: partners.get(id(self.spread[name])) for name in self.taken(needed) & named}
+        )
+
+    def taken(self, needed: set[int] | None) -> set[str]:
+        """The names of the tensors that are needed."""
+        if needed is None:
+            return set(self.spread)
+        return {name for name, tensor in self.spread.items() if id(tensor) in needed}
+
+    def state(self) -> Any:
+        """The state with the tensors that have been read."""
+        return self._decoded({**self.spread, **self._values})
+
+    def _decoded(self, tensors: Mapping[str, Tensor]) -> Any:
+        return Decoder(tensors, where=self.where).decode(self._tree)
+
+    def _read(self, partners: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of these names: this rank's part where there is a partner, else all of it."""
+        return _read(self._source, self.where, self._index, partners)
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for item in state.values():
+            yield from _tensors_in(item)
+    elif isinstance(state, (list, tuple, deque)):
+        for item in state:
+            yield from _tensors_in(item)
+
+
+def _read(
+    source: Source, where: str, index: ShardedIndex, partners: Mapping[str, Any]
+) -> dict[str, Tensor]:
     wanted = {
-        name: _wanted(source, index.tensors.get(name), name, partner)
+        name: _wanted(where, index.tensors.get(name), name, partner)
         for name, partner in partners.items()
     }
-    fetches = _fetches(source, index, wanted)
+    fetches = _fetches(where, index, wanted)
     files = {
         writer: _DataFile(source.step, source.directory, writer)
         for writer in sorted({fetch.chunk.writer for fetch in fetches})
@@ -133,15 +209,15 @@ def _read(source: Source, index: ShardedIndex, partners: Mapping[str, Any]) -> d
     }
 
 
-def _wanted(source: Source, logical: Logical | None, name: str, partner: Any) -> Box:
+def _wanted(where: str, logical: Logical | None, name: str, partner: Any) -> Box:
     if logical is None:
-        raise CorruptCheckpointError(source.where, found=f"has no tensor {name[:200]!r}")
+        raise CorruptCheckpointError(where, found=f"has no tensor {name[:200]!r}")
     box = Box.whole(logical.shape) if partner is None else box_of(partner, name)
     none_of_it = (0,) * len(logical.shape)
     return Box(none_of_it, none_of_it) if box is None else box
 
 
-def _fetches(source: Source, index: ShardedIndex, wanted: dict[str, Box]) -> list[Fetch]:
+def _fetches(where: str, index: ShardedIndex, wanted: dict[str, Box]) -> list[Fetch]:
     """What is to be read; together it is all that is wanted."""
     fetches = plan_fetches(index.tensors, wanted)
     missing = {name: box.num_elements for name, box in wanted.items()}
@@ -150,7 +226,7 @@ def _fetches(source: Source, index: ShardedIndex, wanted: dict[str, Box]) -> lis
     for name, num_elements in missing.items():
         if num_elements:
             raise CorruptCheckpointError(
-                f"{source.where}: {name}",
+                f"{where}: {name}",
                 found=f"parts without {num_elements} of the elements {wanted[name]}",
                 expected="parts that tile the tensor",
             )
@@ -196,11 +272,11 @@ class _DataFile:
 
     def require(self, fetch: Fetch, logical: Logical) -> None:
         """Raises CorruptCheckpointError unless the part that is to be fetched is there."""
-        record, sizes = self._records.get(fetch.name), fetch.chunk.box.sizes
+        record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
         if record is None or record.shape != sizes or record.element != logical.element:
             raise CorruptCheckpointError(
                 f"{self._step.name}/{self._path}",
-                found=f"its index has no {fetch.name[:200]!r} of shape {sizes}",
+                found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
                 expected="the part that the index of all ranks tells of",
             )
 
@@ -211,7 +287,7 @@ class _DataFile:
             fetch: one that ``require`` has let pass.
             memory: of the part wanted; the elements go to their place in it.
         """
-        record = self._records[fetch.name]
+        record = self._records[_stored_name(fetch)]
         cut = tuple(
             slice(begin, begin + size)
             for begin, size in zip(fetch.wanted.offsets, fetch.wanted.sizes, strict=True)
@@ -228,6 +304,10 @@ class _DataFile:
                 found=f"has {reader.entry.size} bytes",
                 expected=f"{expected} as its index says",
             )
+
+
+def _stored_name(fetch: Fetch) -> str:
+    return part_name(fetch.name, fetch.chunk.number)
 
 
 def _plain_type(logical: Logical) -> torch.dtype:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from resumekit.errors import UnsupportedValueError
+from resumekit.payload.leaves import Leaf
 from resumekit.payload.part import Part
 from resumekit.payload.payload import stem_of
 from resumekit.payload.sharded.encode import LocalState
@@ -10,11 +14,19 @@ from resumekit.payload.sharded.plan import Assignment
 from resumekit.sharding import Box, is_sharded
 from resumekit.storage import FileEntry, Staging
 
-INDEX_NAME = "index.json"
+
+def index_name(first_rank: int, is_in_stages: bool) -> str:
+    """The file name of the index of one group's parts.
+
+    Args:
+        first_rank: of the group; it writes the index.
+        is_in_stages: whether other groups hold other entries of the state.
+    """
+    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
 
 
 class ShardedPayload:
-    """One rank's parts of a state, ready to be written; rank 0 writes the index of all parts too.
+    """One rank's parts of a state, ready to be written; the first rank adds the index of all parts.
 
     Nothing is copied, and nothing written before ``write``: the state must not change until then.
 
@@ -23,16 +35,23 @@ class ShardedPayload:
         rank: the rank that writes.
         local: the state as this rank holds it.
         assignment: what this rank is to write.
+        index_name: the file name of the index.
     """
 
     def __init__(
-        self, directory: str, rank: int, local: LocalState, assignment: Assignment
+        self,
+        directory: str,
+        rank: int,
+        local: LocalState,
+        assignment: Assignment,
+        *,
+        index_name: str = "index.json",
     ) -> None:
         self._rank = rank
         # What every rank reads stands together: in a block or two, not in one of each large part.
         names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
-        leaves = {name: local.found[name].leaf() for name in names}
-        self._index_path = f"{directory}/{INDEX_NAME}"
+        leaves = _distinct(local.key, (part for name in names for part in local.leaves_of(name)))
+        self._index_path = f"{directory}/{index_name}"
         self._index: bytes | None = None
         if assignment.tensors is not None:
             leaves.update(local.leaves)
@@ -71,3 +90,14 @@ class ShardedPayload:
                 file.write([memoryview(self._index)])
                 entries.append(file.finish())
         return entries
+
+
+def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in parts:
+        if name in leaves:
+            raise UnsupportedValueError(
+                f"{key}: {name}", found="also the name of a part of another tensor"
+            )
+        leaves[name] = leaf
+    return leaves

@@ -1,0 +1,69 @@
+"""What a Trainer's arguments say about saving, and which of them cannot be followed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from resumekit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from resumekit.engine.options import OptionKeywords
+
+# They change which batches come next.
+_REFUSED = ("ignore_data_skip", "auto_find_batch_size")
+
+
+def check_arguments(args: Any) -> None:
+    """Returns when a run with these ``TrainingArguments`` can be continued exactly.
+
+    Raises:
+        ConfigurationError: names the one that cannot be followed.
+    """
+    for setting in _REFUSED:
+        if getattr(args, setting):
+            raise ConfigurationError(
+                f"TrainingArguments({setting}=True)",
+                found="a setting that changes which batches come next",
+                expected=f"{setting}=False",
+            )
+
+
+def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionKeywords:
+    """The options, and what the arguments say where an option was not given.
+
+    Args:
+        options: as the user gave them.
+        args: the ``TrainingArguments``.
+        max_steps: the steps of the whole run; ``save_steps`` below 1 are a share of them.
+    """
+    found: OptionKeywords = {}
+    if _value(args.save_strategy) == "steps":
+        steps = args.save_steps
+        found["save_every"] = math.ceil(max_steps * steps) if steps < 1 else int(steps)
+    if args.save_total_limit is not None and args.save_total_limit > 0:
+        found["keep_latest"] = args.save_total_limit
+    metric = args.metric_for_best_model
+    if metric is not None and "best_metric" not in options:
+        found["best_metric"] = metric if metric.startswith("eval_") else f"eval_{metric}"
+        found["mode"] = "max" if args.greater_is_better else "min"
+    found.update(options)
+    return found
+
+
+def saves_each_epoch(options: Mapping[str, Any], args: Any) -> bool:
+    """Whether a save is due at the end of every epoch."""
+    return "save_every" not in options and _value(args.save_strategy) == "epoch"
+
+
+def evaluates_in_persistent_workers(args: Any) -> bool:
+    """Whether the first evaluation of each launch draws what a later one does not.
+
+    transformers 5.23 trainer.py get_eval_dataloader keeps the loader with its workers.
+    """
+    return bool(args.dataloader_persistent_workers) and _value(args.eval_strategy) != "no"
+
+
+def _value(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))

@@ -1,0 +1,187 @@
+"""What a Trainer's run is made of, as components."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.trainer_callback import ExportableState
+
+from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
+from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
+from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.layout import WorldChange
+
+# transformers 5.23 trainer_callback.py TrainerState: what training changes. The rest is settings.
+STATE = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+
+# transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
+SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+
+# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py: the same in Trainers of its own.
+SUMS_OF_TRL = ("_metrics", "_total_train_tokens")
+
+# transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
+CLOCK_SUFFIXES = ("_runtime", "_per_second")
+
+# What a user may change between two launches; the rest is compared where it matters.
+_SETTINGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "seed",
+    "data_seed",
+)
+
+_CALLBACKS = Slot.CALLBACKS.value
+_OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
+
+
+class _OfTheJob(AttributeState):
+    """What all ranks have alike, but for times."""
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Rank 0's; a new rank has none of its own."""
+        return dict(states[0]), ()
+
+
+class _Sums(AttributeState):
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The log has the mean of the ranks' losses, and the sum of their operations."""
+        losses = [states[rank]["_tr_loss"] for rank in change.inherited or (change.model_rank,)]
+        operations = sum(states[rank]["current_flos"] for rank in change.inherited)
+        mean = sum(losses) / len(losses)
+        return {**states[0], "_tr_loss": mean, "current_flos": operations}, ()
+
+
+class _TrainerState(_OfTheJob):
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer.state, STATE, key=f"{_CALLBACKS}/trainer_state")
+        self._trainer = trainer
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that people change between two launches."""
+        data = self._trainer.train_dataset
+        length = len(data) if hasattr(data, "__len__") else None
+        settings = {name: getattr(self._trainer.args, name) for name in _SETTINGS}
+        return {**settings, "samples": length}
+
+    def comparable_state(self) -> dict[str, Any]:
+        """Two equal runs log different times."""
+        state = self.state_dict()
+        state["log_history"] = [
+            {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
+            for line in state["log_history"]
+        ]
+        return state
+
+
+def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[StateComponent, ...]:
+    """All that the Trainer holds, and what other callbacks do.
+
+    Args:
+        trainer: the ``transformers.Trainer``, prepared for training.
+        held: what the other callbacks hold.
+        ema: averaged models that the user gave.
+    """
+    scheduler = trainer.lr_scheduler
+    components = accelerator_components(
+        trainer.accelerator,
+        model=trainer.model,
+        # accelerate 1.15 optimizer.py, scheduler.py wrap: the state is that of the object inside.
+        optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+        lr_scheduler=getattr(scheduler, "scheduler", scheduler),
+        ema=ema,
+    )
+    callbacks = trainer.callback_handler.callbacks
+    exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
+    trainer_state = _TrainerState(trainer)
+    present = [name for name in SUMS_OF_TRL if hasattr(trainer, name)]
+    sums = _Sums(trainer, (*SUMS, *present), key=f"{_CALLBACKS}/trainer")
+    exported = [
+        _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
+        for name, callback in exporting.items()
+    ]
+    fidelity, reason = _fidelity(trainer.args)
+    return (
+        *(_with_files(each, trainer.model) for each in components),
+        *buckets_of(trainer.model_wrapped),
+        StateComponent(trainer_state.key, trainer_state, _OWN),
+        StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason),
+        *(StateComponent(each.key, each, _OWN, required=False) for each in exported),
+        StateComponent(held.key, held, _OWN, required=False),
+    )
+
+
+def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
+    """What the Trainer's other callbacks hold, from now on.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+        besides: the callback that is not asked.
+        others: what else is saved already.
+    """
+    callbacks = [each for each in trainer.callback_handler.callbacks if each is not besides]
+
+    def foreign() -> list[Any]:
+        optimizer = trainer.optimizer
+        own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
+        return [*own, getattr(optimizer, "optimizer", None), trainer.accelerator.scaler, *others]
+
+    key = f"{_CALLBACKS}/attributes"
+    return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
+
+
+def _with_files(component: StateComponent, model: Any) -> StateComponent:
+    """The model's component, with what ``from_pretrained`` needs beside the weights."""
+    is_whole = component.sharing_pattern is SharingPattern.REPLICATED
+    if component.key != Slot.MODEL.value or not isinstance(model, PreTrainedModel) or not is_whole:
+        return component
+    return replace(component, files=lambda: _pretrained_files(model))
+
+
+def _pretrained_files(model: PreTrainedModel) -> Mapping[str, bytes]:
+    """The files that ``PreTrainedModel.save_pretrained`` writes beside the weights of one rank."""
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    # transformers 5.23 utils/hub.py get_checkpoint_shard_files: an index may name any file.
+    weights = dict.fromkeys(model.state_dict(), "rank-00000.safetensors")
+    index = {"metadata": {}, "weight_map": weights}
+    texts = {
+        "config.json": config.to_json_string(),
+        "model.safetensors.index.json": json.dumps(index, indent=2),
+    }
+    if model.can_generate() and model.generation_config is not None:
+        texts["generation_config.json"] = model.generation_config.to_json_string()
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def _fidelity(args: Any) -> tuple[Fidelity, str]:
+    if evaluates_in_persistent_workers(args):
+        return Fidelity.LOST, (
+            "the first evaluation of each launch draws a random number for its persistent workers; "
+            "use dataloader_persistent_workers=False"
+        )
+    return Fidelity.EXACT, ""

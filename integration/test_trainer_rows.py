@@ -1,0 +1,189 @@
+"""The Trainer with other models, data, callbacks and classes, killed by SIGKILL and started again.
+
+Each row ends with the same bits: samples, losses, learning rates and gradient norms of every step,
+weights, optimizer, the log, the callbacks, and what ``train()`` returns. The randomness is recorded
+("tape") unless a row says that it is keyed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from trainer_workloads import RESULT, train
+
+from resumekit.prove.compare import compare
+from resumekit.testing import Cell, KillPoint, Kit
+
+OPTIONAL = tuple(name for name in ("peft", "trl") if importlib.util.find_spec(name))
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "datasets",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.t5.modeling_t5",
+    "resumekit.adapters.transformers",
+    *OPTIONAL,
+)
+SAVE_EVERY = 3
+STEPS_PER_EPOCH = 12
+MIDDLE = KillPoint.step(STEPS_PER_EPOCH + 5)  # of the second epoch; two steps are repeated
+BOUNDARY = KillPoint.checkpoint(STEPS_PER_EPOCH)
+TWICE = (KillPoint.step(STEPS_PER_EPOCH + 4), KillPoint.step(STEPS_PER_EPOCH + 8))
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
+    "masked at random by the collator": ({"kind": "masked"}, TWICE),
+    "masked by 2 workers": ({"kind": "masked", "dataloader_num_workers": 2}, (MIDDLE,)),
+    "a classifier": ({"kind": "classified"}, (MIDDLE,)),
+    "sequence to sequence": ({"kind": "seq2seq"}, (MIDDLE,)),
+    "LoRA": ({"kind": "lora"}, (MIDDLE,)),
+    "a stream, in a later pass": ({"kind": "stream", "max_steps": 24}, TWICE),
+    "a stream in 2 workers": (
+        {"kind": "stream", "max_steps": 24, "dataloader_num_workers": 2},
+        (MIDDLE,),
+    ),
+    "an unseeded sampler": ({"seedable": False}, TWICE),
+    "averages in a callback": ({"callbacks": "averaging"}, TWICE),
+    "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
+    "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
+    "evaluated at the end of epochs": ({"eval_strategy": "epoch"}, (BOUNDARY,)),
+    "evaluated before the start": (
+        {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True},
+        (MIDDLE,),
+    ),
+    "accumulated, the last window is short": (
+        {"accumulate": 5, "kind": "masked"},
+        (KillPoint.step(2), KillPoint.step(4)),
+    ),
+    "TRL, logged across a save": ({"kind": "trl", "logging_steps": 7}, TWICE),
+}
+# The loss falls, so nothing ever improves on the first one.
+NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+NEEDS = {"LoRA": "peft", "TRL, logged across a save": "trl"}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def cell(options: dict[str, Any], *kills: KillPoint, world_size: int = 1) -> Cell:
+    every = 1 if options.get("accumulate") else SAVE_EVERY
+    return Cell(train, {"save_every": every, **options}, world_size, kills)
+
+
+def require_exact(kit: Kit, one: Cell) -> None:
+    verdict, run = kit.judge(one)
+    assert not run.failure, run.failure
+    assert not run.missed_kills
+    assert verdict.exact, verdict
+    expected = kit.run_uninterrupted(one).directory / "training" / RESULT
+    found = run.directory / "training" / RESULT
+    assert found.read_text(encoding="utf-8") == expected.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
+    needed = NEEDS.get(row)
+    if needed is not None and needed not in OPTIONAL:
+        pytest.skip(f"pip install {needed}")
+    options, kills = ROWS[row]
+    require_exact(kit, cell(options, *kills))
+
+
+@pytest.mark.parametrize("component", ["callbacks/attributes", "callbacks/trainer_state", "model"])
+def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
+    kit.assert_caught(cell({"callbacks": "averaging"}, MIDDLE), component)
+
+
+@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+def test_what_trl_sums_up_is_caught_when_it_is_left_out(kit: Kit) -> None:
+    options, _ = ROWS["TRL, logged across a save"]
+    kit.assert_caught(cell(options, MIDDLE), "callbacks/trainer")
+
+
+def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:
+    options = {"patience": 3, "eval_strategy": "steps", "eval_steps": 2, **NEVER_BETTER}
+    one = cell({"epochs": 3, **options}, KillPoint.step(6))
+    require_exact(kit, one)
+    result = kit.run_uninterrupted(one).directory / "training" / RESULT
+    assert json.loads(result.read_text(encoding="utf-8"))["steps"] == 8  # of 36
+
+
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
+    kit: Kit, compiled_before: bool
+) -> None:
+    first, then = (
+        {"compiled": each, "epochs": 1} for each in (compiled_before, not compiled_before)
+    )
+    reference = kit.run_uninterrupted(cell({**first, "switch_at": 6}))
+    run = kit.run_again(kit.new_run(cell(first)), kill=KillPoint.step(8))
+    run = kit.run_again(replace(run, cell=cell(then)))
+    assert not run.failure, run.failure
+    # In the first process the steps 7 and 8 were made in the former way; they do not count.
+    verdict = compare(reference.trace, run.trace, expect_resume=True)
+    assert verdict.exact, verdict
+    assert [resume.step for resume in verdict.resumes] == [6]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "masked", "seedable": False}, {"kind": "stream", "max_steps": 12}],
+    ids=["masked, unseeded", "a stream"],
+)
+def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
+    require_exact(kit, cell(options, KillPoint.step(10), world_size=2))
+
+
+def test_four_ranks_sum_gradients_in_the_order_that_they_had(kit: Kit) -> None:
+    # With ddp_find_unused_parameters=True, as it is by default, DDP never forms other buckets.
+    options = {"kind": "seq2seq", "ddp_find_unused_parameters": False, "epochs": 1}
+    one = cell({**options, "save_every": 1}, KillPoint.step(2), world_size=4)
+    require_exact(kit, one)
+    verdict, _ = kit.judge(one, inject="model/gradient_buckets")
+    assert verdict.divergence is not None
+
+
+CHANGES = ["world_size", "horizon", "batch_size"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_between_two_epochs(
+    kit: Kit, before: int, after: int
+) -> None:
+    """Each epoch is 92 samples, and 4 more that fill the last batches of two ranks."""
+    boundary = KillPoint.checkpoint(STEPS_PER_EPOCH // before)
+    one = cell({"allow": CHANGES}, boundary, world_size=before)
+    run = kit.run_again(kit.new_run(one), kill=boundary)
+    other = replace(one, world_size=after)
+    run = kit.run_again(replace(run, cell=other))
+    assert not run.failure, run.failure
+    result = run.directory / "training" / RESULT
+    steps = STEPS_PER_EPOCH // before + STEPS_PER_EPOCH // after
+    assert json.loads(result.read_text(encoding="utf-8"))["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("allow", "words"),
+    [([], ("a job of 1 ranks", "2 ranks")), (CHANGES, ("each of 2 ranks", "inside epoch 0"))],
+)
+def test_another_number_of_ranks_within_an_epoch_is_refused(
+    kit: Kit, allow: list[str], words: tuple[str, str]
+) -> None:
+    kill = KillPoint.step(4)
+    one = cell({"allow": allow}, kill, world_size=2)
+    run = kit.run_again(kit.new_run(one), kill=kill)
+    run = kit.run_again(replace(run, cell=replace(one, world_size=1)))
+    assert all(word in run.failure for word in words), run.failure

@@ -1,0 +1,87 @@
+"""A Trainer whose model or optimizer is spread over the ranks, by FSDP2 or by DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
+from trainer_workloads import Sentences, causal
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers_workloads import BATCH_SIZE
+
+from resumekit.adapters.transformers import ResumeCallback
+
+
+class OnCpu(Trainer):
+    """Shards with FSDP2 on CPUs; accelerate 1.15 state.py takes it for accelerators only."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator: Accelerator = self.accelerator
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["GPT2Block"],
+        )
+        self.is_fsdp_enabled = True
+
+
+def train(
+    directory: str,
+    *,
+    save_every: int,
+    spread: str,
+    accumulate: int = 1,
+    evaluate: str = "no",
+    epochs: int = 2,
+) -> None:
+    """Trains with dropout and AdamW on two ranks."""
+    set_seed(0)
+    stage = int(spread[-1]) if spread.startswith("ZeRO-") else None
+    deepspeed: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    arguments = TrainingArguments(
+        output_dir=str(Path(directory) / "output"),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=BATCH_SIZE,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        logging_steps=1,
+        eval_strategy=evaluate,
+        save_strategy="no",
+        deepspeed=None if stage is None else deepspeed,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        log_level="error",
+    )
+    trainer = (Trainer if stage is not None else OnCpu)(
+        causal(),
+        arguments,
+        train_dataset=Sentences(lambda tokens: tokens),
+        eval_dataset=Sentences(lambda tokens: tokens),
+    )
+    trainer.add_callback(
+        ResumeCallback(trainer, Path(directory) / "run", save_every=save_every, strict=True)
+    )
+    torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks
+    trainer.train()
+    if stage is None:
+        assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
+    else:
+        assert trainer.deepspeed.zero_optimization_stage() == stage
+    trainer.accelerator.end_training()  # gloo's threads must not outlive the interpreter

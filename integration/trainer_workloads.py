@@ -1,0 +1,264 @@
+"""Trainers of other models, data and classes than ``transformers_workloads``, as people build them.
+
+Every model is a tiny one of random weights, made from its configuration; nothing is downloaded. The
+last line of each run writes down what ``train()`` returned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, NUM_BLOCKS, Blocks
+
+from resumekit.adapters.transformers import ResumeCallback
+
+VOCABULARY = 128
+SPECIAL = ("[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
+RESULT = "result.json"
+
+_SIZES = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "max_position_embeddings": BLOCK_SIZE,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Knows the special tokens, and numbers for the rest."""
+    words = [*SPECIAL, *(str(number) for number in range(len(SPECIAL), VOCABULARY))]
+    model = WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[0])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model),
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        eos_token="[SEP]",
+    )
+
+
+class Sentences(Dataset[dict[str, Any]]):
+    """Tokens of different lengths; what they are labeled with is up to the kind of model."""
+
+    def __init__(self, label: Callable[[torch.Tensor], Any] | None = None) -> None:
+        self.tokens = Blocks(augment=False).tokens
+        self.label = label
+
+    def __len__(self) -> int:
+        return NUM_BLOCKS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens[index]
+        if self.label is None:
+            return {"input_ids": tokens}
+        return {"input_ids": tokens, "labels": self.label(tokens)}
+
+
+def causal() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    )
+
+
+def with_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        causal(), LoraConfig(r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+
+
+def bert(kind: type[nn.Module]) -> nn.Module:
+    return kind(BertConfig(vocab_size=VOCABULARY, **_SIZES))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, decoder_start_token_id=1, **sizes)
+    )
+
+
+def table() -> Any:
+    """The blocks as a data set of ``datasets``."""
+    from datasets import Dataset as Table
+
+    tokens = Blocks(augment=False).tokens.tolist()
+    return Table.from_dict({"input_ids": tokens, "labels": tokens})
+
+
+def stream() -> Any:
+    """A stream of ``datasets`` that is shuffled anew in each pass."""
+    return table().to_iterable_dataset().shuffle(seed=1, buffer_size=20)
+
+
+class Averaging(TrainerCallback):
+    """Averaged weights as people write them: tensors in a dict, and a count that sets the decay."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+        self.num_updates = 0
+        self.slowest = 0.9
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        named = kwargs["model"].named_parameters()
+        self.shadow = {name: weight.detach().clone() for name, weight in named}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_updates += 1
+        decay = min(self.slowest, (1 + self.num_updates) / (10 + self.num_updates))
+        for name, weight in kwargs["model"].named_parameters():
+            self.shadow[name].lerp_(weight.detach(), 1 - decay)
+
+
+class Norms(TrainerCallback):
+    """Two of them look at other parameters; what each has summed up is its own."""
+
+    def __init__(self, ends_with: str) -> None:
+        self.ends_with = ends_with
+        self.sum = torch.zeros(())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, weight in kwargs["model"].named_parameters():
+            if name.endswith(self.ends_with):
+                self.sum += weight.detach().square().sum()
+
+
+class Stance(TrainerCallback):
+    """Calls a compiled model as it was written, up to a step or from that step on."""
+
+    def __init__(self, *, switch_at: int, eager_first: bool) -> None:
+        self.switch_at = switch_at
+        self.eager_first = eager_first
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_eager = (state.global_step < self.switch_at) == self.eager_first
+        torch.compiler.set_stance("force_eager" if is_eager else "default")
+
+
+def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingArguments]]:
+    """Model, data, collator, and the classes of the Trainer and its arguments."""
+    usual = (Trainer, TrainingArguments)
+    if kind == "masked":
+        collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)
+        return (bert(BertForMaskedLM), Sentences(), collator, *usual)
+    if kind == "classified":
+        labeled = Sentences(lambda tokens: int(tokens.sum()) % 2)
+        return (bert(BertForSequenceClassification), labeled, None, *usual)
+    if kind == "seq2seq":
+        reversed_ = Sentences(lambda tokens: tokens.flip(0))
+        return t5(), reversed_, None, Seq2SeqTrainer, Seq2SeqTrainingArguments
+    if kind == "stream":
+        return (causal(), stream(), None, *usual)
+    if kind == "trl":
+        return (causal(), table(), None, *trl_classes())
+    model = with_lora() if kind == "lora" else causal()
+    return (model, Sentences(lambda tokens: tokens), None, *usual)
+
+
+def trl_classes() -> tuple[type[Trainer], type[TrainingArguments]]:
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer, SFTConfig
+
+
+def train(
+    directory: str,
+    *,
+    save_every: int,
+    kind: str = "causal",
+    accumulate: int = 1,
+    batch_size: int = BATCH_SIZE,
+    epochs: int = 2,
+    max_steps: int = -1,
+    callbacks: str = "",
+    patience: int = 0,
+    compiled: bool = False,
+    switch_at: int = 0,
+    seedable: bool = True,
+    logging_steps: int = 1,
+    allow: list[str] | None = None,
+    **settings: Any,
+) -> None:
+    """Trains with dropout and AdamW; every step is logged, with its gradient norm."""
+    set_seed(0)
+    model, data, collator, trainer_class, arguments_class = make(kind)
+    arguments = arguments_class(
+        output_dir=str(Path(directory) / "output"),
+        num_train_epochs=epochs,
+        max_steps=max_steps,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        logging_steps=logging_steps,
+        save_strategy="no",
+        torch_compile=compiled or switch_at > 0,
+        torch_compile_backend="eager" if compiled or switch_at else None,
+        accelerator_config={"use_seedable_sampler": seedable},
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        log_level="error",
+        **settings,
+    )
+    known = {"averaging": [Averaging()], "two of a class": [Norms("weight"), Norms("bias")]}
+    others: list[Any] = list(known.get(callbacks, []))
+    if switch_at:
+        others.append(Stance(switch_at=switch_at, eager_first=not compiled))
+    if patience:
+        others.append(EarlyStoppingCallback(early_stopping_patience=patience))
+    given = {"processing_class": tokenizer()} if kind == "trl" else {}
+    trainer = trainer_class(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=Sentences(lambda tokens: tokens) if "eval_strategy" in settings else None,
+        data_collator=collator,
+        callbacks=others,
+        **given,
+    )
+    trainer.add_callback(
+        ResumeCallback(
+            trainer,
+            Path(directory) / "run",
+            save_every=save_every,
+            strict=True,
+            allow_changes=allow or (),
+        )
+    )
+    result = trainer.train()
+    returned = {"steps": result.global_step, "train_loss": result.training_loss.hex()}
+    (Path(directory) / RESULT).write_text(json.dumps(returned), encoding="utf-8")
+    trainer.accelerator.end_training()  # gloo's threads must not outlive the interpreter
