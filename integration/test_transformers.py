@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from small_trainer import (
     STEPS_PER_EPOCH,
     Recorder,
@@ -26,6 +27,7 @@ from transformers_workloads import BATCH_SIZE, NUM_BLOCKS
 from resumekit.adapters._transformers_plan import Counts
 from resumekit.adapters._transformers_state import CLOCK_SUFFIXES, STATE, SUMS
 from resumekit.adapters.transformers import ResumeCallback
+from resumekit.data.orders import may_draw_as_it_goes
 from resumekit.errors import ConfigurationError, InexactError
 
 
@@ -248,3 +250,15 @@ def test_pin_the_fields_of_the_state_and_the_sums(tmp_path: Path) -> None:
 def test_pin_what_is_read_from_a_clock() -> None:
     metrics = speed_metrics("eval", 0.0, num_samples=1, num_steps=1, num_tokens=1)
     assert all(name.endswith(CLOCK_SUFFIXES) for name in metrics)
+
+
+def test_pin_the_seeded_sampler_draws_from_its_own_generator_alone() -> None:
+    sampler = SeedableRandomSampler(range(5), data_seed=3)
+    assert not may_draw_as_it_goes(sampler)
+    before, drawn = torch.get_rng_state(), list(sampler)
+    sampler.set_epoch(0)
+    torch.rand(1)
+    assert list(sampler) == drawn
+    torch.set_rng_state(before)
+    list(sampler)
+    assert torch.equal(torch.get_rng_state(), before)

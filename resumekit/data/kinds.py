@@ -31,6 +31,15 @@ def is_hugging_face(dataset: Any) -> bool:
     return known is not None and isinstance(dataset, known)
 
 
+def is_seeded_by_epoch(sampler: Any) -> bool:
+    """Whether it is Accelerate's sampler, which draws from a generator of its own.
+
+    accelerate 1.15 data_loader.py SeedableRandomSampler; a subclass that draws otherwise is not.
+    """
+    known = _public("accelerate.data_loader", "SeedableRandomSampler")
+    return known is not None and getattr(type(sampler), "__iter__", None) is known.__iter__
+
+
 def has_own_state(value: Any) -> bool:
     """Whether it offers ``state_dict`` and ``load_state_dict``."""
     names = ("state_dict", "load_state_dict")

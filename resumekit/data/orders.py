@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from resumekit.data.kinds import is_seeded_by_epoch
 from resumekit.data.permutation import EpochOrder, share, share_length
 from resumekit.data.resumable import RandomAccess, draw
 
@@ -152,7 +153,8 @@ def may_draw_as_it_goes(sampler: Any) -> bool:
     method = getattr(type(sampler), "__iter__", None)
     if method is BatchSampler.__iter__:
         return may_draw_as_it_goes(sampler.sampler)
-    return method not in _DRAW_AT_START and not isinstance(sampler, RandomAccess)
+    is_known = method in _DRAW_AT_START or is_seeded_by_epoch(sampler)
+    return not is_known and not isinstance(sampler, RandomAccess)
 
 
 def draw_again(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> EpochOrder:
