@@ -37,7 +37,13 @@ def start_ranks() -> None:
 
 
 def make_config(
-    *, stage: int, accumulate: int, precision: str, scheduler: str, offload: bool
+    *,
+    stage: int,
+    accumulate: int,
+    precision: str,
+    scheduler: str,
+    offload: bool,
+    small_buckets: bool = False,
 ) -> dict[str, Any]:
     """The configuration, as it stands in people's JSON files."""
     config: dict[str, Any] = {
@@ -50,6 +56,8 @@ def make_config(
     }
     if stage == 3:  # of five parameters, one is partitioned and four are kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
+    if small_buckets:
+        config["zero_optimization"].update(reduce_bucket_size=1000, allgather_bucket_size=1000)
     if offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
@@ -79,6 +87,7 @@ def train(
     scheduler: str = "torch",
     offload: bool = False,
     frozen: bool = False,
+    small_buckets: bool = False,
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
@@ -108,6 +117,7 @@ def train(
             precision=precision,
             scheduler=scheduler,
             offload=offload,
+            small_buckets=small_buckets,
         ),
     )
     batches: Any = own_loader

@@ -272,20 +272,15 @@ def test_what_cannot_be_resumed_yet_is_refused_by_name(
         Checkpointer(make_engine(**settings), tmp_path)
 
 
-def test_another_stage_or_layout_is_refused_before_anything_changes(
-    alone: None, tmp_path: Path
-) -> None:
+def test_another_layout_is_refused_before_anything_changes(alone: None, tmp_path: Path) -> None:
     train(make_engine(1), tmp_path)
-    other = make_engine(2)
-    before = [parameter.clone() for parameter in other.module.parameters()]
-    with pytest.raises(StateMismatchError, match=r"optimizer: ZeRO.*stage 1 .*stage 2, as here"):
-        Checkpointer(other, tmp_path).resume()
-    assert all(map(torch.equal, before, other.module.parameters()))
-
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
     model[3].requires_grad_(False)
-    with pytest.raises(StateMismatchError, match=r"optimizer: 3\.weight.*place 2 of group 0"):
-        Checkpointer(make_engine(1, model=model), tmp_path).resume()
+    other = make_engine(1, model=model)
+    before = [parameter.clone() for parameter in other.module.parameters()]
+    with pytest.raises(StateMismatchError, match=r"optimizer: 3\.weight.*no such parameter"):
+        Checkpointer(other, tmp_path).resume()
+    assert all(map(torch.equal, before, other.module.parameters()))
 
 
 def test_an_object_that_no_table_knows_is_refused_by_its_place(alone: None, tmp_path: Path) -> None:

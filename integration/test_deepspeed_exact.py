@@ -71,6 +71,16 @@ class TestDeepSpeed(ConformanceSuite):
         number, world_size = STAGES[stage]
         kit.assert_exact(self.cell(place, {"stage": number}, world_size=world_size))
 
+    @pytest.mark.parametrize("buckets", [False, True], ids=["one bucket", "small buckets"])
+    @pytest.mark.parametrize("stage", range(4), ids="stage {}".format)
+    def test_sums_over_four_ranks_continue_exactly(
+        self, kit: Kit, stage: int, buckets: bool
+    ) -> None:
+        # One step is saved before the second iteration, when some engines change their buckets.
+        options = {"stage": stage, "save_every": 1, "small_buckets": buckets}
+        kills = (KillPoint.step(2), KillPoint.step(5))
+        kit.assert_exact(self.cell(kills, options, world_size=4))
+
     @pytest.mark.parametrize(
         ("stage", "component", "named"),
         [

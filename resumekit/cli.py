@@ -185,6 +185,22 @@ def verify(directory: Directory, step: OneStep = None) -> None:
         raise typer.Exit(EXIT_NO)
 
 
+@app.command()
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    component: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Which model, where there are several.")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint as one fp32 safetensors file by parameter name."""
+    from resumekit.cli_views import export_checkpoint
+
+    export_checkpoint(_existing(path), file, component=component)
+
+
 def _existing(path: Path) -> Path:
     if not path.is_dir():
         found = "not a directory" if path.exists() else "no such directory"

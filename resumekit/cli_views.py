@@ -67,6 +67,26 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
             console.print(_value_table(values))
 
 
+def export_checkpoint(path: Path, file: Path, *, component: str | None) -> None:
+    """Writes the model of a checkpoint as one file, and prints what it wrote.
+
+    Args:
+        path: a step directory, or a run directory whose newest readable checkpoint is meant.
+        file: the file to write.
+        component: the key of the model, where there are several.
+
+    Raises:
+        CheckpointError: it cannot be read, or there is none.
+        ResumekitError: it has no such model, or the file cannot be written.
+    """
+    from resumekit.export import export_model  # the other views need no torch
+
+    reader = _reader_at(path)
+    names = export_model(reader, file, key=component)
+    size = human_bytes(file.stat().st_size)
+    print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
+
+
 def verify_directory(directory: Path, *, step: str | None) -> bool:
     """Whether every byte of every checkpoint is what its manifest says; prints a line for each.
 

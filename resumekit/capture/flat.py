@@ -142,11 +142,11 @@ class FlatModelState(ModelState):
 
     def __init__(self, module: nn.Module, *, key: str = "model") -> None:
         super().__init__(module, key=key)
-        flat_parts(key, module)  # refuses now what no save could store
+        self._parts()  # refuses now what no save could store
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters as stretches, everything else as it is; live, by wrapper-free name."""
-        parts = flat_parts(self.key, self.module)
+        parts = self._parts()
         raw: dict[str, Any] = {}
         for name, each in self.module.named_modules(remove_duplicate=False):
             if wrapped_attribute(each) is None:
@@ -206,7 +206,7 @@ class FlatModelState(ModelState):
 
     def fingerprint(self) -> dict[str, Any]:
         """What describes the model: the numbers of its parameters, trainable and in all."""
-        parts = flat_parts(self.key, self.module)
+        parts = self._parts()
         sizes: dict[int, tuple[int, bool]] = {}
         for raw, parameter in self.module.named_parameters():
             part = parts.get(clean_name(self.module, raw))
@@ -216,6 +216,10 @@ class FlatModelState(ModelState):
             "num_parameters": sum(count for count, _ in sizes.values()),
             "num_trainable_parameters": sum(count for count, trains in sizes.values() if trains),
         }
+
+    def _parts(self) -> dict[str, FlatPart]:
+        """This rank's stretches by wrapper-free name."""
+        return flat_parts(self.key, self.module)
 
 
 def _untied(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:

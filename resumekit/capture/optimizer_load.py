@@ -59,7 +59,7 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
             name: restore(
                 live.get(name),
                 part_like(spread_like(name, value, parameter, live), value),
-                partial(_moment, parameter, adopt=adopt, on_host=_is_host_step(name, group)),
+                partial(_moment, parameter, adopt=adopt, on_host=is_host_step(name, group)),
             )
             for name, value in saved.items()
         }
@@ -89,7 +89,8 @@ def spread_like(name: str, value: Any, parameter: Tensor, live: Mapping[str, Any
     return parameter if is_moment and is_sharded(parameter) else None
 
 
-def _is_host_step(name: str, group: Mapping[str, Any]) -> bool:
+def is_host_step(name: str, group: Mapping[str, Any]) -> bool:
+    """Whether a value is a step count that its optimizer reads on the host."""
     # torch 2.13 keeps a step count on the host unless the kernel itself reads it.
     return name == "step" and not (group.get("capturable") or group.get("fused"))
 

@@ -25,6 +25,7 @@ from resumekit.capture.known import KnownObjects
 from resumekit.capture.mismatch import Mismatch, class_name, refuse, require_fields
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError
+from resumekit.frameworks.zero import ZeroModelState, ZeroOptimizerState, is_by_name
 from resumekit.requirements import require
 
 require("deepspeed")
@@ -67,9 +68,17 @@ def engine_components(
         ema: averaged models, or objects with ``state_dict``.
     """
     replicated, per_rank = SharingPattern.REPLICATED, SharingPattern.PER_RANK
-    partitioned = engine.zero_optimization_partition_weights()
+    by_name = is_by_name(engine)
+    partitioned = engine.zero_optimization_partition_weights() and not by_name
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         yield from state_components(model=engine.module, optimizer=engine.optimizer, adopt=True)
+    elif by_name:
+        yield StateComponent(Slot.MODEL.value, ZeroModelState(engine), SharingPattern.SHARDED)
+        yield StateComponent(
+            Slot.OPTIMIZER.value, ZeroOptimizerState(engine), SharingPattern.SHARDED
+        )
+        if isinstance(getattr(engine.optimizer, "loss_scaler", None), DynamicLossScaler):
+            yield StateComponent(Slot.GRAD_SCALER.value, _LossScaler(engine.optimizer))
     else:
         pattern = per_rank if partitioned else replicated
         yield StateComponent(Slot.MODEL.value, _Model(engine), pattern)
@@ -83,7 +92,8 @@ def engine_components(
     if engine.world_size > 1:
         model = None if partitioned else engine.module
         yield from rank_buffer_components(model=model, ema=ema)
-    yield StateComponent(_COUNTERS_KEY, _Counters(engine))
+    # A run that began under plain PyTorch has none.
+    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False)
 
 
 def require_resumable(engine: Any) -> None:
@@ -117,6 +127,25 @@ class _Counters(AttributeState):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"config": self._engine.config}
+
+
+class _LossScaler:
+    """The dynamic loss scaler of an optimizer in fp16."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = _KNOWN.plain(self._optimizer.loss_scaler, where=Slot.GRAD_SCALER.value)
+        return {"loss_scaler": scaler}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_fields(Slot.GRAD_SCALER.value, state, {"loss_scaler": object})
+        _KNOWN.live(state["loss_scaler"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        self._optimizer.loss_scaler = _KNOWN.live(state["loss_scaler"])
+        return ()
 
 
 class _Model(ModelState):

@@ -1,0 +1,117 @@
+"""A run under ZeRO goes on in another stage, on other ranks and without DeepSpeed, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from zero_workloads import MOMENTS, digest, take_over
+
+from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+    "resumekit.adapters.deepspeed",
+    "resumekit.adapters.torch",
+)
+
+Chain = tuple[tuple[int | None, int], ...]  # for each launch the stage, None for none, and the ranks
+CHAINS: dict[str, tuple[Chain, dict[str, Any]]] = {
+    "fewer and more ranks": (((2, 2), (2, 1), (2, 2)), {}),
+    "every stage": (((1, 2), (3, 2), (0, 2), (2, 3), (3, 1), (0, 1), (3, 3)), {"tied": True}),
+    "plain PyTorch": (((1, 2), (None, 1), (3, 2), (None, 1), (2, 2)), {"frozen": True}),
+    "bf16": (((1, 2), (3, 3), (None, 1), (2, 2), (1, 1)), {"precision": "bf16"}),
+    "bf16, partly frozen": (
+        ((3, 2), (2, 3), (1, 1), (3, 1)),
+        {"precision": "bf16", "frozen": True, "tied": True},
+    ),
+}
+
+EXPORTED: tuple[dict[str, Any], ...] = (
+    {"stage": 0, "tied": True},
+    {"stage": 2, "frozen": True, "tied": True},
+    {"stage": 3, "frozen": True, "tied": True, "precision": "bf16"},
+)
+
+# Nothing that it imports may be DeepSpeed.
+WITHOUT_DEEPSPEED = """
+import sys
+sys.modules["deepspeed"] = None
+from resumekit.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def launched(kit: Kit, chain: Chain, **options: Any) -> list[dict[str, Any]]:
+    """What each launch of a run noted."""
+    run = None
+    for seed, (stage, num_ranks) in enumerate(chain):
+        cell = Cell(take_over, {"stage": stage, "seed": seed, **options}, num_ranks)
+        run = kit.new_run(cell) if run is None else replace(run, cell=cell)
+        run = kit.run_again(run)
+        assert not run.failure, f"{cell}: {run.failure}"
+    assert run is not None
+    return [json.loads(line) for line in (run.directory / "notes.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_another_stage_and_other_ranks_take_the_same_bits_over(kit: Kit, name: str) -> None:
+    chain, options = CHAINS[name]
+    notes = launched(kit, chain, **options)
+    assert len(notes) == len(chain)
+    for before, after in itertools.pairwise(notes):
+        where = f"{before['launch']} -> {after['launch']}"
+        assert after["resumed"], where
+        assert after["found"] == before["saved"], where
+        assert after["saved"] != before["saved"], where
+    assert notes[-1]["saved"]["steps"] == str(3 * len(chain))
+
+
+@pytest.mark.parametrize("options", EXPORTED, ids=str)
+def test_an_export_has_the_bits_that_deepspeed_gathers(
+    kit: Kit, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    from safetensors.torch import load_file
+
+    cell = Cell(take_over, options, 2 if options["stage"] is not None else 1)
+    run = kit.run_again(kit.new_run(cell))
+    assert not run.failure, run.failure
+    file = tmp_path / "model.safetensors"
+    command = [sys.executable, "-c", WITHOUT_DEEPSPEED]
+    command += ["export", str(run.directory / "training"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tensors = load_file(file)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    saved = json.loads((run.directory / "notes.jsonl").read_text())["saved"]
+    moments = tuple(f".{moment}" for moment in MOMENTS)
+    expected = {n: d for n, d in saved.items() if n != "steps" and not n.endswith(moments)}
+    assert {name: digest(tensor) for name, tensor in tensors.items()} == expected
+
+
+def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(take_over, {"stage": None, "unused": True}, 1)))
+    assert not run.failure, run.failure
+    run = kit.run_again(replace(run, cell=Cell(take_over, {"stage": 1, "unused": True}, 2)))
+    assert "StateMismatchError: optimizer: unused.weight" in run.failure
+    assert "another count of steps than 'expand.weight' has" in run.failure

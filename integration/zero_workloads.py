@@ -1,0 +1,191 @@
+"""One run, launch after launch in another ZeRO stage, on another number of ranks, or without ZeRO."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed_workloads import start_ranks
+from digits import Digits
+from torch import nn
+from torch.distributed import destroy_process_group, get_rank, get_world_size
+
+from resumekit.adapters.deepspeed import Checkpointer
+from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
+
+NUM_SAMPLES = 96
+GLOBAL_BATCH = 24
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Classifier(nn.Module):
+    """Layers of sizes that no number of ranks divides."""
+
+    def __init__(self, *, tied: bool, frozen: bool, unused: bool) -> None:
+        super().__init__()
+        self.expand = nn.Linear(64, 53)
+        self.norm = nn.LayerNorm(53)
+        self.again = nn.Linear(53, 53, bias=False)
+        self.once_more = nn.Linear(53, 53, bias=False)
+        self.head = nn.Linear(53, 10)
+        if tied:
+            self.once_more.weight = self.again.weight
+        if frozen:
+            self.expand.requires_grad_(requires_grad=False)
+        if unused:
+            self.unused = nn.Linear(3, 3)
+        if frozen:  # buffers: in bf16 the engine changes their type
+            self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.expand(images)))
+        return self.head(torch.tanh(self.once_more(torch.tanh(self.again(hidden)))))
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with a weight decay, and the others without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+class Plain:
+    """The calls of an engine, for a model and AdamW without DeepSpeed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+        self.optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.module(images)
+        return outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def make_engine(model: nn.Module, stage: int, precision: str) -> Any:
+    """DeepSpeed's engine; its optimizer steps on fp32 weights."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    if stage == 3:  # some parameters are kept whole on every rank, and a group is cut in two
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
+        config["zero_optimization"]["sub_group_size"] = 3000
+    return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)[0]
+
+
+def take_over(
+    directory: str,
+    *,
+    stage: int | None,
+    precision: str = "fp32",
+    tied: bool = False,
+    frozen: bool = False,
+    unused: bool = False,
+    num_steps: int = 3,
+    seed: int = 0,
+) -> None:
+    """Notes the whole state that it found, trains, saves, and notes what it saved.
+
+    Args:
+        directory: the run directory.
+        stage: of ZeRO; None for plain PyTorch.
+        precision: of the module; ``"fp32"`` or ``"bf16"``.
+        tied: whether two layers share a weight.
+        frozen: whether a layer is not trained.
+        unused: whether a layer never gets a gradient.
+        num_steps: to train.
+        seed: of the weights that the launch begins with; they must not matter.
+    """
+    start_ranks()
+    torch.manual_seed(seed)
+    model = Classifier(tied=tied, frozen=frozen, unused=unused)
+    engine: Any = Plain(model) if stage is None else make_engine(model, stage, precision)
+    extras = {"steps": 0}
+    changes = frozenset({"world_size"})
+    if stage is None:
+        checkpointer: Any = PlainCheckpointer(
+            directory,
+            model=model,
+            optimizer=engine.optimizer,
+            extras=extras,
+            allow_changes=changes,
+            exclude={"callbacks"},
+        )
+    else:
+        checkpointer = Checkpointer(engine, directory, extras=extras, allow_changes=changes)
+    notes: dict[str, Any] = {"launch": f"{stage} on {get_world_size()}"}
+    notes["resumed"] = checkpointer.resume().resumed
+    notes["found"] = dict(whole_state(engine))
+    digits = Digits(NUM_SAMPLES, augment=False)
+    images, labels = digits.images, torch.tensor(digits.labels)
+    if precision == "bf16" and stage is not None:
+        images = images.to(torch.bfloat16)
+    for _ in range(num_steps):
+        chosen = torch.randperm(
+            NUM_SAMPLES, generator=torch.Generator().manual_seed(extras["steps"])
+        )
+        mine = chosen[:GLOBAL_BATCH][get_rank() :: get_world_size()]
+        loss = nn.functional.cross_entropy(engine(images[mine]).float(), labels[mine])
+        engine.backward(loss)
+        engine.step()
+        extras["steps"] += 1
+    checkpointer.save()
+    notes["saved"] = dict(whole_state(engine))
+    if get_rank() == 0:
+        with (Path(directory).parent / "notes.jsonl").open("a") as file:
+            file.write(json.dumps(notes) + "\n")
+    checkpointer.close()
+    destroy_process_group()
+
+
+def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
+    """A digest of every fp32 weight, moment and count of steps, as DeepSpeed gathers them."""
+    is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
+    optimizer = engine.optimizer if is_plain else engine.optimizer.optimizer
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked") and optimizer.state:
+        # deepspeed 0.19 runtime/zero/stage_1_and_2.py links the moments of all groups when the first
+        # one has stepped, and never again.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, digest(parameter)
+        elif is_plain:
+            yield name, digest(parameter)
+            for moment in MOMENTS if parameter in optimizer.state else ():
+                yield f"{name}.{moment}", digest(optimizer.state[parameter][moment])
+        else:
+            yield name, digest(safe_get_full_fp32_param(parameter))
+            for moment in MOMENTS if optimizer.state else ():
+                yield (
+                    f"{name}.{moment}",
+                    digest(safe_get_full_optimizer_state(parameter, moment)),
+                )
+    counts = {int(values["step"]) for values in optimizer.state.values()}
+    yield "steps", ", ".join(map(str, sorted(counts)))
+    for name, buffer in engine.module.named_buffers():
+        yield name, digest(buffer)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The digest of a tensor's bits."""
+    content = tensor.detach().float().contiguous().view(torch.int32).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,107 @@
+"""A model of a checkpoint as one file for other tools: whole tensors by name, in fp32.
+
+Any checkpoint will do, whatever spread the model over whichever number of ranks: no process group, no
+framework and none of the run's code is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from resumekit.contract import SharingPattern, Slot
+from resumekit.engine.spreading import read_spread
+from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.payload.dtypes import element_type
+from resumekit.payload.layout import arrange, header
+from resumekit.payload.leaves import Leaf
+from resumekit.storage import ComponentRecord, StepReader
+
+_ONE_FOR_THE_JOB = frozenset(
+    each.value
+    for each in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
+)
+_LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+
+
+def export_model(step: StepReader, path: Path, *, key: str | None = None) -> tuple[str, ...]:
+    """Writes the model of a checkpoint as one safetensors file; it is there whole or not at all.
+
+    fp16 and bf16 become fp32, which loses nothing; other types stay. A tensor with several names is
+    written under each of them.
+
+    Args:
+        step: the checkpoint.
+        path: the file to write; it must not be there.
+        key: of the component, where the checkpoint has several models.
+
+    Returns:
+        The names of the tensors written.
+
+    Raises:
+        CheckpointError: damage, or an I/O error while reading.
+        ConfigurationError: the file is there, or cannot be written.
+        StateMismatchError: there is no such model, or each rank has one of its own.
+    """
+    if path.exists():
+        raise ConfigurationError(
+            str(path), found="it exists", expected="a new file", remedy="Remove it first"
+        )
+    state, _ = read_spread(step, _record(step, key), None, in_stages=False)
+    leaves: dict[str, Leaf] = {}
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, Tensor):
+            whole = value.float() if value.dtype in _LOW_PRECISION else value
+            kind = element_type(whole.dtype)
+            if kind is not None:
+                leaves[name] = Leaf(whole, kind, tuple(whole.shape))
+    try:
+        _write(path, leaves)
+    except OSError as error:
+        raise ConfigurationError(str(path), found=str(error), expected="a writable place") from None
+    return tuple(leaves)
+
+
+def _record(step: StepReader, key: str | None) -> ComponentRecord:
+    records = {
+        record.key: record
+        for record in step.manifest.components
+        if record.key.split("/")[0] == Slot.MODEL.value and record.directory == record.key
+    }
+    wanted = Slot.MODEL.value if key is None else key
+    names = ", ".join(sorted(records)) or "no model"
+    if wanted not in records:
+        raise StateMismatchError(
+            str(step.name),
+            found=f"no {wanted} to export (it has {names})",
+            expected="the key of a model",
+            remedy="Pass --component with one of them" if records else None,
+        )
+    record = records[wanted]
+    if record.pattern not in _ONE_FOR_THE_JOB:
+        raise StateMismatchError(
+            f"{step.name}: {wanted}",
+            found=f"saved {record.pattern}: each has a state of its own",
+            expected="one state for the job",
+        )
+    return record
+
+
+def _write(path: Path, leaves: Mapping[str, Leaf]) -> None:
+    records = arrange(leaves)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(header(records, {}))
+            for record in records:
+                for piece in leaves[record.name].buffers():
+                    file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
