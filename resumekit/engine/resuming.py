@@ -199,9 +199,9 @@ class Finder:
             own = self._sources.own(record, reader.manifest)
             if own is None:
                 found.former[record.key] = {}
-                needed = self._sources.readable(record, reader.manifest)
+            readable = self._sources.readable(record, reader.manifest) if own is None else (own,)
             writers = self._sources.writers(record, reader.manifest)
-            for number in needed if own is None else (own,):
+            for number in readable:
                 numbers[record.key, writers[number]] = number
                 wanted.setdefault((record.directory, writers[number]), []).append(record.key)
         for (directory, writer), keys in wanted.items():
