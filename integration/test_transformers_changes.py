@@ -126,7 +126,7 @@ def test_a_run_of_so_many_steps_takes_as_many_epochs_as_it_needs(
         ({"num_samples": 91}, ALLOWED, DataPositionError, ("91", "92")),
         ({"num_samples": 60}, ALLOWED, DataPositionError, ("60", "92")),
     ],
-    ids=str,
+    ids=lambda value: sorted(value) if isinstance(value, set) else str(value),
 )
 def test_a_change_that_nobody_allowed_is_refused_with_both_values(
     tmp_path: Path,
