@@ -92,7 +92,7 @@ def compiled(
     accelerator.end_training()
 
 
-def local_sgd(directory: str, *, save_every: int = 4, steps_apart: int = 4) -> None:
+def local_sgd(directory: str, *, save_every: int = 3, steps_apart: int = 4) -> None:
     """Ranks that train alone for some steps and then take the mean of their weights."""
     set_seed(0)
     accelerator = Accelerator(cpu=True)
