@@ -108,3 +108,9 @@ class TestAccelerate(ConformanceSuite):
         self, kit: Kit, share: str, kill: str
     ) -> None:
         kit.assert_exact(self.cell(kill, SHARES[share], world_size=2))
+
+    def test_four_ranks_sum_gradients_in_the_order_that_they_had(self, kit: Kit) -> None:
+        cell = self.cell((KillPoint.step(2),), {"save_every": 1}, world_size=4)
+        kit.assert_exact(cell)
+        verdict, _ = kit.judge(cell, inject="model/gradient_buckets")
+        assert verdict.divergence is not None

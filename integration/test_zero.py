@@ -29,7 +29,9 @@ PRELOAD = (
     "resumekit.adapters.torch",
 )
 
-Chain = tuple[tuple[int | None, int], ...]  # for each launch the stage, None for none, and the ranks
+Chain = tuple[
+    tuple[int | None, int], ...
+]  # for each launch the stage, None for none, and the ranks
 CHAINS: dict[str, tuple[Chain, dict[str, Any]]] = {
     "fewer and more ranks": (((2, 2), (2, 1), (2, 2)), {}),
     "every stage": (((1, 2), (3, 2), (0, 2), (2, 3), (3, 1), (0, 1), (3, 3)), {"tied": True}),

@@ -28,7 +28,7 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.generator import generator_state, set_generator_state
-from resumekit.capture.gradient_buckets import bucket_components, buckets_of
+from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -64,6 +64,7 @@ __all__ = [
     "by_key",
     "clean_name",
     "clean_names",
+    "ddp_around",
     "differences",
     "fingerprint",
     "generator_state",

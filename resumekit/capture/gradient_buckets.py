@@ -8,6 +8,7 @@ did. Measured with torch 2.13 on gloo: every parameter differs after the first r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,6 +133,19 @@ class GradientBuckets:
             if _buckets(module) != buckets:
                 remarks.append(f"{self.key}: they are of other sizes than in the checkpoint")
         return tuple(remarks)
+
+
+def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module that wraps a model, where only the model itself is known.
+
+    The wrapped module knows nothing of it, so it is looked for among all objects that are alive.
+    """
+    wrappers = (
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), DistributedDataParallel) and each.module is model
+    )
+    return next(wrappers, None)
 
 
 def ddp_modules(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from resumekit.capture import by_class_and_ordinal, one_or_named, registered_components
-from resumekit.contract import StateComponent
+from resumekit.capture import (
+    buckets_of,
+    by_class_and_ordinal,
+    by_key,
+    ddp_around,
+    one_or_named,
+    registered_components,
+)
+from resumekit.contract import Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.frameworks.accelerate_states import AcceleratorCounts
 
@@ -66,9 +73,17 @@ class Held:
                 lr_scheduler=schedulers,
                 ema=self._ema,
             ),
+            *self._gradient_buckets(),
             StateComponent(counts.key, counts),
             *registered_components(self._others),
         )
+
+    def _gradient_buckets(self) -> Iterator[StateComponent]:
+        # accelerate 1.15 accelerator.py prepare_model lists a model before DDP wraps it.
+        for key, model in by_key(Slot.MODEL, one_or_named(self._accelerator._models)).items():
+            wrapper = ddp_around(model)
+            if wrapper is not None:
+                yield from buckets_of(wrapper, key=key)
 
     def _take(self, value: Any) -> bool:
         """Whether nobody has taken it yet."""
