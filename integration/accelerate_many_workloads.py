@@ -68,7 +68,6 @@ def gan(
         if mark:
             checkpointer.step(loss=critic_loss)
     checkpointer.close()
-    accelerator.end_training()
 
 
 def compiled(
@@ -89,7 +88,6 @@ def compiled(
         optimizer.zero_grad()
         checkpointer.step(loss=loss)
     checkpointer.close()
-    accelerator.end_training()
 
 
 def local_sgd(directory: str, *, save_every: int = 3, steps_apart: int = 4) -> None:
@@ -111,4 +109,3 @@ def local_sgd(directory: str, *, save_every: int = 3, steps_apart: int = 4) -> N
             averaging.step()
             checkpointer.step(loss=loss)
     checkpointer.close()
-    accelerator.end_training()

@@ -90,4 +90,3 @@ def train(
             accelerator.save_state(name)
         checkpointer.step(loss=loss)
     checkpointer.close()
-    accelerator.end_training()

@@ -141,4 +141,3 @@ def train(
             for images, labels in checkpointer.batches(batches):
                 one_batch(images, labels)
     checkpointer.close()
-    accelerator.end_training()

@@ -137,8 +137,6 @@ def save_slowly(directory: str, *, group_seconds: int) -> None:
         model(batch).sum().backward()
         checkpointer.step()
     checkpointer.close()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def _signal_later(where: Path, name: str, after_seconds: float, stopped_seconds: int) -> None:

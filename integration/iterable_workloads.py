@@ -221,8 +221,6 @@ def train(
                 one_batch(batch)
             np.random.rand()
     checkpointer.close()
-    if through != "torch":
-        accelerator.end_training()
 
 
 def train_by_trainer(directory: str, *, workers: str, save_every: int, max_steps: int = 18) -> None:

@@ -140,9 +140,6 @@ def train(
             loss.backward()
             optimizer.step()
             run.step(loss=loss)
-    if world_size > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def train_accelerate(
@@ -176,7 +173,6 @@ def train_accelerate(
             optimizer.step()
             optimizer.zero_grad()
             run.step(loss=loss)
-    accelerator.end_training()
 
 
 class Classifier(nn.Module):

@@ -95,9 +95,6 @@ class Job:
 
     def close(self) -> None:
         self.checkpointer.close()
-        if self.num_ranks > 1:
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
 
 
 def train(directory: str, *, loop: str, workers: str = "0", save_every: int = 2) -> None:
@@ -212,4 +209,3 @@ def accumulate_with_accelerate(directory: str, *, mid_accumulation: str = "gradi
         if accelerator.step % 4 == 2:
             checkpointer.save()
     checkpointer.close()
-    accelerator.end_training()

@@ -55,6 +55,11 @@ def test_a_run_that_is_killed_six_times_ends_with_the_same_bits(kit: Kit) -> Non
     kit.assert_exact(Cell(gan, {}, 1, kills))
 
 
+def test_ranks_that_take_the_mean_of_their_weights_continue_exactly_from_there(kit: Kit) -> None:
+    kills = (KillPoint.step(7), KillPoint.step(18))
+    kit.assert_exact(Cell(local_sgd, {"save_every": 4}, 2, kills))
+
+
 def test_ranks_that_are_apart_are_refused_at_the_save(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(local_sgd, {}, 2)))
     assert "RankDisagreementError" in run.failure

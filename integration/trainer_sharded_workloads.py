@@ -84,4 +84,3 @@ def train(
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
     else:
         assert trainer.deepspeed.zero_optimization_stage() == stage
-    trainer.accelerator.end_training()  # gloo's threads must not outlive the interpreter

@@ -261,4 +261,3 @@ def train(
     result = trainer.train()
     returned = {"steps": result.global_step, "train_loss": result.training_loss.hex()}
     (Path(directory) / RESULT).write_text(json.dumps(returned), encoding="utf-8")
-    trainer.accelerator.end_training()  # gloo's threads must not outlive the interpreter

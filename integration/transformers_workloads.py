@@ -148,4 +148,3 @@ def train(
     )
     torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks
     trainer.train()
-    trainer.accelerator.end_training()  # gloo's threads must not outlive the interpreter

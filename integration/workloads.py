@@ -188,9 +188,6 @@ def train(
             if report:
                 checkpointer.report(loss=evaluate(bare, data))
     checkpointer.close()
-    if world_size > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def evaluate(model: nn.Module, data: Digits) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -58,9 +59,22 @@ class Task:
                 os.environ[name] = value
 
     def run(self) -> None:
-        """Calls the function; whatever it raises goes on."""
+        """Calls the function; whatever it raises goes on. It may leave a process group."""
         sys.argv = [self.target]
         load_function(self.target)(self.directory, **self.options)
+        _end_process_group()
+
+
+def _end_process_group() -> None:
+    """gloo's threads must not outlive the interpreter, nor a DDP module its process group.
+
+    torch 2.13: freed after its group, the module waits for a thread that waits for the interpreter.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        gc.collect()
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 def target_of(function: str | Callable[..., Any]) -> str:
