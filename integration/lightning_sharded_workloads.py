@@ -50,7 +50,7 @@ class Classifier(LightningModule):
     def configure_model(self) -> None:
         mesh = self.device_mesh
         if mesh is not None and not isinstance(self.layers[0].weight, DTensor):
-            for layer in (self.layers[0], self.layers[4], self):
+            for layer in (self.layers[0], self.layers[4], self.layers):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
