@@ -70,7 +70,9 @@ class Classifier(LightningModule):
 
 def make_strategy(spread: str) -> Any:
     if spread == "FSDP2":
-        return ModelParallelStrategy(data_parallel_size="auto", tensor_parallel_size=1)
+        return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1)
+    if spread == "tensor parallel":
+        return ModelParallelStrategy(1, int(os.environ["WORLD_SIZE"]))
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": int(spread[-1])},
@@ -91,15 +93,12 @@ def train(
     """Trains with dropout and AdamW on as many ranks as the environment says."""
     world_size = int(os.environ["WORLD_SIZE"])
     seed_everything(0)
-    strategy = make_strategy(spread)
-    if spread == "FSDP2":
-        strategy._data_parallel_size = world_size
     trainer = Trainer(
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         limit_val_batches=1.0 if validate else 0,
         enable_checkpointing=False,
-        strategy=strategy,
+        strategy=make_strategy(spread),
         devices=world_size,
         callbacks=[ResumeCallback(directory, save_every=save_every, strict=True)],
         **QUIET,

@@ -24,7 +24,6 @@ PRELOAD = (
     "lightning.pytorch",
     "resumekit.adapters.lightning",
 )
-SPREADS = ["FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 # An epoch has 6 steps on two ranks.
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
@@ -64,3 +63,9 @@ def test_accumulated_and_validated_it_continues_exactly(kit: Kit, spread: str) -
 @pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
     kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+
+
+def test_ranks_that_share_a_batch_are_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(cell((), spread="tensor parallel")))
+    assert "ConfigurationError" in run.failure
+    assert "tensor parallelism (ModelParallelStrategy)" in run.failure
