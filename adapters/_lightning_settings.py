@@ -30,7 +30,7 @@ def check(trainer: Any, module: Any) -> None:
     Raises:
         ConfigurationError: names the setting that cannot be followed.
     """
-    is_same_package = isinstance(trainer, Trainer)
+    is_same_package = issubclass(type(trainer), Trainer)
     if not is_same_package:
         raise ConfigurationError(
             "ResumeCallback",
