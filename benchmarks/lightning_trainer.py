@@ -1,7 +1,8 @@
 """What does the ResumeCallback cost Lightning? A step, and a save beside ``save_checkpoint``.
 
-One Trainer saves every step twice: with ``trainer.save_checkpoint`` into a new file, and through
-the callback. Before that, fits of many short steps take turns without and with the callback.
+Fits without and with the callback take turns, and Lightning's profiler times the places at which
+the callback is met: where a batch is asked for, and where a step ends. Then one Trainer saves every
+step twice: with ``trainer.save_checkpoint`` into a new file, and through the callback.
 
     python benchmarks/lightning_trainer.py [--saves 12] [--steps 300] [--record]
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import statistics
 import tempfile
 import time
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from findings import Findings, machine
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +36,11 @@ from resumekit.adapters.lightning import ResumeCallback
 BATCH_SIZE = 16
 WARM_UP = 2  # saves
 SMALL, LARGER = 64, 2048
+
+# lightning 2.6 loops/fetchers.py, training_epoch_loop.py, trainer/call.py name what they time.
+FETCH = "[_TrainingEpochLoop].train_dataloader_next"
+STEP = "run_training_batch"
+END = "[Callback]ResumeCallback.on_train_batch_end"
 
 
 class Module(LightningModule):
@@ -79,10 +87,12 @@ class SavesToo(Callback):
         self.own.append(time.perf_counter() - began)
 
 
-def fit(width: int, num_steps: int, *callbacks: Any) -> float:
-    """Seconds of a fit of so many steps."""
+def fit(width: int, num_steps: int, *callbacks: Any) -> dict[str, list[float]]:
+    """A fit of so many steps; the seconds of its parts, by their names in Lightning's profiler."""
     seed_everything(0, verbose=False)
+    profiler = SimpleProfiler()
     trainer = Trainer(
+        profiler=profiler,
         max_epochs=1,
         accelerator="cpu",
         logger=False,
@@ -92,9 +102,8 @@ def fit(width: int, num_steps: int, *callbacks: Any) -> float:
         callbacks=[*callbacks],
     )
     data = TensorDataset(torch.randn(num_steps * BATCH_SIZE, width))
-    began = time.perf_counter()
     trainer.fit(Module(width), DataLoader(data, BATCH_SIZE, shuffle=True))
-    return time.perf_counter() - began
+    return profiler.recorded_durations
 
 
 def save_times(num_saves: int, folder: Path) -> tuple[list[float], list[float], int]:
@@ -107,14 +116,17 @@ def save_times(num_saves: int, folder: Path) -> tuple[list[float], list[float], 
     return both.own[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], size
 
 
-def step_times(num_steps: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds of a step without and with the callback, of fits that take turns."""
-    stock, ours = [], []
-    for turn in range(7):
-        stock.append(fit(SMALL, num_steps) / num_steps)
-        callback = ResumeCallback(folder / f"turn-{turn}", save_every=10**9)
-        ours.append(fit(SMALL, num_steps, callback) / num_steps)
-    return stock[1:], ours[1:]
+def step_times(num_steps: int, folder: Path) -> tuple[float, float]:
+    """Seconds of a stock step, and what the callback adds to one; medians."""
+    steps, stock, ours = [], [], []
+    for turn in range(6):
+        found = fit(SMALL, num_steps)
+        stock += found[FETCH]
+        steps += [a + b for a, b in zip(found[FETCH], found[STEP], strict=False)]
+        found = fit(SMALL, num_steps, ResumeCallback(folder / f"turn-{turn}", save_every=10**9))
+        ours += [a + b for a, b in zip(found[FETCH], found[END], strict=False)]
+    median = statistics.median
+    return median(steps), median(ours) - median(stock)
 
 
 def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:
@@ -123,7 +135,12 @@ def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:
     pairs = list(zip(stock, ours, strict=True))
     milliseconds = [median(stock), median(ours), median([b - a for a, b in pairs])]
     ratio = median([b / a for a, b in pairs])
-    return (what, *(f"{each * 1e3:,.3f}" for each in milliseconds), f"{ratio:.2f}x")
+    return (what, *map(ms, milliseconds), f"{ratio:.2f}x")
+
+
+def ms(seconds: float) -> str:
+    """In milliseconds."""
+    return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def main() -> None:
@@ -134,19 +151,21 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     console = Console()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with (
         tempfile.TemporaryDirectory() as directory,
         contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        steps = step_times(arguments.steps, Path(directory))
+        step, added = step_times(arguments.steps, Path(directory))
         own_saves, our_saves, size = save_times(arguments.saves, Path(directory))
     found = Findings(
         f"Lightning, stock and with the callback, {arguments.saves} saves",
         ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
         [
-            row(f"a step of a fit of {arguments.steps} steps, its start and end too", *steps),
+            ("a step", ms(step), ms(step + added), ms(added), f"{1 + added / step:.3f}x"),
             row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves),
         ],
         machine("torch", "lightning"),
@@ -158,8 +177,9 @@ def main() -> None:
             heading="What the callback costs Lightning",
             before=[
                 "`python benchmarks/lightning_trainer.py --record`: fits of a module of 6 layers",
-                f"of width {SMALL} take turns without and with the callback, which saves once, at",
-                "the end; that save, the start and the end of the fit are in the step's time.",
+                f"of width {SMALL} take turns without and with the callback, which saves nothing",
+                "before the end. Added is what asking for a batch takes longer, and the callback",
+                "at the step's end, by Lightning's profiler.",
                 f"Saves: a module of width {LARGER} with AdamW, every step by",
                 "`trainer.save_checkpoint` into a new file and by the callback; Lightning asks",
                 "for no `fsync` and takes no digest. Medians, also of differences and ratios.",

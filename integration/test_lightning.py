@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
@@ -230,7 +230,14 @@ def test_the_private_attributes_are_where_the_adapter_looks() -> None:
         "cumulated_batch_size",
     }, PINNED
     assert trainer.callback_metrics is trainer._logger_connector._callback_metrics, PINNED
+    assert trainer.logged_metrics is trainer._logger_connector._logged_metrics, PINNED
     assert epoch_loop.val_loop._combined_loader.flattened, PINNED
+    assert fit_loop._combined_loader._mode == "max_size_cycle", PINNED
+    assert fit_loop._combined_loader._state_dicts() == [], PINNED
+    assert not fit_loop._data_source.is_module(), PINNED
+    assert ModelParallelStrategy()._tensor_parallel_size == "auto", PINNED
+    saving = vars(ModelCheckpoint())
+    assert (saving["_last_global_step_saved"], saving["_last_checkpoint_saved"]) == (0, ""), PINNED
     assert averaging._average_model is not None, PINNED
     assert trainer.lightning_module.accuracy._update_count == 0, PINNED  # of this epoch
 
