@@ -22,7 +22,10 @@ nox.options.stop_on_first_error = False
 PYTHON = sys.executable
 
 # Pins of what is private, and exactness in every kind of model, data and callback.
-OLDEST_TESTS = ("transformers", "transformers_saving", "transformers_changes", "trainer_rows")
+OLDEST_TESTS = {
+    "transformers": ("transformers", "transformers_saving", "transformers_changes", "trainer_rows"),
+    "lightning": ("lightning", "lightning_rows", "lightning_sharded"),
+}
 
 # A class of tests shares one warm server of processes, so its tests stay together.
 PYTEST = (PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadscope")
@@ -55,18 +58,19 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-def oldest(session: nox.Session) -> None:
-    """The Trainer's adapter on the oldest versions that its extra allows; minutes, by name only."""
+@nox.parametrize("framework", OLDEST_TESTS)
+def oldest(session: nox.Session, framework: str) -> None:
+    """An adapter on the oldest versions that its extra allows; minutes, by name only."""
     extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
-    pins = [each.replace(">=", "==") + ".*" for each in extras["transformers"]]
+    pins = [each.replace(">=", "==") for each in extras[framework]]
     with tempfile.TemporaryDirectory() as temporary:
         python = _environment(Path(temporary))
         session.run(str(python), "-m", "pip", "install", "--quiet", *pins)
-        where = "import transformers; print(transformers.__version__, transformers.__file__)"
+        where = f"import {framework} as f; print(f.__version__, f.__file__)"
         found = (session.run(str(python), "-c", where, silent=True) or "").split()
         if not Path(found[-1]).is_relative_to(temporary):
             session.error(f"the oldest version was not what was imported: {found}")
-        tests = [f"integration/test_{name}.py" for name in OLDEST_TESTS]
+        tests = [f"integration/test_{name}.py" for name in OLDEST_TESTS[framework]]
         alone = {"PYTHONPATH": str(Path.cwd())}  # the checkout, which is not installed there
         session.run(str(python), *PYTEST[1:], *tests, *session.posargs, env=alone)
 

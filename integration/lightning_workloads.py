@@ -213,7 +213,8 @@ def train(
             ema=average if ema == "given" else None,
             extras=extras,
             best_metric="val_loss" if validate else None,
-            strict=True,
+            # What persistent workers of the validation draw would be lost; these draw nothing.
+            strict=not (validate and workers == "persistent"),
         ),
         Counting(extras),
     ]

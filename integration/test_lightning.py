@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
@@ -230,7 +230,14 @@ def test_the_private_attributes_are_where_the_adapter_looks() -> None:
         "cumulated_batch_size",
     }, PINNED
     assert trainer.callback_metrics is trainer._logger_connector._callback_metrics, PINNED
+    assert trainer.logged_metrics is trainer._logger_connector._logged_metrics, PINNED
     assert epoch_loop.val_loop._combined_loader.flattened, PINNED
+    assert fit_loop._combined_loader._mode == "max_size_cycle", PINNED
+    assert fit_loop._combined_loader._state_dicts() == [], PINNED
+    assert not fit_loop._data_source.is_module(), PINNED
+    assert ModelParallelStrategy()._tensor_parallel_size == "auto", PINNED
+    saving = vars(ModelCheckpoint())
+    assert (saving["_last_global_step_saved"], saving["_last_checkpoint_saved"]) == (0, ""), PINNED
     assert averaging._average_model is not None, PINNED
     assert trainer.lightning_module.accuracy._update_count == 0, PINNED  # of this epoch
 
@@ -522,13 +529,24 @@ class FetchesItself(Classifier):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
+class FSDPStrategyOnCpu(FSDPStrategy):
+    """lightning 2.6 strategies/fsdp.py takes it for accelerators only."""
+
+    def setup_environment(self) -> None: ...
+
+
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
-    "ModelParallelStrategy": lambda: {"strategy": ModelParallelStrategy()},
+    "FSDPStrategy": lambda: {"strategy": FSDPStrategyOnCpu()},
     "reload_dataloaders_every_n_epochs": lambda: {"reload_dataloaders_every_n_epochs": 1},
     "BackboneFinetuning": lambda: {"callbacks": [BackboneFinetuning()]},
     "StochasticWeightAveraging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
     "dataloader_iter": lambda: {"module": FetchesItself},
-    "several training loaders": lambda: {"loader": [validation(), validation()]},
+    "unequal lengths in mode max_size_cycle": lambda: {
+        "loader": [validation(), make_loader(False, "shuffle", "0", NUM_SAMPLES)]
+    },
+    "unequal lengths in mode max_size": lambda: {
+        "loader": CombinedLoader([validation(), validation()], "max_size")
+    },
     "a training loader without a length": lambda: {"loader": DataLoader(Stream())},
 }
 
@@ -575,6 +593,41 @@ def test_what_is_no_dataloader_is_told_to_be_less_than_exact_and_refused_when_st
 
     with pytest.raises(InexactError, match="data: equivalent"):
         fit(ResumeCallback(tmp_path, strict=True), loader=Batches())
+
+
+LESS_THAN_EXACT: dict[str, Callable[[], dict[str, Any]]] = {
+    "workers of a loader for validation": lambda: {"val": validation("persistent")},
+    "beyond limit_train_batches": lambda: {
+        "loader": make_loader(True, "shuffle", "persistent", NUM_SAMPLES),
+        "limit_train_batches": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("what", LESS_THAN_EXACT)
+def test_what_persistent_workers_would_lose_is_told_at_the_start(tmp_path: Path, what: str) -> None:
+    with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
+        fit(ResumeCallback(tmp_path, strict=True), **LESS_THAN_EXACT[what]())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val": lambda: validation("persistent"), "limit_val_batches": 0},
+        {"loader": lambda: make_loader(True, "shuffle", "persistent", 16), "max_epochs": 1},
+        {
+            "loader": lambda: make_loader(True, "shuffle", "persistent", 16),
+            "limit_train_batches": 2,
+            "max_epochs": 1,
+        },
+    ],
+    ids=["nothing is validated", "no limit", "a limit that is not met"],
+)
+def test_persistent_workers_that_lose_nothing_are_exact(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    made = {key: value() if callable(value) else value for key, value in settings.items()}
+    fit(ResumeCallback(tmp_path, strict=True), **made)
 
 
 # ---------------------------------------------------------------- the script

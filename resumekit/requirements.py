@@ -23,19 +23,22 @@ MINIMUM_VERSIONS: Mapping[str, str] = MappingProxyType(
 _RELEASE = re.compile(r"(?:\d+!)?(\d+(?:\.\d+)*)")
 
 
-def require(framework: str) -> None:
+def require(framework: str, *, under: str | None = None) -> None:
     """Returns when the framework is installed in a version that its adapter works with.
 
     The framework is not imported: an error inside it stays its own.
 
     Args:
         framework: a name in ``MINIMUM_VERSIONS``; the extra that installs it has the same name.
+        under: another package that the same framework, of the same version, comes in.
 
     Raises:
         MissingDependencyError: it is missing, or too old.
     """
     minimum = MINIMUM_VERSIONS[framework]
     installed = installed_version(framework)
+    if installed is None and under is not None:
+        installed = installed_version(under)
     if installed is None or _release(installed) < _release(minimum):
         raise MissingDependencyError(
             framework,

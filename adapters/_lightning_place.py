@@ -1,0 +1,105 @@
+"""Where the loops of a fit are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from resumekit.adapters._lightning_package import ResultCollection
+from resumekit.adapters._lightning_settings import fidelity_of
+from resumekit.contract import SharingPattern, StateComponent
+
+
+class Place:
+    """Where Lightning's loops are, what they decide by, and the sums of the epoch under way.
+
+    Lightning's own way back leaves out what was due at the last batch. So the loops go into the
+    interrupted epoch as into any other, and are put where they were when they ask for a batch.
+    lightning 2.6 loops/fit_loop.py ``reset``, loops/training_epoch_loop.py ``reset``, ``advance``.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._again: Mapping[str, Any] | None = None  # until the first batch of this launch
+        self._sums: dict[str, Any] = {}  # of metrics that this launch has not logged yet
+        self._keeps_workers = False  # of a loader for validation
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        results = trainer.fit_loop.epoch_loop._results.items()
+        sums = {key: m.metric_state for key, m in results if m.is_tensor and not m.has_reset}
+        loop = trainer.fit_loop  # its own state_dict asks the loaders, and some draw numbers then
+        return {
+            "loops": {
+                **loop.epoch_loop.state_dict(prefix="epoch_loop."),
+                "epoch_progress": loop.epoch_progress.state_dict(),
+                "state_dict": {},
+            },
+            "sums": {**self._sums, **sums},
+            "metrics": dict(trainer._logger_connector._callback_metrics),
+            "logged_metrics": dict(trainer._logger_connector._logged_metrics),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "should_stop": trainer.should_stop,
+            "keeps_workers": self._keeps_workers
+            or any(getattr(each, "_iterator", None) for each in self._validation()),
+            # torch 2.13 nn/parallel/distributed.py: not in the forward pass after a validation.
+            "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        loop.load_state_dict(dict(state["loops"]))
+        loop.epoch_loop.restarting = False
+        trainer._logger_connector._callback_metrics.update(state["metrics"])
+        trainer._logger_connector._logged_metrics.update(state["logged_metrics"])
+        trainer.should_stop = state["should_stop"]
+        if state["syncs_buffers"] is not None:
+            trainer.model.require_forward_param_sync = state["syncs_buffers"]
+        self._keeps_workers = state["keeps_workers"]
+        trainer.num_sanity_val_steps = 0
+        epoch = loop.epoch_progress.current
+        self._again = state if epoch.processed < epoch.started else None
+
+    def component(self) -> StateComponent:
+        """All of it, and whether what persistent workers draw comes back."""
+        fidelity, reason = fidelity_of(self._trainer)
+        return StateComponent(
+            "callbacks/lightning", self, SharingPattern.PER_RANK, fidelity=fidelity, reason=reason
+        )
+
+    def arrive(self) -> None:
+        """Lightning asks for the first batch of an epoch; the sums of the former one are over."""
+        self._sums.clear()
+        if self._again is None:
+            return
+        state, loop = self._again, self._trainer.fit_loop
+        self.load_state_dict(state)
+        self._again = None
+        loop._restarting = False  # or plateau schedulers would miss this epoch
+        loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
+        self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+        self._sums.update(state["sums"])
+        loop.epoch_loop._results = _Results(self._sums)
+        if self._keeps_workers:  # they draw a seed when they start, and that was before
+            loop.epoch_loop.val_loop.setup_data()
+            for each in self._validation():
+                iter(each)
+
+    def _validation(self) -> list[Any]:
+        loader = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return [] if loader is None else list(loader.flattened)
+
+
+class _Results(ResultCollection):
+    """What the epoch has logged; each metric goes on from the interrupted run's sum.
+
+    lightning 2.6 trainer/connectors/logger_connector/result.py ``log`` sets an item once.
+    """
+
+    def __init__(self, sums: dict[str, Any]) -> None:
+        super().__init__(training=True)
+        self._sums = sums
+
+    def __setitem__(self, key: str, metric: Any) -> None:
+        vars(metric).update(self._sums.pop(key, {}))
+        super().__setitem__(key, metric)

@@ -1,0 +1,99 @@
+"""What a Trainer, its module and its callbacks must be like, so that a fit can be followed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sized
+from typing import Any
+
+from resumekit.adapters._lightning_package import CombinedLoader, Trainer, callbacks, strategies
+from resumekit.contract import Fidelity
+from resumekit.errors import ConfigurationError
+
+_STRATEGIES = (
+    strategies.SingleDeviceStrategy,
+    strategies.DDPStrategy,  # and DeepSpeed's, which derives from it
+    strategies.ModelParallelStrategy,
+)
+
+# These change the optimizer or the module when an epoch begins, and no resume repeats that.
+_CHANGING = (
+    callbacks.BaseFinetuning,
+    callbacks.ModelPruning,
+    callbacks.StochasticWeightAveraging,
+)
+
+
+def check(trainer: Any, module: Any) -> None:
+    """Returns when a fit with these settings can be continued exactly.
+
+    Raises:
+        ConfigurationError: names the setting that cannot be followed.
+    """
+    is_same_package = issubclass(type(trainer), Trainer)
+    if not is_same_package:
+        raise ConfigurationError(
+            "ResumeCallback",
+            found=f"a Trainer of {type(trainer).__module__.partition('.')[0]}",
+            expected=f"one of {Trainer.__module__.partition('.')[0]}",
+            remedy="Import one of the two packages alone, before resumekit.adapters.lightning",
+        )
+    strategy = trainer.strategy
+    refuse(type(strategy).__name__, not isinstance(strategy, _STRATEGIES))
+    sizes = getattr(strategy, "_tensor_parallel_size", 1)
+    refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
+    refuse("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs > 0)
+    parameters = inspect.signature(module.training_step).parameters
+    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
+    for each in trainer.callbacks:
+        refuse(type(each).__name__, isinstance(each, _CHANGING))
+
+
+def refuse(what: str, is_there: bool) -> None:
+    """Refuses something by name.
+
+    Raises:
+        ConfigurationError: it is there.
+    """
+    if is_there:
+        raise ConfigurationError("ResumeCallback", found=f"{what}, which is not available yet")
+
+
+def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
+    """How far the fit goes, and how far it is; a limit below 1 is none."""
+    steps = (trainer.max_steps, trainer.global_step)
+    return {"epochs": (trainer.max_epochs, trainer.current_epoch), "steps": steps}
+
+
+def fidelity_of(trainer: Any) -> tuple[Fidelity, str]:
+    """What persistent workers may lose. Of loaders that a hook makes nobody knows at the start."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer.limit_val_batches and any(map(_keeps_workers, _given(epoch_loop.val_loop))):
+        return Fidelity.LOST, (
+            "random numbers that persistent workers of a loader for validation draw do not come "
+            "back; use persistent_workers=False there"
+        )
+    kept = filter(_keeps_workers, _given(trainer.fit_loop))
+    if not all(_is_used_up(each, trainer.limit_train_batches) for each in kept):
+        return Fidelity.LOST, (
+            "batches that persistent workers made beyond limit_train_batches are not made again; "
+            "use persistent_workers=False"
+        )
+    return Fidelity.EXACT, ""
+
+
+def _given(loop: Any) -> list[Any]:
+    """The loaders that ``fit`` was given, as far as it was."""
+    source = loop._data_source
+    return [] if source.is_module() else CombinedLoader(source.instance).flattened
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return bool(getattr(loader, "persistent_workers", False))
+
+
+def _is_used_up(loader: Any, limit: int | float) -> bool:
+    """Whether an epoch takes all of its batches."""
+    if isinstance(limit, float):
+        return limit >= 1.0
+    return isinstance(loader.dataset, Sized) and limit >= len(loader)

@@ -1,0 +1,213 @@
+"""Lightning with other loaders, modules, callbacks and strategies than ``lightning_workloads``.
+
+Every launch writes down what it validated, what it logged, and in the end what the Trainer holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from digits import Digits
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_workloads import BATCH_SIZE, NUM_SAMPLES, QUIET, Classifier, make_loader
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from resumekit.adapters.lightning import ResumeCallback
+
+LOGGED, VALIDATED, RESULT = "logged.jsonl", "validated.jsonl", "result.json"
+
+
+class EachEpoch(Classifier):
+    """Its learning rate falls when an epoch ends."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}]
+
+
+class Bare(LightningModule):
+    """No metric: torchmetrics 1.9 cannot be compiled beside lightning_utilities 0.15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.3), nn.Linear(32, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2)
+
+
+class OfTwoLoaders(Classifier):
+    """Trains on a batch of each of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        one, other = batch.values() if isinstance(batch, dict) else batch
+        both = [torch.cat(pair) for pair in zip(one, other, strict=True)]
+        return super().training_step(both, batch_idx)
+
+
+class Lines(Logger):
+    """Appends what is logged to a file, as trackers do on their servers."""
+
+    name = version = None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def log_hyperparams(self, *parameters: Any, **more: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        append(self.path, {"step": step, **metrics})
+
+
+class Validated(Callback):
+    """Writes down what is validated, and kills the process there when it is told to.
+
+    Args:
+        path: the file that it appends to.
+        kill: ``before``, ``during`` or ``after`` the validation of step 6.
+    """
+
+    def __init__(self, path: Path, kill: str) -> None:
+        self.path = path
+        self.kill = kill
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        self._come_to("before", trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if trainer.sanity_checking:
+            append(self.path, {"sanity check": batch_idx})
+            return
+        labels = batch[1].tolist()
+        append(self.path, {"step": trainer.global_step, "batch": batch_idx, "labels": labels})
+        if batch_idx == 1:
+            self._come_to("during", trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._come_to("after", trainer)
+
+    def _come_to(self, place: str, trainer: Any) -> None:
+        if (place, 6) == (self.kill, trainer.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+MODULES = {"plain": Classifier, "bare": Bare, "by epoch": EachEpoch, "of two": OfTwoLoaders}
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def stateful(workers: str) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(
+        Digits(NUM_SAMPLES, augment=True),
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        num_workers=0 if workers == "0" else 2,
+        persistent_workers=workers == "persistent",
+    )
+
+
+def make_loaders(kind: str, workers: str) -> Any:
+    """One training loader, or two that are used together."""
+    if kind == "stateful":
+        return stateful(workers)
+    one = make_loader(True, "shuffle", workers, NUM_SAMPLES)
+    if kind == "one":
+        return one
+    if kind == "a list of two":
+        return [one, make_loader(True, "generator", workers, NUM_SAMPLES - 2)]
+    longer = make_loader(True, "generator", workers, NUM_SAMPLES + 30)
+    return CombinedLoader({"one": one, "longer": longer}, "min_size")
+
+
+def train(
+    directory: str,
+    *,
+    loader: str = "one",
+    workers: str = "0",
+    module: str = "plain",
+    compiled: bool = False,
+    own_saving: bool = False,
+    patience: int = 0,
+    max_time: bool = False,
+    log_every: int = 2,
+    accumulate: int = 1,
+    val_check_interval: int | None = None,
+    kill_in_validation: str = "",
+    epochs: int = 2,
+    save_every: int = 3,
+) -> None:
+    """Trains the classifier in one process."""
+    seed_everything(0)
+    folder = Path(directory)
+    model: Any = MODULES[module]()
+    validates = val_check_interval is not None
+    callbacks: list[Any] = [
+        ResumeCallback(folder / "run", save_every=save_every, strict=True),
+        LearningRateMonitor("step", log_momentum=True),
+        Validated(folder / VALIDATED, kill_in_validation),
+    ]
+    if patience:
+        callbacks.append(EarlyStopping("val_loss", patience=patience, min_delta=0.5))
+    if own_saving:
+        best = {"monitor": "val_loss", "save_top_k": 2, "every_n_train_steps": 4}
+        callbacks.append(ModelCheckpoint(folder / "own", filename="{step}", save_last=True, **best))
+    trainer = Trainer(
+        max_epochs=epochs,
+        max_time=timedelta(days=1) if max_time else None,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=val_check_interval,
+        limit_val_batches=1.0 if validates else 0,
+        enable_checkpointing=own_saving,
+        log_every_n_steps=log_every,
+        callbacks=callbacks,
+        **{**QUIET, "logger": Lines(folder / LOGGED)},
+    )
+    if compiled:
+        model = torch.compile(model, backend="aot_eager")
+    val: Any = DataLoader(Digits(20, augment=True), batch_size=BATCH_SIZE)
+    trainer.fit(model, make_loaders(loader, workers), val if validates else None)
+    result = {
+        "logged": {key: value.item() for key, value in trainer.logged_metrics.items()},
+        "for callbacks": {key: value.item() for key, value in trainer.callback_metrics.items()},
+        "step, epoch": [trainer.global_step, trainer.current_epoch],
+        "own": sorted(path.name for path in folder.glob("own/*")),
+        "own best": own_best(trainer, folder) if own_saving else None,
+    }
+    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+
+
+def own_best(trainer: Any, folder: Path) -> dict[str, float]:
+    models = trainer.checkpoint_callback.best_k_models.items()
+    return {str(Path(path).relative_to(folder)): score.item() for path, score in models}

@@ -1,0 +1,128 @@
+"""Lightning with other loaders, modules and callbacks, killed by SIGKILL and started again.
+
+Each row ends with the same bits, and so do what it logged at which step, what it validated at which
+step, what the Trainer's metrics are, and the files of Lightning's own ``ModelCheckpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning_rows_workloads import LOGGED, RESULT, VALIDATED, read, train
+
+from resumekit.prove.compare import compare
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing.kit import Run
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "torchdata.stateful_dataloader",
+    "lightning.pytorch",
+    "resumekit.adapters.lightning",
+)
+MIDDLE = (KillPoint.step(17),)  # of the second epoch; two steps are repeated
+TWICE = (KillPoint.step(5), KillPoint.step(17))
+BOUNDARY = (KillPoint.checkpoint(12),)
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
+    "a stateful loader": ({"loader": "stateful"}, TWICE),
+    "a stateful loader, on the boundary": ({"loader": "stateful"}, BOUNDARY),
+    "a stateful loader with 2 workers": ({"loader": "stateful", "workers": "2"}, TWICE),
+    "a stateful loader with persistent workers": (
+        {"loader": "stateful", "workers": "persistent"},
+        MIDDLE,
+    ),
+    "a list of two loaders": ({"loader": "a list of two", "module": "of two"}, TWICE),
+    "two loaders until the shortest ends": (
+        {"loader": "min_size", "module": "of two", "workers": "2"},
+        TWICE,
+    ),
+    "two loaders, on the boundary": ({"loader": "min_size", "module": "of two"}, BOUNDARY),
+    "a schedule by epochs": ({"module": "by epoch", "epochs": 3}, (*BOUNDARY, KillPoint.step(29))),
+    "a compiled module": ({"compiled": True, "module": "bare"}, TWICE),
+    "Lightning's own saving": (
+        {"own_saving": True, "val_check_interval": 4},
+        (KillPoint.step(7), KillPoint.step(14)),
+    ),
+    "Lightning's own saving of a stateful loader": (
+        {"own_saving": True, "val_check_interval": 4, "loader": "stateful"},
+        (KillPoint.step(14),),
+    ),
+    "a limit of time": ({"max_time": True}, TWICE),
+    "a log of windows": ({"accumulate": 2, "log_every": 3}, (KillPoint.step(4),)),
+}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def logical(path: Path) -> dict[Any, Any]:
+    """The lines of a file by what they are about; of what was done again the last ones."""
+    if not path.exists():
+        return {}
+    about = ("step", "batch", "sanity check")
+    return {
+        (*(line.get(key) for key in about), *line.keys()): tuple(map(str, line.values()))
+        for line in read(path)
+    }
+
+
+def require_equal(reference: Run, run: Run) -> None:
+    assert not run.failure, run.failure
+    assert not run.missed_kills
+    verdict = compare(reference.trace, run.trace, expect_resume=True)
+    assert verdict.exact, verdict
+    expected, found = (each.directory / "training" for each in (reference, run))
+    assert (found / RESULT).read_text() == (expected / RESULT).read_text()
+    for name in (LOGGED, VALIDATED):
+        assert logical(found / name) == logical(expected / name)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
+    options, kills = ROWS[row]
+    cell = Cell(train, options, kills=kills)
+    require_equal(kit.run_uninterrupted(cell), kit.run_killed(cell))
+
+
+@pytest.mark.parametrize("save_every", [3, 4])
+@pytest.mark.parametrize("place", ["before", "during", "after"])
+def test_killed_around_a_validation_the_same_is_validated(
+    kit: Kit, place: str, save_every: int
+) -> None:
+    """Step 6 is validated; with ``save_every=3`` it is saved too."""
+    options = {"val_check_interval": 3, "save_every": save_every, "patience": 20}
+    cell = Cell(train, options)
+    killed = replace(cell, options={**options, "kill_in_validation": place})
+    run = kit.run_again(kit.new_run(killed), leaves_on="SIGKILL")
+    run = kit.run_again(replace(run, cell=cell))
+    require_equal(kit.run_uninterrupted(cell), run)
+    validated = logical(run.directory / "training" / VALIDATED)
+    assert {key[0] for key in validated} == {None, *range(3, 25, 3)}
+
+
+@pytest.mark.parametrize("component", ["data", "callbacks/lightning", "rng", "lr_scheduler"])
+def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
+    loader = {"loader": "min_size", "module": "of two"}
+    options = {"module": "by epoch", "epochs": 3} if component == "lr_scheduler" else loader
+    kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
+
+
+def test_a_run_directory_that_was_moved_is_continued(kit: Kit) -> None:
+    cell = Cell(train, {"val_check_interval": 4, "own_saving": True})
+    run = kit.run_again(kit.new_run(cell), kill=KillPoint.step(14))
+    moved = run.directory.with_name("moved")
+    run.directory.rename(moved)
+    run = kit.run_again(replace(run, directory=moved, trace=moved / "trace"))
+    require_equal(kit.run_uninterrupted(cell), run)

@@ -1,0 +1,71 @@
+"""Lightning with FSDP2 and with DeepSpeed's ZeRO: killed, it continues with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("deepspeed")
+
+from lightning_sharded_workloads import train
+
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+    "lightning.pytorch",
+    "resumekit.adapters.lightning",
+)
+# An epoch has 6 steps on two ranks.
+KILLS = {
+    "mid-epoch 0": (KillPoint.step(4),),
+    "on the boundary": (KillPoint.checkpoint(6),),
+    "twice in one epoch": (KillPoint.step(8), KillPoint.step(11)),
+}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
+    return Cell(train, options, 2, kills)
+
+
+@pytest.mark.parametrize("place", KILLS)
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
+    kit.assert_exact(cell(KILLS[place], spread=spread))
+
+
+@pytest.mark.parametrize("spread", ["ZeRO-1", "ZeRO-3"])
+def test_each_stage_continues_exactly(kit: Kit, spread: str) -> None:
+    kit.assert_exact(cell(KILLS["twice in one epoch"], spread=spread))
+
+
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_accumulated_and_validated_it_continues_exactly(kit: Kit, spread: str) -> None:
+    options = {"spread": spread, "accumulate": 2, "validate": True, "save_every": 1}
+    kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(4)), **options))
+
+
+@pytest.mark.parametrize("component", ["optimizer", "rng"])
+@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
+    kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+
+
+def test_ranks_that_share_a_batch_are_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(cell((), spread="tensor parallel")))
+    assert "ConfigurationError" in run.failure
+    assert "tensor parallelism (ModelParallelStrategy)" in run.failure
