@@ -86,7 +86,7 @@ def engine_components(
     yield from state_components(
         model=None,
         lr_scheduler=engine.lr_scheduler if lr_scheduler is None else lr_scheduler,
-        grad_scaler=engine.torch_autocast_z0_gradscaler,
+        grad_scaler=_autocast_scaler(engine),
         ema=ema,
     )
     if engine.world_size > 1:
@@ -94,6 +94,12 @@ def engine_components(
         yield from rank_buffer_components(model=model, ema=ema)
     # A run that began under plain PyTorch has none.
     yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False)
+
+
+def _autocast_scaler(engine: Any) -> Any:
+    """The scaler of ``torch_autocast`` in fp16; ZeRO has it for itself, and saves it nowhere."""
+    of_zero = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return engine.torch_autocast_z0_gradscaler if of_zero is None else of_zero
 
 
 def require_resumable(engine: Any) -> None:
@@ -124,6 +130,13 @@ class _Counters(AttributeState):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
         self._engine = engine
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        remarks = super().load_state_dict(state)
+        # A save stands between two windows; windows may have another length here.
+        engine = self._engine
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+        return remarks
 
     def fingerprint(self) -> dict[str, Any]:
         return {"config": self._engine.config}
