@@ -73,13 +73,10 @@ class TestDeepSpeed(ConformanceSuite):
         number, world_size = STAGES[stage]
         kit.assert_exact(self.cell(place, {"stage": number}, world_size=world_size))
 
-    @pytest.mark.parametrize("buckets", [False, True], ids=["one bucket", "small buckets"])
     @pytest.mark.parametrize("stage", range(4), ids="stage {}".format)
-    def test_sums_over_four_ranks_continue_exactly(
-        self, kit: Kit, stage: int, buckets: bool
-    ) -> None:
-        # One step is saved before the second iteration, when some engines change their buckets.
-        options = {"stage": stage, "save_every": 1, "small_buckets": buckets}
+    def test_sums_over_four_ranks_continue_exactly(self, kit: Kit, stage: int) -> None:
+        # The first kill comes before the second iteration, in which DDP would form new buckets.
+        options = {"stage": stage, "save_every": 1, "small_buckets": True}
         kills = (KillPoint.step(2), KillPoint.step(5))
         kit.assert_exact(self.cell(kills, options, world_size=4))
 

@@ -1,6 +1,7 @@
-"""A DeepSpeed engine's state, ZeRO shards too: DeepSpeed assembles and loads it, without pickle.
+"""A DeepSpeed engine's state, without pickle: by parameter name wherever it can be told apart.
 
-Several adapters have such an engine: the user's script made it, or their framework did.
+What cannot, DeepSpeed assembles and loads. Several adapters have such an engine: the user's script
+made it, or their framework did.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _REFUSED = {
 def engine_components(
     engine: Any, *, lr_scheduler: Any = None, ema: Any = None
 ) -> Iterator[StateComponent]:
-    """The engine's state. A plain torch optimizer is stored as under every other adapter.
+    """The engine's state, weights and moments as under every other adapter where that is possible.
 
     Args:
         engine: what ``deepspeed.initialize`` returns first; see ``require_resumable``.
@@ -131,11 +132,17 @@ class _Counters(AttributeState):
         super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
         self._engine = engine
 
+    def state_dict(self) -> dict[str, Any]:
+        window = self._engine.gradient_accumulation_steps()
+        return {**super().state_dict(), "gradient_accumulation_steps": window}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         remarks = super().load_state_dict(state)
-        # A save stands between two windows; windows may have another length here.
         engine = self._engine
-        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+        window = engine.gradient_accumulation_steps()
+        # A save stands between two windows. Where they have another length, a new one begins here.
+        if state.get("gradient_accumulation_steps", window) != window:
+            engine.micro_steps -= engine.micro_steps % window
         return remarks
 
     def fingerprint(self) -> dict[str, Any]:
@@ -162,7 +169,7 @@ class _LossScaler:
 
 
 class _Model(ModelState):
-    """The module under an optimizer that partitions it, or holds copies of its weights.
+    """The module beside an optimizer that only DeepSpeed can save.
 
     At ZeRO stage 3 a parameter is this rank's partition of it, and loading is collective.
     """

@@ -79,7 +79,9 @@ def is_by_name(engine: Any) -> bool:
     if any(group.get("use_muon") for group in inner.param_groups):
         return False
     if type(zero) is FP16_UnfusedOptimizer:  # bf16 without ZeRO
-        return not zero.fused_lamb_legacy and not zero.loss_scale_config.dynamic_loss_scale
+        row_by_row = all(each.is_contiguous() for group in zero.fp32_groups for each in group)
+        scales = zero.fused_lamb_legacy or zero.loss_scale_config.dynamic_loss_scale
+        return row_by_row and not scales
     return (
         type(zero) in _PARTITIONING
         and not engine.zero_quantized_nontrainable_weights()
