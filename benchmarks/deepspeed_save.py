@@ -26,7 +26,7 @@ from findings import Findings, machine
 from rich.console import Console
 
 STAGES = (1, 2, 3)
-WIDTH, NUM_LAYERS = 1024, 8
+WIDTH, NUM_LAYERS = 2048, 8
 HEADINGS = ("ZeRO", "resumekit", "engine.save_checkpoint + fsync", "ratio")
 
 
@@ -93,9 +93,9 @@ def measure(stage: int, num_ranks: int, num_rounds: int) -> list[list[float]]:
     """The seconds of each round, ours and DeepSpeed's."""
     with tempfile.TemporaryDirectory(prefix="deepspeed-save-", dir=".") as name:
         directory = Path(name)
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-        command += ["--master-port=0", __file__, "--rank-of", name, "--stage", str(stage)]
-        command += ["--rounds", str(num_rounds)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={num_ranks}", __file__, "--rank-of", name]
+        command += ["--stage", str(stage), "--rounds", str(num_rounds)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         seconds: list[list[float]] = json.loads((directory / "seconds.json").read_text())
