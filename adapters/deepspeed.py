@@ -1,4 +1,4 @@
-"""DeepSpeed: the engine's own state, ZeRO shards too, without pickle; the loop is plain PyTorch's.
+"""DeepSpeed: ZeRO's partitions by parameter name, without pickle; the loop is plain PyTorch's.
 
 Example:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)

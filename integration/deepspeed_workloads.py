@@ -27,6 +27,14 @@ NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
 
 
+class LoadsItself(torch.optim.AdamW):
+    """An optimizer whose state only it knows how to load."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As its parent does."""
+        super().load_state_dict(state_dict)
+
+
 def start_ranks() -> None:
     """What the launcher of a job of several ranks does, for a job of one."""
     if "RANK" not in os.environ:
@@ -88,6 +96,7 @@ def train(
     offload: bool = False,
     frozen: bool = False,
     small_buckets: bool = False,
+    loads_itself: bool = False,
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
@@ -106,19 +115,27 @@ def train(
     )
     bare[0].requires_grad_(not frozen)
     data = Digits(NUM_SAMPLES, augment=augment)
+    config = make_config(
+        stage=stage,
+        accumulate=accumulate,
+        precision=precision,
+        scheduler=scheduler,
+        offload=offload,
+        small_buckets=small_buckets,
+    )
+    trained = [each for each in bare.parameters() if each.requires_grad]
+    optimizer = None
+    if loads_itself:
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        optimizer = LoadsItself(trained, lr=1e-2)
     engine, _, own_loader, _ = deepspeed.initialize(
         model=bare,
-        model_parameters=[each for each in bare.parameters() if each.requires_grad],
+        optimizer=optimizer,
+        model_parameters=trained,
         lr_scheduler=one_cycle if scheduler == "torch" else None,
         training_data=data if loader == "own" else None,
-        config=make_config(
-            stage=stage,
-            accumulate=accumulate,
-            precision=precision,
-            scheduler=scheduler,
-            offload=offload,
-            small_buckets=small_buckets,
-        ),
+        config=config,
     )
     batches: Any = own_loader
     if get_world_size() > 1 and loader == "shuffle":

@@ -22,7 +22,7 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed_workloads import start_from_weights
+from deepspeed_workloads import LoadsItself, start_from_weights
 from deepspeed_workloads import train as train_digits
 
 from resumekit.adapters.deepspeed import Checkpointer
@@ -71,18 +71,29 @@ def alone(_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_engine(
-    stage: int = 1, *, model: nn.Module | None = None, zero: Any = None, **settings: Any
+    stage: int = 1,
+    *,
+    model: nn.Module | None = None,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    zero: Any = None,
+    **settings: Any,
 ) -> Any:
     torch.manual_seed(0)
     if model is None:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage, **(zero or {})},
         **settings,
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    if optimizer is None:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    return deepspeed.initialize(
+        model=model,
+        optimizer=optimizer and optimizer(model.parameters(), lr=1e-2),
+        model_parameters=model.parameters(),
+        config=config,
+    )[0]
 
 
 def make_loader() -> DataLoader[Any]:
@@ -132,6 +143,38 @@ def test_the_private_attributes_are_where_the_adapter_looks(alone: None) -> None
     for name in ("prologue", "epilogue"):
         getattr(engine.optimizer, f"checkpoint_event_{name}")()
     engine.optimizer.refresh_fp32_params()
+
+
+def test_the_partitions_are_where_the_adapter_looks(alone: None) -> None:
+    zero = make_engine(1).optimizer
+    (weight, *_), flat = zero.bit16_groups[0], zero.single_partition_of_fp32_groups[0]
+    assert zero.optimizer.param_groups[0]["params"] == [flat], PINNED
+    place = weight._hp_mapping
+    assert (place.hp_fragment_address.start, place.hp_fragment_address.numel) == (0, 16), PINNED
+    assert place.lp_fragment_address.start == 0, PINNED
+    assert zero._hp_optimizer_states_linked is False, PINNED
+    zero.update_lp_params()
+    zero = make_engine(3).optimizer
+    (weight, *_), flat = zero.fp16_groups[0], zero.fp32_partitioned_groups_flat[0]
+    assert (zero.sub_group_to_group_id[0], flat.shape) == (0, (30,)), PINNED
+    assert (weight.partition_numel(), weight.ds_numel, weight.ds_shape) == (16, 16, (4, 4)), PINNED
+    unfused = make_engine(0, bf16={"enabled": True}).optimizer
+    assert unfused.fp32_groups[0] == unfused.optimizer.param_groups[0]["params"], PINNED
+    assert unfused.fp32_groups[0][0].shape == unfused.fp16_groups[0][0].shape, PINNED
+
+
+def test_a_resume_begins_a_window_also_where_windows_have_another_length(
+    alone: None, tmp_path: Path
+) -> None:
+    engine = make_engine(1, gradient_accumulation_steps=2)
+    with Checkpointer(engine, tmp_path, save_every=3) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(engine, batch)
+    assert engine.micro_steps == 6
+    again = make_engine(2, gradient_accumulation_steps=4)
+    with Checkpointer(again, tmp_path) as checkpointer:
+        checkpointer.resume()
+    assert (again.global_steps, again.micro_steps) == (3, 4)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage {}".format)
@@ -284,7 +327,7 @@ def test_another_layout_is_refused_before_anything_changes(alone: None, tmp_path
 
 
 def test_an_object_that_no_table_knows_is_refused_by_its_place(alone: None, tmp_path: Path) -> None:
-    engine = make_engine(1)
+    engine = make_engine(1, optimizer=LoadsItself, zero_allow_untested_optimizer=True)
     engine.optimizer.clip_grad = nn.Identity()
     place = r"optimizer\['zero_pp_rank_0_.*'\]\['optimizer_state_dict'\]\['clip_grad'\]"
     with (
@@ -292,6 +335,28 @@ def test_an_object_that_no_table_knows_is_refused_by_its_place(alone: None, tmp_
         pytest.raises(UnsupportedValueError, match=f"{place}.*torch.nn.*Identity"),
     ):
         checkpointer.save()
+
+
+@pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
+def test_a_dynamic_loss_scaler_is_a_component_of_its_own(
+    alone: None, tmp_path: Path, stage: int
+) -> None:
+    def with_scaler(scale: float) -> Any:
+        engine = make_engine(stage)  # what DeepSpeed makes for fp16, which it refuses on the CPU
+        engine.optimizer.loss_scaler = DynamicLossScaler(
+            scale, 2, 1.0, 2, False, dtype=torch.float16
+        )
+        return engine
+
+    engine, again = with_scaler(2.0**16), with_scaler(2.0)
+    for overflow in (False, True, True, False):
+        engine.optimizer.loss_scaler.update_scale(overflow)
+    with Checkpointer(engine, tmp_path) as checkpointer:
+        checkpointer.save()
+    assert "grad_scaler" in saved_keys(tmp_path)
+    with Checkpointer(again, tmp_path) as checkpointer:
+        checkpointer.resume()
+    assert vars(again.optimizer.loss_scaler) == vars(engine.optimizer.loss_scaler)
 
 
 def test_a_dynamic_loss_scaler_is_made_again_as_it_was() -> None:

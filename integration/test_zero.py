@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from zero_workloads import MOMENTS, digest, take_over
+from zero_workloads import MOMENTS, digest, take_over, train_and_lose
 
+from resumekit.prove.compare import compare
 from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
 
 PRELOAD = (
@@ -29,14 +31,15 @@ PRELOAD = (
     "resumekit.adapters.torch",
 )
 
-Chain = tuple[
-    tuple[int | None, int], ...
-]  # for each launch the stage, None for none, and the ranks
+NUM_TRIALS, ALL_TRIALS = 2, 20
+
+# For each launch the stage, None for none, and the ranks.
+Chain = tuple[tuple[int | None, int], ...]
 CHAINS: dict[str, tuple[Chain, dict[str, Any]]] = {
     "fewer and more ranks": (((2, 2), (2, 1), (2, 2)), {}),
     "every stage": (((1, 2), (3, 2), (0, 2), (2, 3), (3, 1), (0, 1), (3, 3)), {"tied": True}),
     "plain PyTorch": (((1, 2), (None, 1), (3, 2), (None, 1), (2, 2)), {"frozen": True}),
-    "bf16": (((1, 2), (3, 3), (None, 1), (2, 2), (1, 1)), {"precision": "bf16"}),
+    "bf16": (((1, 2), (3, 3), (None, 1), (0, 2), (2, 2), (0, 1)), {"precision": "bf16"}),
     "bf16, partly frozen": (
         ((3, 2), (2, 3), (1, 1), (3, 1)),
         {"precision": "bf16", "frozen": True, "tied": True},
@@ -89,6 +92,19 @@ def test_another_stage_and_other_ranks_take_the_same_bits_over(kit: Kit, name: s
     assert notes[-1]["saved"]["steps"] == str(3 * len(chain))
 
 
+@pytest.mark.parametrize(("stage", "component"), [(2, "model"), (3, "optimizer")])
+def test_a_component_left_out_is_seen_in_the_bits(kit: Kit, stage: int, component: str) -> None:
+    run = kit.run_again(kit.new_run(Cell(take_over, {"stage": 1}, 2)))
+    options = {"stage": stage, "seed": 1, "exclude": component}
+    run = kit.run_again(replace(run, cell=Cell(take_over, options, 2)))
+    assert not run.failure, run.failure
+    lines = (run.directory / "notes.jsonl").read_text().splitlines()
+    before, after = (json.loads(line) for line in lines)
+    weights = {name for name in before["saved"] if name.endswith(("weight", "bias"))}
+    same = {name for name in before["saved"] if after["found"].get(name) == before["saved"][name]}
+    assert same == (weights if component == "optimizer" else before["saved"].keys() - weights)
+
+
 @pytest.mark.parametrize("options", EXPORTED, ids=str)
 def test_an_export_has_the_bits_that_deepspeed_gathers(
     kit: Kit, tmp_path: Path, options: dict[str, Any]
@@ -117,3 +133,24 @@ def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -
     run = kit.run_again(replace(run, cell=Cell(take_over, {"stage": 1, "unused": True}, 2)))
     assert "StateMismatchError: optimizer: unused.weight" in run.failure
     assert "another count of steps than 'expand.weight' has" in run.failure
+
+
+@pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
+def test_a_rank_killed_at_any_instant_of_a_save_loses_nothing(
+    request: pytest.FixtureRequest, tmp_path: Path, stage: int
+) -> None:
+    chance = random.Random(stage)
+    plain = Cell(train_and_lose, {"stage": stage}, 2)
+    all_of_it = request.config.getoption("--full-matrix")
+    with Kit(tmp_path, preload=PRELOAD, peers_seconds=60.0) as kit:
+        whole = kit.run_uninterrupted(plain)
+        assert not whole.failure, whole.failure
+        for trial in range(ALL_TRIALS if all_of_it else NUM_TRIALS):
+            lost = {"rank": chance.randrange(2), "after_seconds": chance.uniform(0.0, 0.4)}
+            what = f"trial {trial}: {lost}"
+            run = kit.run_again(kit.new_run(replace(plain, options={"stage": stage, **lost})))
+            assert run.failure, what
+            run = kit.run_again(replace(run, cell=plain))
+            assert not run.launches[-1].failure, f"{what}: {run.launches[-1].failure}"
+            verdict = compare(whole.trace, run.trace, expect_resume=True)
+            assert verdict.exact, f"{what}: {verdict}"

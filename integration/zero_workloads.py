@@ -1,9 +1,13 @@
-"""One run, launch after launch in another ZeRO stage, on another number of ranks, or without ZeRO."""
+"""One run, each launch in another ZeRO stage, on another number of ranks, or without ZeRO."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from deepspeed_workloads import start_ranks
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
+from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
@@ -98,6 +103,7 @@ def take_over(
     tied: bool = False,
     frozen: bool = False,
     unused: bool = False,
+    exclude: str = "",
     num_steps: int = 3,
     seed: int = 0,
 ) -> None:
@@ -110,6 +116,7 @@ def take_over(
         tied: whether two layers share a weight.
         frozen: whether a layer is not trained.
         unused: whether a layer never gets a gradient.
+        exclude: a component that is not taken over.
         num_steps: to train.
         seed: of the weights that the launch begins with; they must not matter.
     """
@@ -129,7 +136,13 @@ def take_over(
             exclude={"callbacks"},
         )
     else:
-        checkpointer = Checkpointer(engine, directory, extras=extras, allow_changes=changes)
+        checkpointer = Checkpointer(
+            engine,
+            directory,
+            extras=extras,
+            allow_changes=changes,
+            exclude={exclude} if exclude else frozenset(),
+        )
     notes: dict[str, Any] = {"launch": f"{stage} on {get_world_size()}"}
     notes["resumed"] = checkpointer.resume().resumed
     notes["found"] = dict(whole_state(engine))
@@ -155,13 +168,51 @@ def take_over(
     destroy_process_group()
 
 
+def train_and_lose(
+    directory: str, *, stage: int, rank: int | None = None, after_seconds: float = 0.0
+) -> None:
+    """Trains with a save after every step; one rank is killed so long after the first save.
+
+    Args:
+        directory: the run directory.
+        stage: of ZeRO.
+        rank: that is killed; None for nobody.
+        after_seconds: from the first save.
+    """
+    start_ranks()
+    torch.manual_seed(0)
+    engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
+    data = Digits(NUM_SAMPLES, augment=False)
+    size = GLOBAL_BATCH // get_world_size()
+    loader = DataLoader(data, batch_size=size, sampler=DistributedSampler(data, seed=3))
+    where = Path(directory) / "run"
+    checkpointer = Checkpointer(engine, where, save_every=1, agreement_timeout_seconds=3)
+    if rank == get_rank():
+        threading.Thread(target=kill_later, args=(where, after_seconds), daemon=True).start()
+    for images, labels in checkpointer.batches(loader, epochs=4):
+        loss = nn.functional.cross_entropy(engine(images), labels)
+        engine.backward(loss)
+        engine.step()
+        checkpointer.step(loss=loss)
+    checkpointer.close()
+    destroy_process_group()
+
+
+def kill_later(where: Path, after_seconds: float) -> None:
+    """Kills this process so long after the first checkpoint is there."""
+    while not list(where.glob("step-*")):
+        time.sleep(0.001)
+    time.sleep(after_seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
     """A digest of every fp32 weight, moment and count of steps, as DeepSpeed gathers them."""
     is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
     optimizer = engine.optimizer if is_plain else engine.optimizer.optimizer
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked") and optimizer.state:
-        # deepspeed 0.19 runtime/zero/stage_1_and_2.py links the moments of all groups when the first
-        # one has stepped, and never again.
+        # deepspeed 0.19 runtime/zero/stage_1_and_2.py links the moments of all groups when the
+        # first one has stepped, and never again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -172,6 +223,11 @@ def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
             yield name, digest(parameter)
             for moment in MOMENTS if parameter in optimizer.state else ():
                 yield f"{name}.{moment}", digest(optimizer.state[parameter][moment])
+        elif hasattr(engine.optimizer, "fp32_groups"):  # bf16 without ZeRO
+            weights = fp32_weights(engine.optimizer)[parameter]
+            yield name, digest(weights)
+            for moment in MOMENTS:
+                yield f"{name}.{moment}", digest(optimizer.state[weights][moment])
         else:
             yield name, digest(safe_get_full_fp32_param(parameter))
             for moment in MOMENTS if optimizer.state else ():
@@ -183,6 +239,12 @@ def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
     yield "steps", ", ".join(map(str, sorted(counts)))
     for name, buffer in engine.module.named_buffers():
         yield name, digest(buffer)
+
+
+def fp32_weights(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """The weights that are stepped on, by the parameter that is rounded from them."""
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {p: w for group in groups for p, w in zip(*group, strict=True)}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
 """A model of a checkpoint as one file for other tools: whole tensors by name, in fp32.
 
-Any checkpoint will do, whatever spread the model over whichever number of ranks: no process group, no
-framework and none of the run's code is needed.
+Any checkpoint will do, whatever spread the model over whichever number of ranks: no process group,
+no framework and none of the run's code is needed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A DeepSpeed engine's state, ZeRO shards too: DeepSpeed assembles and loads it, without pickle.
+"""A DeepSpeed engine's state, without pickle: by parameter name wherever it can be told apart.
 
-Several adapters have such an engine: the user's script made it, or their framework did.
+What cannot, DeepSpeed assembles and loads. Several adapters have such an engine: the user's script
+made it, or their framework did.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _REFUSED = {
 def engine_components(
     engine: Any, *, lr_scheduler: Any = None, ema: Any = None
 ) -> Iterator[StateComponent]:
-    """The engine's state. A plain torch optimizer is stored as under every other adapter.
+    """The engine's state, weights and moments as under every other adapter where that is possible.
 
     Args:
         engine: what ``deepspeed.initialize`` returns first; see ``require_resumable``.
@@ -86,7 +87,7 @@ def engine_components(
     yield from state_components(
         model=None,
         lr_scheduler=engine.lr_scheduler if lr_scheduler is None else lr_scheduler,
-        grad_scaler=engine.torch_autocast_z0_gradscaler,
+        grad_scaler=_autocast_scaler(engine),
         ema=ema,
     )
     if engine.world_size > 1:
@@ -94,6 +95,12 @@ def engine_components(
         yield from rank_buffer_components(model=model, ema=ema)
     # A run that began under plain PyTorch has none.
     yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False)
+
+
+def _autocast_scaler(engine: Any) -> Any:
+    """The scaler of ``torch_autocast`` in fp16; ZeRO has it for itself, and saves it nowhere."""
+    of_zero = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return engine.torch_autocast_z0_gradscaler if of_zero is None else of_zero
 
 
 def require_resumable(engine: Any) -> None:
@@ -125,6 +132,19 @@ class _Counters(AttributeState):
         super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
         self._engine = engine
 
+    def state_dict(self) -> dict[str, Any]:
+        window = self._engine.gradient_accumulation_steps()
+        return {**super().state_dict(), "gradient_accumulation_steps": window}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        remarks = super().load_state_dict(state)
+        engine = self._engine
+        window = engine.gradient_accumulation_steps()
+        # A save stands between two windows. Where they have another length, a new one begins here.
+        if state.get("gradient_accumulation_steps", window) != window:
+            engine.micro_steps -= engine.micro_steps % window
+        return remarks
+
     def fingerprint(self) -> dict[str, Any]:
         return {"config": self._engine.config}
 
@@ -149,7 +169,7 @@ class _LossScaler:
 
 
 class _Model(ModelState):
-    """The module under an optimizer that partitions it, or holds copies of its weights.
+    """The module beside an optimizer that only DeepSpeed can save.
 
     At ZeRO stage 3 a parameter is this rank's partition of it, and loading is collective.
     """

@@ -1,14 +1,16 @@
 """ZeRO's partitions by parameter name: fp32 weights and moments, where each rank has them.
 
-ZeRO lays the parameters of a group behind one another and cuts the whole into equal pieces (stages 1
-and 2), or cuts each parameter (stage 3). Either way a rank has a stretch of some parameters, and the
-optimizer steps on flat tensors of such stretches. Stored as stretches of named tensors they fit any
-number of ranks, any stage, and a plain optimizer.
+ZeRO lays the parameters of a group behind one another and cuts the whole into equal pieces (stages
+1 and 2), or cuts each parameter (stage 3). Either way a rank has a stretch of some parameters, and
+the optimizer steps on flat tensors of such stretches. Stored as stretches of named tensors they fit
+any number of ranks, any stage, and a plain optimizer.
 
 Relied on, deepspeed 0.19: ``_hp_mapping`` of a parameter (utils/tensor_fragment.py) and
 ``update_lp_params`` at stages 1 and 2 (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py);
-``fp16_groups``, ``sub_group_to_group_id``, ``fp32_partitioned_groups_flat`` (runtime/zero/stage3.py),
-``ds_tensor``, ``ds_shape``, ``partition_numel`` (runtime/zero/partition_parameters.py) at stage 3.
+at stage 3 ``fp16_groups``, ``sub_group_to_group_id``, ``fp32_partitioned_groups_flat``
+(runtime/zero/stage3.py), ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``partition_numel``
+(runtime/zero/partition_parameters.py);
+``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 without ZeRO.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from resumekit.capture.names import clean_name
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
 from resumekit.requirements import require
-from resumekit.sharding import FlatPart, local_part, part_like
+from resumekit.sharding import WHOLE, FlatPart, local_part, part_like
 
 require("deepspeed")
 
 from deepspeed import comm  # noqa: E402
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # noqa: E402
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
 
-_KINDS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
+_PARTITIONING = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Stretch:
         offset: where in it this rank's elements are.
         begin: the first of them in the parameter.
         numel: how many there are; 0 where this rank has nothing of it.
+        copies: as in ``FlatPart``.
     """
 
     shape: torch.Size
@@ -58,21 +62,28 @@ class Stretch:
     offset: int
     begin: int
     numel: int
+    copies: str | None = None
 
     def of(self, memory: Tensor) -> FlatPart:
         """The part of a tensor that is as long as ``flat``: the weights or a moment of them."""
-        local = memory.detach().narrow(0, self.offset, self.numel)
-        return FlatPart(self.shape, self.begin, local)
+        local = memory.detach().view(-1).narrow(0, self.offset, self.numel)
+        return FlatPart(self.shape, self.begin, local, self.copies)
 
 
 def is_by_name(engine: Any) -> bool:
     """Whether the engine's optimizer keeps what can be told apart by parameter and by element."""
     zero = engine.optimizer
+    inner = getattr(zero, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or not inherits_load(inner):
+        return False
+    if any(group.get("use_muon") for group in inner.param_groups):
+        return False
+    if type(zero) is FP16_UnfusedOptimizer:  # bf16 without ZeRO
+        row_by_row = all(each.is_contiguous() for group in zero.fp32_groups for each in group)
+        scales = zero.fused_lamb_legacy or zero.loss_scale_config.dynamic_loss_scale
+        return row_by_row and not scales
     return (
-        type(zero) in _KINDS
-        and isinstance(zero.optimizer, torch.optim.Optimizer)
-        and inherits_load(zero.optimizer)
-        and not any(group.get("use_muon") for group in zero.optimizer.param_groups)
+        type(zero) in _PARTITIONING
         and not engine.zero_quantized_nontrainable_weights()
         and comm.get_world_size(group=zero.dp_process_group) == comm.get_world_size()
     )
@@ -81,12 +92,28 @@ def is_by_name(engine: Any) -> bool:
 def stretches(engine: Any) -> dict[str, Stretch]:
     """This rank's stretch of every parameter that is trained, by name, in the optimizer's order."""
     zero = engine.optimizer
-    found = _of_cut_parameters(zero) if _cuts_parameters(zero) else _of_cut_groups(zero)
+    if _cuts_parameters(zero):
+        found = _of_cut_parameters(zero)
+    elif _cuts_nothing(zero):
+        found = _of_whole_parameters(zero)
+    else:
+        found = _of_cut_groups(zero)
     return {clean_name(engine.module, engine.param_names[p]): each for p, each in found}
 
 
 def _cuts_parameters(zero: Any) -> bool:
     return isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
+
+
+def _cuts_nothing(zero: Any) -> bool:
+    return isinstance(zero, FP16_UnfusedOptimizer)
+
+
+def _of_whole_parameters(zero: Any) -> Iterator[tuple[Any, Stretch]]:
+    for number, parameters in enumerate(zero.fp16_groups):
+        for parameter, weights in zip(parameters, zero.fp32_groups[number], strict=True):
+            shape, numel = parameter.shape, parameter.numel()
+            yield parameter, Stretch(shape, number, weights, 0, 0, numel, copies=WHOLE)
 
 
 def _of_cut_groups(zero: Any) -> Iterator[tuple[Any, Stretch]]:
@@ -153,6 +180,9 @@ class ZeroModelState(FlatModelState):
         zero = self._engine.optimizer
         if _cuts_parameters(zero):
             zero.checkpoint_event_epilogue()
+        elif _cuts_nothing(zero):
+            for parameter, each in _of_whole_parameters(zero):
+                parameter.data.copy_(each.flat.data)
         else:
             zero.update_lp_params()
         return ()
@@ -260,8 +290,9 @@ class ZeroOptimizerState(OptimizerState):
                     yield value, each.of(each.flat)
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be alike on all ranks: no moments, of which each has its own."""
-        return {"state": {}}
+        """What must be alike on all ranks that hold it: the moments where nothing is cut."""
+        given, found = self.state_dict()["state"], stretches(self._engine)
+        return {"state": {name: v for name, v in given.items() if found[name].copies is not None}}
 
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""
@@ -316,7 +347,7 @@ class ZeroOptimizerState(OptimizerState):
         """Lets ``deepspeed.utils.safe_get_full_optimizer_state`` see what was loaded."""
         # deepspeed 0.19 runtime/zero/stage_1_and_2.py, bf16_optimizer.py: else at the next step.
         zero = self._engine.optimizer
-        if not _cuts_parameters(zero):
+        if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
             if self.optimizer.state:
                 zero._lazy_init_hp_params_optimizer_state()

@@ -66,7 +66,7 @@ class Task:
 
 
 def _end_process_group() -> None:
-    """gloo's threads must not outlive the interpreter, nor a DDP module its process group.
+    """Threads of gloo must not outlive the interpreter, nor a DDP module its process group.
 
     torch 2.13: freed after its group, the module waits for a thread that waits for the interpreter.
     """
