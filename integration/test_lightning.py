@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
+from lightning_rows_workloads import OfTwoLoaders, make_loaders
 from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -284,6 +285,23 @@ def test_the_callback_changes_no_bit_of_the_training(
     stock, followed = runs
     assert followed[:2] == stock[:2]
     assert is_equal(followed[2], stock[2])
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("kind", ["a list of two", "until the shortest ends", "stateful"])
+def test_the_callback_changes_no_bit_of_training_on(
+    tmp_path: Path, kind: str, workers: str
+) -> None:
+    runs = []
+    for callbacks in ([], [ResumeCallback(tmp_path, save_every=5)]):
+        recorder = Recorder()
+        seed_everything(0, verbose=False)  # making a stateful loader draws
+        module = Classifier if kind == "stateful" else OfTwoLoaders
+        fit(recorder, *callbacks, module=module, loader=make_loaders(kind, workers))
+        runs.append(recorder.losses)
+    assert runs[0] == runs[1]
 
 
 def test_other_callbacks_see_the_restored_run_and_nothing_twice(tmp_path: Path) -> None:
