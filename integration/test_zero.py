@@ -136,7 +136,7 @@ def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -
 
 
 @pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
-def test_a_rank_killed_at_any_instant_of_a_save_loses_nothing(
+def test_a_rank_killed_while_every_step_is_saved_loses_nothing(
     request: pytest.FixtureRequest, tmp_path: Path, stage: int
 ) -> None:
     chance = random.Random(stage)
