@@ -24,6 +24,8 @@ TERM = signal.SIGTERM
 def _handlers() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
+    # Whoever runs the tests in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

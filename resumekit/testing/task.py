@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -48,6 +49,8 @@ class Task:
     def enter(self) -> None:
         """Makes this process the task's own: its session, its output, its environment."""
         os.setsid()
+        # A shell ignores SIGINT for what it starts in the background, and its children inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with open(os.devnull) as nothing, open(self.log, "ab") as log:
             os.dup2(nothing.fileno(), 0)
             os.dup2(log.fileno(), 1)
