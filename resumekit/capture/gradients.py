@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture.buffers import RankBuffers
+from resumekit.capture.gradient_buckets import GradientBuckets
 from resumekit.capture.inplace import fits
 from resumekit.capture.mismatch import Mismatch, describe, refuse
 from resumekit.capture.model import ModelState
@@ -158,7 +159,8 @@ def gradient_components(
     return tuple(
         _component(component, is_within)
         for component in components
-        if component.slot == Slot.MODEL.value and not isinstance(component.stateful, RankBuffers)
+        if component.slot == Slot.MODEL.value
+        and not isinstance(component.stateful, (RankBuffers, GradientBuckets))
     )
 
 
