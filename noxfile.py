@@ -58,7 +58,7 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("framework", OLDEST_TESTS)
+@nox.parametrize("framework", list(OLDEST_TESTS))
 def oldest(session: nox.Session, framework: str) -> None:
     """An adapter on the oldest versions that its extra allows; minutes, by name only."""
     extras = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]
