@@ -131,12 +131,7 @@ class DrivenLoop:
             num_skipped: how many batches the framework takes and drops by itself, because they were
                 used before; these are placeholders.
         """
-        return DataLoader(
-            _HandedOver(self, loader, num_skipped),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),
-        )
+        return _HandingOver(_HandedOver(self, loader, num_skipped))
 
     def finish(self, reason: str) -> None:
         """Records that the framework has ended the run, and saves. Collective, idempotent.
@@ -158,6 +153,21 @@ class _HandedOver(IterableDataset[Any]):
         for _ in range(self._num_skipped):
             yield None
         yield from self._loop.batches(self._loader)
+
+
+class _HandingOver(DataLoader[Any]):
+    """A loader that hands its dataset's items over as they are; torch's way would cost a step more.
+
+    A framework that makes a DataLoader of its own from this one's settings gets the same items.
+    """
+
+    def __init__(self, dataset: _HandedOver) -> None:
+        super().__init__(
+            dataset, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own has a class
+        return iter(self.dataset)
 
 
 def _as_it_is(batch: Any) -> Any:
