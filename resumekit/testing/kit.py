@@ -40,7 +40,8 @@ class Kit:
     """Runs cells. Use it as a context manager, one for many cells: it keeps a warm fork server.
 
     A forked process differs from a cold one in what Python fixes at its start (the seed of string
-    hashes) and in modules that are imported already. Run one cell per adapter with ``cold=True``.
+    hashes), in modules that are imported already, and at its end: after the exit handlers it is
+    gone, without taking its modules apart. Run one cell per adapter with ``cold=True``.
 
     Args:
         directory: an empty directory for everything that the runs write.
