@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from zero_workloads import MOMENTS, digest, take_over, train_and_lose
+from zero_workloads import MOMENTS, digest, take_over
 
-from resumekit.prove.compare import compare
 from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
 
 PRELOAD = (
@@ -30,8 +28,6 @@ PRELOAD = (
     "resumekit.adapters.deepspeed",
     "resumekit.adapters.torch",
 )
-
-NUM_TRIALS, ALL_TRIALS = 2, 20
 
 # For each launch the stage, None for none, and the ranks.
 Chain = tuple[tuple[int | None, int], ...]
@@ -133,24 +129,3 @@ def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -
     run = kit.run_again(replace(run, cell=Cell(take_over, {"stage": 1, "unused": True}, 2)))
     assert "StateMismatchError: optimizer: unused.weight" in run.failure
     assert "another count of steps than 'expand.weight' has" in run.failure
-
-
-@pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
-def test_a_rank_killed_while_every_step_is_saved_loses_nothing(
-    request: pytest.FixtureRequest, tmp_path: Path, stage: int
-) -> None:
-    chance = random.Random(stage)
-    plain = Cell(train_and_lose, {"stage": stage}, 2)
-    all_of_it = request.config.getoption("--full-matrix")
-    with Kit(tmp_path, preload=PRELOAD, peers_seconds=60.0) as kit:
-        whole = kit.run_uninterrupted(plain)
-        assert not whole.failure, whole.failure
-        for trial in range(ALL_TRIALS if all_of_it else NUM_TRIALS):
-            lost = {"rank": chance.randrange(2), "after_seconds": chance.uniform(0.0, 0.4)}
-            what = f"trial {trial}: {lost}"
-            run = kit.run_again(kit.new_run(replace(plain, options={"stage": stage, **lost})))
-            assert run.failure, what
-            run = kit.run_again(replace(run, cell=plain))
-            assert not run.launches[-1].failure, f"{what}: {run.launches[-1].failure}"
-            verdict = compare(whole.trace, run.trace, expect_resume=True)
-            assert verdict.exact, f"{what}: {verdict}"

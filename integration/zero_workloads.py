@@ -6,14 +6,13 @@ import hashlib
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed_workloads import start_ranks
 from digits import Digits
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
+from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 24
@@ -169,27 +169,27 @@ def take_over(
 
 
 def train_and_lose(
-    directory: str, *, stage: int, rank: int | None = None, after_seconds: float = 0.0
+    directory: str, *, stage: int, failpoints: str = "", rank: int | None = None
 ) -> None:
-    """Trains with a save after every step; one rank is killed so long after the first save.
+    """Trains with a save after every step.
 
     Args:
         directory: the run directory.
         stage: of ZeRO.
-        rank: that is killed; None for nobody.
-        after_seconds: from the first save.
+        failpoints: what ``RESUMEKIT_FAILPOINTS`` is.
+        rank: on this one alone; None for all.
     """
     start_ranks()
     torch.manual_seed(0)
+    if rank in (None, get_rank()):
+        os.environ[FAILPOINTS_VARIABLE] = failpoints
     engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
     data = Digits(NUM_SAMPLES, augment=False)
     size = GLOBAL_BATCH // get_world_size()
     loader = DataLoader(data, batch_size=size, sampler=DistributedSampler(data, seed=3))
     where = Path(directory) / "run"
     checkpointer = Checkpointer(engine, where, save_every=1, agreement_timeout_seconds=3)
-    if rank == get_rank():
-        threading.Thread(target=kill_later, args=(where, after_seconds), daemon=True).start()
-    for images, labels in checkpointer.batches(loader, epochs=4):
+    for images, labels in checkpointer.batches(loader, epochs=2):
         loss = nn.functional.cross_entropy(engine(images), labels)
         engine.backward(loss)
         engine.step()
@@ -198,12 +198,29 @@ def train_and_lose(
     destroy_process_group()
 
 
-def kill_later(where: Path, after_seconds: float) -> None:
-    """Kills this process so long after the first checkpoint is there."""
-    while not list(where.glob("step-*")):
-        time.sleep(0.001)
-    time.sleep(after_seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+class DiesInTheMiddle(TorchCheckpointEngine):
+    """DeepSpeed's own checkpoint engine on a rank that dies when half of a file is written."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Writes half of the file."""
+        super().save(state_dict, path)
+        os.truncate(path, Path(path).stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_natively_and_lose(directory: str, *, stage: int) -> None:
+    """Saves twice by ``engine.save_checkpoint``; rank 1 dies in the second save."""
+    start_ranks()
+    torch.manual_seed(0)
+    engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
+    for tag in ("first", "second"):
+        loss = engine(torch.rand(GLOBAL_BATCH // get_world_size(), 64)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        engine.save_checkpoint(directory, tag=tag)
+        if get_rank() == 1:
+            engine.checkpoint_engine = DiesInTheMiddle()
+    destroy_process_group()
 
 
 def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
