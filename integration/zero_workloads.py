@@ -12,9 +12,10 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import set_accelerator
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed_workloads import start_ranks
+from deepspeed_workloads import HalfPrecisionCPU, start_ranks
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
+from resumekit.frameworks.deepspeed import dynamic_scaler
 from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 
 NUM_SAMPLES = 96
@@ -89,6 +91,9 @@ def make_engine(model: nn.Module, stage: int, precision: str) -> Any:
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": precision == "bf16"},
     }
+    if precision == "fp16":  # low enough that no step is skipped
+        set_accelerator(HalfPrecisionCPU())
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     if stage == 3:  # some parameters are kept whole on every rank, and a group is cut in two
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
         config["zero_optimization"]["sub_group_size"] = 3000
@@ -112,7 +117,7 @@ def take_over(
     Args:
         directory: the run directory.
         stage: of ZeRO; None for plain PyTorch.
-        precision: of the module; ``"fp32"`` or ``"bf16"``.
+        precision: of the module; ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tied: whether two layers share a weight.
         frozen: whether a layer is not trained.
         unused: whether a layer never gets a gradient.
@@ -148,8 +153,8 @@ def take_over(
     notes["found"] = dict(whole_state(engine))
     digits = Digits(NUM_SAMPLES, augment=False)
     images, labels = digits.images, torch.tensor(digits.labels)
-    if precision == "bf16" and stage is not None:
-        images = images.to(torch.bfloat16)
+    if stage is not None:
+        images = images.to(engine.get_data_types()[0])
     for _ in range(num_steps):
         chosen = torch.randperm(
             NUM_SAMPLES, generator=torch.Generator().manual_seed(extras["steps"])
@@ -254,6 +259,9 @@ def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
                 )
     counts = {int(values["step"]) for values in optimizer.state.values()}
     yield "steps", ", ".join(map(str, sorted(counts)))
+    if engine.optimizer is not optimizer and dynamic_scaler(engine.optimizer) is not None:
+        scaler = dynamic_scaler(engine.optimizer)
+        yield "loss_scale", f"{scaler.cur_scale:.0f} since {scaler.last_overflow_iter}"
     for name, buffer in engine.module.named_buffers():
         yield name, digest(buffer)
 

@@ -10,7 +10,7 @@ Relied on, deepspeed 0.19: ``_hp_mapping`` of a parameter (utils/tensor_fragment
 at stage 3 ``fp16_groups``, ``sub_group_to_group_id``, ``fp32_partitioned_groups_flat``
 (runtime/zero/stage3.py), ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``partition_numel``
 (runtime/zero/partition_parameters.py);
-``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 without ZeRO.
+``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 and fp16 without ZeRO.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def is_by_name(engine: Any) -> bool:
         return False
     if any(group.get("use_muon") for group in inner.param_groups):
         return False
-    if type(zero) is FP16_UnfusedOptimizer:  # bf16 without ZeRO
+    if type(zero) is FP16_UnfusedOptimizer:  # bf16 and fp16 without ZeRO
         row_by_row = all(each.is_contiguous() for group in zero.fp32_groups for each in group)
-        scales = zero.fused_lamb_legacy or zero.loss_scale_config.dynamic_loss_scale
-        return row_by_row and not scales
+        return row_by_row and not zero.fused_lamb_legacy
     return (
         type(zero) in _PARTITIONING
         and not engine.zero_quantized_nontrainable_weights()
