@@ -116,8 +116,10 @@ def train(
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
+    width: int = 32,
     epochs: int = 2,
     save_every: int = 3,
+    resume_from: str | None = None,
 ) -> None:
     """Trains a small classifier with dropout, AdamW and averaged weights."""
     is_fp16, is_bf16 = precision.startswith("fp16"), precision.startswith("bf16")
@@ -129,7 +131,7 @@ def train(
     torch.manual_seed(0)
     normalisation = nn.LayerNorm if is_bf16 or is_fp16 else nn.BatchNorm1d
     bare = nn.Sequential(
-        nn.Linear(64, 32), normalisation(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+        nn.Linear(64, width), normalisation(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
     bare[0].requires_grad_(not frozen)
     data = Digits(NUM_SAMPLES, augment=augment)
@@ -174,6 +176,7 @@ def train(
         save_every=save_every,
         best_metric="loss" if report else None,
         strict=loader != "own",
+        resume_from=resume_from,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -210,6 +213,28 @@ def loss_scale(optimizer: Any) -> float:
     """What the loss is multiplied with."""
     holder = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
     return float(holder.cur_scale)
+
+
+def save_natively(directory: str) -> None:
+    """What DeepSpeed saves by itself."""
+    start_ranks()
+    _small_engine().save_checkpoint(directory)
+    destroy_process_group()
+
+
+def load_natively(directory: str) -> None:
+    """Prints what DeepSpeed by itself says about a directory; what it raises, it raises."""
+    start_ranks()
+    print(f"loaded {_small_engine().load_checkpoint(directory)}")
+    destroy_process_group()
+
+
+def _small_engine() -> Any:
+    config = make_config(stage=2, accumulate=1, precision="fp32", scheduler="none", offload=False)
+    model = nn.Linear(64, 10)
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
 
 
 def start_from_weights(directory: str, *, stage: int) -> None:

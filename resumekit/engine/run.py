@@ -184,9 +184,15 @@ class Run:
             self._found = None
             if self.seed is not None and self.seed.value is None:
                 self.seed.value = self.world.broadcast(torch.initial_seed())
-            self.account.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
+            self.account.tell(f"{report}" if report.resumed else f"{report} in {self._place()}")
             self._report = report
         return self._report
+
+    def _place(self) -> str:
+        """The directory of a run that starts; a name that was mistyped shows in what lies there."""
+        assert self._store is not None
+        others = self._store.others
+        return f"{self.directory}" + (f", beside {others}" if others else "")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
