@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("deepspeed")
 
-from zero_workloads import MOMENTS, digest, take_over
+from zero_workloads import take_over
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
 
@@ -42,21 +38,6 @@ CHAINS: dict[str, tuple[Chain, dict[str, Any]]] = {
         {"precision": "bf16", "frozen": True, "tied": True},
     ),
 }
-
-EXPORTED: tuple[dict[str, Any], ...] = (
-    {"stage": 0, "tied": True},
-    {"stage": 2, "frozen": True, "tied": True},
-    {"stage": 3, "frozen": True, "tied": True, "precision": "bf16"},
-    {"stage": 3, "precision": "fp16"},
-)
-
-# Nothing that it imports may be DeepSpeed.
-WITHOUT_DEEPSPEED = """
-import sys
-sys.modules["deepspeed"] = None
-from resumekit.cli import main
-main(sys.argv[1:])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -101,32 +82,6 @@ def test_a_component_left_out_is_seen_in_the_bits(kit: Kit, stage: int, componen
     weights = {name for name in before["saved"] if name.endswith(("weight", "bias"))}
     same = {name for name in before["saved"] if after["found"].get(name) == before["saved"][name]}
     assert same == (weights if component == "optimizer" else before["saved"].keys() - weights)
-
-
-@pytest.mark.parametrize("options", EXPORTED, ids=str)
-def test_an_export_has_the_bits_that_deepspeed_gathers(
-    kit: Kit, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    from safetensors.torch import load_file
-
-    cell = Cell(take_over, options, 2 if options["stage"] is not None else 1)
-    run = kit.run_again(kit.new_run(cell))
-    assert not run.failure, run.failure
-    file = tmp_path / "model.safetensors"
-    command = [sys.executable, "-c", WITHOUT_DEEPSPEED]
-    command += ["export", str(run.directory / "training"), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    tensors = load_file(file)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    saved = json.loads((run.directory / "notes.jsonl").read_text())["saved"]
-    moments = tuple(f".{moment}" for moment in MOMENTS)
-    expected = {
-        n: d
-        for n, d in saved.items()
-        if n not in ("steps", "loss_scale") and not n.endswith(moments)
-    }
-    assert {name: digest(tensor) for name, tensor in tensors.items()} == expected
 
 
 def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -> None:

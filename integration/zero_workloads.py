@@ -28,6 +28,7 @@ from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 24
+NATIVE = "pytorch_model.bin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,7 +48,7 @@ class Classifier(nn.Module):
             self.expand.requires_grad_(requires_grad=False)
         if unused:
             self.unused = nn.Linear(3, 3)
-        if frozen:  # buffers: in bf16 the engine changes their type
+        if frozen:  # a buffer: the engine leaves its type
             self.register_buffer("scale", torch.ones(3))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -97,6 +98,7 @@ def make_engine(model: nn.Module, stage: int, precision: str) -> Any:
     if stage == 3:  # some parameters are kept whole on every rank, and a group is cut in two
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
         config["zero_optimization"]["sub_group_size"] = 3000
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)[0]
 
 
@@ -111,6 +113,7 @@ def take_over(
     exclude: str = "",
     num_steps: int = 3,
     seed: int = 0,
+    native: bool = False,
 ) -> None:
     """Notes the whole state that it found, trains, saves, and notes what it saved.
 
@@ -124,6 +127,7 @@ def take_over(
         exclude: a component that is not taken over.
         num_steps: to train.
         seed: of the weights that the launch begins with; they must not matter.
+        native: whether DeepSpeed writes its file of 16-bit weights too.
     """
     start_ranks()
     torch.manual_seed(seed)
@@ -165,6 +169,8 @@ def take_over(
         engine.step()
         extras["steps"] += 1
     checkpointer.save()
+    if native:
+        engine.save_16bit_model(str(Path(directory).parent), NATIVE)
     notes["saved"] = dict(whole_state(engine))
     if get_rank() == 0:
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
