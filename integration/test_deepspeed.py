@@ -204,9 +204,12 @@ def test_a_checkpoint_without_zero_is_that_of_plain_pytorch(alone: None, tmp_pat
     train(engine, tmp_path)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    plain = PlainCheckpointer(tmp_path, model=model, optimizer=optimizer, exclude={"callbacks"})
-    with plain:
-        assert plain.resume().step == 12
+    with PlainCheckpointer(tmp_path, model=model, optimizer=optimizer) as plain:
+        report = plain.resume()
+    assert report.step == 12
+    assert report.not_needed == (
+        "step-00000012 has callbacks/deepspeed, which belongs to DeepSpeed: not needed here",
+    )
     for name, value in engine.module.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
     moments = zip(optimizer.state.values(), engine.optimizer.state.values(), strict=True)

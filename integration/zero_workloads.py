@@ -142,7 +142,6 @@ def take_over(
             optimizer=engine.optimizer,
             extras=extras,
             allow_changes=changes,
-            exclude={"callbacks"},
         )
     else:
         checkpointer = Checkpointer(

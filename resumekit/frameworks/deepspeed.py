@@ -100,7 +100,7 @@ def engine_components(
         model = None if partitioned else engine.module
         yield from rank_buffer_components(model=model, ema=ema)
     # A run that began under plain PyTorch has none.
-    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False)
+    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False, framework="DeepSpeed")
 
 
 def _autocast_scaler(engine: Any) -> Any:
