@@ -13,6 +13,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
@@ -25,6 +27,7 @@ from resumekit.testing.ranks import free_port
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
+OVERFLOWS = (4, 10)  # the steps at which gradients in fp16 are made to overflow
 
 
 class LoadsItself(torch.optim.AdamW):
@@ -33,6 +36,14 @@ class LoadsItself(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As its parent does."""
         super().load_state_dict(state_dict)
+
+
+class HalfPrecisionCPU(CPU_Accelerator):
+    """The CPU of which DeepSpeed is told that it computes in fp16, as torch's kernels do."""
+
+    def is_fp16_supported(self) -> bool:
+        """Without asking oneDNN for kernels of its own."""
+        return True
 
 
 def start_ranks() -> None:
@@ -62,6 +73,11 @@ def make_config(
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": precision.startswith("bf16")},
     }
+    if precision.startswith("fp16"):  # it begins too high, and doubles every two steps
+        config["fp16"] = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2}
+        config["fp16"]["hysteresis"] = 2
+    if precision == "fp16, fused":
+        del config["optimizer"]["params"]["torch_adam"]
     if stage == 3:  # of five parameters, one is partitioned and four are kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
     if small_buckets:
@@ -100,18 +116,22 @@ def train(
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
+    width: int = 32,
     epochs: int = 2,
     save_every: int = 3,
+    resume_from: str | None = None,
 ) -> None:
     """Trains a small classifier with dropout, AdamW and averaged weights."""
+    is_fp16, is_bf16 = precision.startswith("fp16"), precision.startswith("bf16")
+    if is_fp16:
+        set_accelerator(HalfPrecisionCPU())
     start_ranks()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    is_bf16 = precision.startswith("bf16")
-    normalisation = nn.LayerNorm if is_bf16 else nn.BatchNorm1d
+    normalisation = nn.LayerNorm if is_bf16 or is_fp16 else nn.BatchNorm1d
     bare = nn.Sequential(
-        nn.Linear(64, 32), normalisation(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+        nn.Linear(64, width), normalisation(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
     bare[0].requires_grad_(not frozen)
     data = Digits(NUM_SAMPLES, augment=augment)
@@ -156,12 +176,15 @@ def train(
         save_every=save_every,
         best_metric="loss" if report else None,
         strict=loader != "own",
+        resume_from=resume_from,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:
         extras["images_seen"] += len(images)
-        outputs = engine(images.to(torch.bfloat16) if is_bf16 else images)
+        outputs = engine(images.to(engine.get_data_types()[0]))
         loss = nn.functional.cross_entropy(outputs.float(), labels)
+        if is_fp16 and engine.global_steps in OVERFLOWS:
+            loss = loss * 1e30
         engine.backward(loss)
         ends_window = engine.is_gradient_accumulation_boundary()
         engine.step()
@@ -181,7 +204,37 @@ def train(
             for images, labels in checkpointer.batches(batches):
                 one_batch(images, labels)
     checkpointer.close()
+    if is_fp16:
+        print(f"skipped {engine.skipped_steps}, scale {loss_scale(engine.optimizer)}")
     destroy_process_group()
+
+
+def loss_scale(optimizer: Any) -> float:
+    """What the loss is multiplied with."""
+    holder = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+    return float(holder.cur_scale)
+
+
+def save_natively(directory: str) -> None:
+    """What DeepSpeed saves by itself."""
+    start_ranks()
+    _small_engine().save_checkpoint(directory)
+    destroy_process_group()
+
+
+def load_natively(directory: str) -> None:
+    """Prints what DeepSpeed by itself says about a directory; what it raises, it raises."""
+    start_ranks()
+    print(f"loaded {_small_engine().load_checkpoint(directory)}")
+    destroy_process_group()
+
+
+def _small_engine() -> Any:
+    config = make_config(stage=2, accumulate=1, precision="fp32", scheduler="none", offload=False)
+    model = nn.Linear(64, 10)
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
 
 
 def start_from_weights(directory: str, *, stage: int) -> None:

@@ -23,7 +23,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed_workloads import LoadsItself, start_from_weights
-from deepspeed_workloads import train as train_digits
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
@@ -34,7 +33,6 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.prove.compare import compare
 from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
 from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
@@ -206,9 +204,12 @@ def test_a_checkpoint_without_zero_is_that_of_plain_pytorch(alone: None, tmp_pat
     train(engine, tmp_path)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    plain = PlainCheckpointer(tmp_path, model=model, optimizer=optimizer, exclude={"callbacks"})
-    with plain:
-        assert plain.resume().step == 12
+    with PlainCheckpointer(tmp_path, model=model, optimizer=optimizer) as plain:
+        report = plain.resume()
+    assert report.step == 12
+    assert report.not_needed == (
+        "step-00000012 has callbacks/deepspeed, which belongs to DeepSpeed: not needed here",
+    )
     for name, value in engine.module.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
     moments = zip(optimizer.state.values(), engine.optimizer.state.values(), strict=True)
@@ -427,22 +428,6 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     preload = (*DEFAULT_PRELOAD, "sklearn.datasets", *names, "resumekit.adapters.deepspeed")
     with Kit(tmp_path_factory.mktemp("kit"), preload=preload) as kit:
         yield kit
-
-
-def test_a_damaged_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(kit: Kit) -> None:
-    cell = Cell(train_digits, {"stage": 2, "epochs": 1, "save_every": 2}, world_size=2)
-    damaged = kit.run_uninterrupted(cell)
-    shard = newest_step(damaged.directory / "training") / "state" / "rank-00001.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    again = kit.run_again(damaged)
-    assert not again.failure
-    verdict = compare(kit.run_uninterrupted(cell).trace, again.trace)
-    assert verdict.exact, str(verdict)
-    assert [resume.step for resume in verdict.resumes] == [4]
-    told = (damaged.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
-    assert "passed over step-00000006: step-00000006/state/rank-00001.safetensors" in told
 
 
 @pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)

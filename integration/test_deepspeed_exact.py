@@ -6,6 +6,7 @@ different random numbers, accumulation windows, and every way to feed and train.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_workloads import train
+from deepspeed_workloads import OVERFLOWS, train
 
 from resumekit.testing import ConformanceSuite, KillPoint, Kit
 
@@ -23,6 +24,12 @@ STAGES: dict[str, tuple[int, int]] = {  # the ZeRO stage, and the ranks
     "no ZeRO on 1 rank": (0, 1),
     "stage 1 on 2 ranks": (1, 2),
     "stage 2 on 2 ranks": (2, 2),
+    "stage 3 on 2 ranks": (3, 2),
+}
+FP16: dict[str, tuple[int, int]] = {
+    "no ZeRO on 1 rank": (0, 1),
+    "stage 1 on 2 ranks": (1, 2),
+    "stage 2 on 1 rank": (2, 1),
     "stage 3 on 2 ranks": (3, 2),
 }
 STYLES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
@@ -117,6 +124,34 @@ class TestDeepSpeed(ConformanceSuite):
     ) -> None:
         cell = self.cell("mid-epoch 1", {"stage": stage, "precision": "autocast"})
         kit.assert_exact(cell)
+        kit.assert_caught(cell, "grad_scaler")
+
+    @pytest.mark.parametrize("stage", FP16)
+    def test_fp16_with_skipped_steps_continues_exactly(self, kit: Kit, stage: str) -> None:
+        number, world_size = FP16[stage]
+        self.require_exact_in_fp16(kit, {"stage": number, "precision": "fp16"}, world_size)
+
+    def test_fp16_with_the_fused_optimizer_continues_exactly(
+        self, request: pytest.FixtureRequest, kit: Kit
+    ) -> None:
+        if not request.config.getoption("--full-matrix"):
+            pytest.skip("DeepSpeed compiles FusedAdam for two minutes: with --full-matrix")
+        self.require_exact_in_fp16(kit, {"stage": 0, "precision": "fp16, fused"}, 1)
+
+    def require_exact_in_fp16(self, kit: Kit, options: dict[str, Any], world_size: int) -> None:
+        kills = (KillPoint.step(6), KillPoint.step(9))
+        cell = self.cell(kills, {**options, "save_every": 2}, world_size=world_size)
+        kit.assert_exact(cell)
+        log = kit.run_uninterrupted(cell).directory / "launch-00000-rank-00000.log"
+        skipped, scale = re.findall(r"skipped (\d+), scale (.*)", log.read_text())[0]
+        print(f"{options}: {skipped} steps skipped, scale {scale} at the end")
+        assert int(skipped) >= len(OVERFLOWS)  # one before the kills, one after them
+
+    @pytest.mark.parametrize("stage", FP16)
+    def test_a_loss_scale_left_out_is_caught(self, kit: Kit, stage: str) -> None:
+        number, world_size = FP16[stage]
+        options = {"stage": number, "precision": "fp16", "save_every": 2}
+        cell = self.cell((KillPoint.step(6),), options, world_size=world_size)
         kit.assert_caught(cell, "grad_scaler")
 
     def test_the_loader_that_the_engine_makes_continues_exactly(self, kit: Kit) -> None:

@@ -6,16 +6,16 @@ import hashlib
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed_workloads import start_ranks
+from deepspeed_workloads import HalfPrecisionCPU, start_ranks
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
@@ -23,9 +23,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
+from resumekit.frameworks.deepspeed import dynamic_scaler
+from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 24
+NATIVE = "pytorch_model.bin"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -45,7 +48,7 @@ class Classifier(nn.Module):
             self.expand.requires_grad_(requires_grad=False)
         if unused:
             self.unused = nn.Linear(3, 3)
-        if frozen:  # buffers: in bf16 the engine changes their type
+        if frozen:  # a buffer: the engine leaves its type
             self.register_buffer("scale", torch.ones(3))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -89,9 +92,13 @@ def make_engine(model: nn.Module, stage: int, precision: str) -> Any:
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": precision == "bf16"},
     }
+    if precision == "fp16":  # low enough that no step is skipped
+        set_accelerator(HalfPrecisionCPU())
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     if stage == 3:  # some parameters are kept whole on every rank, and a group is cut in two
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
         config["zero_optimization"]["sub_group_size"] = 3000
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)[0]
 
 
@@ -106,19 +113,21 @@ def take_over(
     exclude: str = "",
     num_steps: int = 3,
     seed: int = 0,
+    native: bool = False,
 ) -> None:
     """Notes the whole state that it found, trains, saves, and notes what it saved.
 
     Args:
         directory: the run directory.
         stage: of ZeRO; None for plain PyTorch.
-        precision: of the module; ``"fp32"`` or ``"bf16"``.
+        precision: of the module; ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tied: whether two layers share a weight.
         frozen: whether a layer is not trained.
         unused: whether a layer never gets a gradient.
         exclude: a component that is not taken over.
         num_steps: to train.
         seed: of the weights that the launch begins with; they must not matter.
+        native: whether DeepSpeed writes its file of 16-bit weights too.
     """
     start_ranks()
     torch.manual_seed(seed)
@@ -133,7 +142,6 @@ def take_over(
             optimizer=engine.optimizer,
             extras=extras,
             allow_changes=changes,
-            exclude={"callbacks"},
         )
     else:
         checkpointer = Checkpointer(
@@ -148,8 +156,8 @@ def take_over(
     notes["found"] = dict(whole_state(engine))
     digits = Digits(NUM_SAMPLES, augment=False)
     images, labels = digits.images, torch.tensor(digits.labels)
-    if precision == "bf16" and stage is not None:
-        images = images.to(torch.bfloat16)
+    if stage is not None:
+        images = images.to(engine.get_data_types()[0])
     for _ in range(num_steps):
         chosen = torch.randperm(
             NUM_SAMPLES, generator=torch.Generator().manual_seed(extras["steps"])
@@ -160,6 +168,8 @@ def take_over(
         engine.step()
         extras["steps"] += 1
     checkpointer.save()
+    if native:
+        engine.save_16bit_model(str(Path(directory).parent), NATIVE)
     notes["saved"] = dict(whole_state(engine))
     if get_rank() == 0:
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
@@ -169,27 +179,27 @@ def take_over(
 
 
 def train_and_lose(
-    directory: str, *, stage: int, rank: int | None = None, after_seconds: float = 0.0
+    directory: str, *, stage: int, failpoints: str = "", rank: int | None = None
 ) -> None:
-    """Trains with a save after every step; one rank is killed so long after the first save.
+    """Trains with a save after every step.
 
     Args:
         directory: the run directory.
         stage: of ZeRO.
-        rank: that is killed; None for nobody.
-        after_seconds: from the first save.
+        failpoints: what ``RESUMEKIT_FAILPOINTS`` is.
+        rank: on this one alone; None for all.
     """
     start_ranks()
     torch.manual_seed(0)
+    if rank in (None, get_rank()):
+        os.environ[FAILPOINTS_VARIABLE] = failpoints
     engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
     data = Digits(NUM_SAMPLES, augment=False)
     size = GLOBAL_BATCH // get_world_size()
     loader = DataLoader(data, batch_size=size, sampler=DistributedSampler(data, seed=3))
     where = Path(directory) / "run"
     checkpointer = Checkpointer(engine, where, save_every=1, agreement_timeout_seconds=3)
-    if rank == get_rank():
-        threading.Thread(target=kill_later, args=(where, after_seconds), daemon=True).start()
-    for images, labels in checkpointer.batches(loader, epochs=4):
+    for images, labels in checkpointer.batches(loader, epochs=2):
         loss = nn.functional.cross_entropy(engine(images), labels)
         engine.backward(loss)
         engine.step()
@@ -198,12 +208,29 @@ def train_and_lose(
     destroy_process_group()
 
 
-def kill_later(where: Path, after_seconds: float) -> None:
-    """Kills this process so long after the first checkpoint is there."""
-    while not list(where.glob("step-*")):
-        time.sleep(0.001)
-    time.sleep(after_seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+class DiesInTheMiddle(TorchCheckpointEngine):
+    """DeepSpeed's own checkpoint engine on a rank that dies when half of a file is written."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Writes half of the file."""
+        super().save(state_dict, path)
+        os.truncate(path, Path(path).stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_natively_and_lose(directory: str, *, stage: int) -> None:
+    """Saves twice by ``engine.save_checkpoint``; rank 1 dies in the second save."""
+    start_ranks()
+    torch.manual_seed(0)
+    engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
+    for tag in ("first", "second"):
+        loss = engine(torch.rand(GLOBAL_BATCH // get_world_size(), 64)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        engine.save_checkpoint(directory, tag=tag)
+        if get_rank() == 1:
+            engine.checkpoint_engine = DiesInTheMiddle()
+    destroy_process_group()
 
 
 def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
@@ -237,6 +264,9 @@ def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
                 )
     counts = {int(values["step"]) for values in optimizer.state.values()}
     yield "steps", ", ".join(map(str, sorted(counts)))
+    if engine.optimizer is not optimizer and dynamic_scaler(engine.optimizer) is not None:
+        scaler = dynamic_scaler(engine.optimizer)
+        yield "loss_scale", f"{scaler.cur_scale:.0f} since {scaler.last_overflow_iter}"
     for name, buffer in engine.module.named_buffers():
         yield name, digest(buffer)
 

@@ -194,11 +194,14 @@ def export(
     component: Annotated[
         str | None, typer.Option(metavar="KEY", help="Which model, where there are several.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="fp32, bf16, fp16, or as-trained: as in the module.")
+    ] = "fp32",
 ) -> None:
-    """Write the model of a checkpoint as one fp32 safetensors file by parameter name."""
+    """Write the model of a checkpoint as one safetensors file by parameter name, in fp32."""
     from resumekit.cli_views import export_checkpoint
 
-    export_checkpoint(_existing(path), file, component=component)
+    export_checkpoint(_existing(path), file, component=component, dtype=dtype)
 
 
 def _existing(path: Path) -> Path:

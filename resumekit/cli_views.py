@@ -67,13 +67,14 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
             console.print(_value_table(values))
 
 
-def export_checkpoint(path: Path, file: Path, *, component: str | None) -> None:
+def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: str) -> None:
     """Writes the model of a checkpoint as one file, and prints what it wrote.
 
     Args:
         path: a step directory, or a run directory whose newest readable checkpoint is meant.
         file: the file to write.
         component: the key of the model, where there are several.
+        dtype: see ``resumekit.export``.
 
     Raises:
         CheckpointError: it cannot be read, or there is none.
@@ -82,7 +83,7 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None) -> None:
     from resumekit.export import export_model  # the other views need no torch
 
     reader = _reader_at(path)
-    names = export_model(reader, file, key=component)
+    names = export_model(reader, file, key=component, dtype=dtype)
     size = human_bytes(file.stat().st_size)
     print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
 

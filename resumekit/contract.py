@@ -116,6 +116,8 @@ class StateComponent:
         files: gives small files for other tools by name, e.g. a model's ``config.json``; rank 0
             writes them into the component's folder, and no resume reads them. Models alone have
             a folder for them.
+        framework: whose own loop alone needs this state, e.g. ``"DeepSpeed"``: a run without it
+            leaves the state out, and tells so. Empty for state of the training itself.
     """
 
     key: str
@@ -127,6 +129,7 @@ class StateComponent:
     fidelity: Fidelity = Fidelity.EXACT
     reason: str = ""
     files: Callable[[], Mapping[str, bytes]] | None = None
+    framework: str = ""
 
     def __post_init__(self) -> None:
         _check_key(self.key)

@@ -263,6 +263,59 @@ def test_an_extra_slot_is_refused_by_name_and_excluded_by_name(tmp_path: Path) -
     Job(tmp_path, exclude={"ema"}).train()
 
 
+class Counts:
+    def __init__(self) -> None:
+        self.count = 7
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def fingerprint(self) -> dict[str, int]:
+        return {"setting": 1}
+
+
+def of_framework(directory: Path, **frameworks: str) -> BaseCheckpointer:
+    """A run with counts that frameworks keep for their loops."""
+    model = StateComponent("model", ModelState(nn.Linear(1, 1)))
+    counts = [
+        StateComponent(f"callbacks/{key}", Counts(), SharingPattern.PER_RANK, framework=framework)
+        for key, framework in frameworks.items()
+    ]
+    return BaseCheckpointer(directory, components=[model, *counts])
+
+
+def test_what_belongs_to_another_framework_is_left_out_and_told_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
+        checkpointer.save()
+    told = [
+        f"step-00000000 has callbacks/{key}, which belongs to Somebody: not needed here"
+        for key in ("counts", "place")
+    ]
+    with of_framework(tmp_path, other="Another") as checkpointer, pytest.raises(StateMismatchError):
+        checkpointer.resume()  # which has counts of its own
+    capsys.readouterr()
+    with of_framework(tmp_path) as checkpointer:
+        report = checkpointer.resume()
+    assert list(report.not_needed) == told
+    assert report.differences == ()
+    assert [f"resumekit: {line}" for line in told] == capsys.readouterr().err.splitlines()[:2]
+
+
+def test_what_belongs_to_the_framework_in_use_is_needed(tmp_path: Path) -> None:
+    with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
+        checkpointer.save()
+    with (
+        of_framework(tmp_path, counts="Somebody") as checkpointer,
+        pytest.raises(StateMismatchError, match="has callbacks/place, and this run has none"),
+    ):
+        checkpointer.resume()
+
+
 class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -41,6 +41,41 @@ def test_every_name_has_the_bits_of_the_model_in_fp32(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_fp32", "of_bf16"),
+    [
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("fp16", torch.float16, torch.float16),
+        ("as-trained", torch.float32, torch.bfloat16),
+    ],
+)
+def test_another_type_is_what_torch_rounds_to(
+    tmp_path: Path, dtype: str, of_fp32: torch.dtype, of_bf16: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16))
+    saved(tmp_path / "run", model)
+    file = tmp_path / "model.safetensors"
+    assert export(tmp_path / "run", file, "--dtype", dtype) == 0
+    found = load_file(file)
+    kinds = {torch.float32: of_fp32, torch.bfloat16: of_bf16, torch.int64: torch.int64}
+    for name, value in model.state_dict().items():
+        assert found[name].dtype == kinds[value.dtype]
+        assert torch.equal(found[name], value.to(kinds[value.dtype]))
+
+
+def test_a_type_that_is_unknown_or_too_small_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.bias, 1e6)
+    saved(tmp_path / "run", model)
+    assert export(tmp_path / "run", tmp_path / "new", "--dtype", "int8") == 2
+    assert "dtype: 'int8', expected one of fp32, bf16, fp16" in capsys.readouterr().err
+    assert export(tmp_path / "run", tmp_path / "new", "--dtype", "fp16") == 2
+    assert "bias: values too large for torch.float16" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_one_step_and_one_of_several_models_can_be_chosen(tmp_path: Path) -> None:
     models = {"first": nn.Linear(1, 1), "second": nn.Linear(2, 2)}
     saved(tmp_path / "run", models)

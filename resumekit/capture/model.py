@@ -20,6 +20,12 @@ _EXTRA_STATE = "_extra_state"
 _REMEDY = "Build the model as it was when the checkpoint was written"
 
 
+# In the fingerprint of a module in 16 bits whose weights are saved in fp32: its type, and what in
+# it is in fp32 itself.
+TRAINED_IN = "trained_in"
+IN_FP32 = "in_fp32"
+
+
 class ModelState:
     """The state of a module, whatever wraps it now or wrapped it when it was saved.
 

@@ -16,6 +16,7 @@ from resumekit.contract import (
 )
 from resumekit.data import DataPosition
 from resumekit.distributed import World
+from resumekit.engine.belonging import owners
 from resumekit.engine.options import Options
 from resumekit.engine.report import tell
 from resumekit.storage import Manifest
@@ -121,7 +122,7 @@ class Account:
 
     def details(self) -> dict[str, Any]:
         """What every manifest says about how this run came about."""
-        details: dict[str, Any] = {}
+        details: dict[str, Any] = owners(self.components)
         if self._options.exclude:
             details["exclude"] = sorted(self._options.exclude)
         if self._options.resume_from is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from resumekit.capture.buffers import RANK_BUFFERS
 from resumekit.capture.gradient_buckets import GRADIENT_BUCKETS
 from resumekit.contract import Slot, StateComponent
+from resumekit.engine.belonging import of_other_frameworks
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.errors import StateMismatchError
@@ -40,6 +41,7 @@ def check_fit(
     regrouped = regrouped_buffers(manifest, components, membership)
     saved = {record.key for record in manifest.components} - regrouped
     live = {component.key for component in components}
+    others = of_other_frameworks(manifest, components)
     checkpoint = str(StepName(manifest.step, manifest.revision))
     fresh: list[str] = []
     for component in components:
@@ -60,6 +62,7 @@ def check_fit(
     for key in sorted(saved - live):
         goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
         goes_without = goes_without or key.rpartition("/")[2] == GRADIENT_BUCKETS
+        goes_without = goes_without or key in others
         if not (names_component(options.exclude, key) or goes_without):
             raise StateMismatchError(
                 key,

@@ -29,6 +29,7 @@ class ResumeReport:
         components: each component of the checkpoint and how exactly it came back.
         differences: what differs between the run that saved and this one.
         changes: what became of the ranks' own states where the number of ranks has changed.
+        not_needed: what the checkpoint holds for the loop of another framework, and was left out.
         rejected: newer checkpoints that were passed over.
         finished: why the run is over, if it is.
     """
@@ -39,6 +40,7 @@ class ResumeReport:
     components: tuple[CaptureLine, ...] = ()
     differences: tuple[Difference, ...] = ()
     changes: tuple[str, ...] = ()
+    not_needed: tuple[str, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     finished: str | None = None
 

@@ -31,6 +31,7 @@ from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.distributed import World
 from resumekit.engine.account import Account
+from resumekit.engine.belonging import not_needed, of_other_frameworks
 from resumekit.engine.drift import accept_drift
 from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
 from resumekit.engine.membership import Membership
@@ -184,9 +185,15 @@ class Run:
             self._found = None
             if self.seed is not None and self.seed.value is None:
                 self.seed.value = self.world.broadcast(torch.initial_seed())
-            self.account.tell(f"{report}" if report.resumed else f"{report} in {self.directory}")
+            self.account.tell(f"{report}" if report.resumed else f"{report} in {self._place()}")
             self._report = report
         return self._report
+
+    def _place(self) -> str:
+        """The directory of a run that starts; a name that was mistyped shows in what lies there."""
+        assert self._store is not None
+        others = self._store.others
+        return f"{self.directory}" + (f", beside {others}" if others else "")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -234,7 +241,9 @@ class Run:
         manifest = found.manifest
         if not names_component(self.options.exclude, SEED):
             check_randomness({each.key for each in manifest.components}, self.options.randomness)
-        changed = differences(manifest.fingerprint, self._fingerprint)
+        others = of_other_frameworks(manifest, self.components)
+        then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
+        changed = differences(then, self._fingerprint)
         accept_drift(changed, self.components, self.options)
         assert self._membership is not None
         found.leave(regrouped_buffers(manifest, self.components, self._membership))
@@ -246,6 +255,7 @@ class Run:
             world_size=self.world.world_size,
         )
         found.leave(set(found.states) - {each.key for each in self.components})
+        found.leave(others)
         self.account.take_history(manifest)
         require_taken(found, self.world)
         changes = resplit(found, self.components, self._sources(self._membership), self.world)
@@ -257,7 +267,9 @@ class Run:
         self._replicas.check_after_resume()
         for difference in changed:
             self.account.tell(f"changed since the checkpoint: {difference}")
-        for remark in (*start_fresh(self.components, found.name, fresh), *remarks[0], *after):
+        left_out = not_needed(manifest, others)
+        fresh_starts = start_fresh(self.components, found.name, fresh)
+        for remark in (*left_out, *fresh_starts, *remarks[0], *after):
             self.account.tell(remark)
         assert self._saver is not None
         self._saver.parent = str(found.name)
@@ -272,6 +284,7 @@ class Run:
             ),
             differences=tuple(changed),
             changes=changes,
+            not_needed=left_out,
             rejected=found.rejected,
             finished=self.counters.finished,
         )

@@ -33,6 +33,7 @@ require("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # noqa: E402
 from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
 from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
 
@@ -41,6 +42,10 @@ _COUNTERS_KEY = f"{Slot.CALLBACKS.value}/deepspeed"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # These have a component of their own, or are settings: not kept from what DeepSpeed saves.
 _ELSEWHERE = ("module", "lr_scheduler", "ds_config", *_COUNTERS)
+
+# deepspeed 0.19 fp16/loss_scaler.py DynamicLossScaler, LossScaleConfig: what training changes.
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
+_HYSTERESIS = "cur_hysteresis"
 
 # deepspeed 0.19 zero/stage_1_and_2.py, stage3.py: the objects in their states.
 _KNOWN = KnownObjects(DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
@@ -78,8 +83,9 @@ def engine_components(
         yield StateComponent(
             Slot.OPTIMIZER.value, ZeroOptimizerState(engine), SharingPattern.SHARDED
         )
-        if isinstance(getattr(engine.optimizer, "loss_scaler", None), DynamicLossScaler):
-            yield StateComponent(Slot.GRAD_SCALER.value, _LossScaler(engine.optimizer))
+        scaler = dynamic_scaler(engine.optimizer)
+        if scaler is not None:
+            yield StateComponent(Slot.GRAD_SCALER.value, _LossScaler(scaler))
     else:
         pattern = per_rank if partitioned else replicated
         yield StateComponent(Slot.MODEL.value, _Model(engine), pattern)
@@ -94,7 +100,7 @@ def engine_components(
         model = None if partitioned else engine.module
         yield from rank_buffer_components(model=model, ema=ema)
     # A run that began under plain PyTorch has none.
-    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False)
+    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False, framework="DeepSpeed")
 
 
 def _autocast_scaler(engine: Any) -> Any:
@@ -150,22 +156,33 @@ class _Counters(AttributeState):
 
 
 class _LossScaler:
-    """The dynamic loss scaler of an optimizer in fp16."""
+    """Where the dynamic loss scale of fp16 is; how it moves is the configuration's."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        scaler = _KNOWN.plain(self._optimizer.loss_scaler, where=Slot.GRAD_SCALER.value)
-        return {"loss_scaler": scaler}
+        return {name: getattr(self._scaler, name) for name in self._names()}
 
     def check_state_dict(self, state: Any) -> None:
-        require_fields(Slot.GRAD_SCALER.value, state, {"loss_scaler": object})
-        _KNOWN.live(state["loss_scaler"])
+        require_fields(Slot.GRAD_SCALER.value, state, dict.fromkeys(_SCALE, object))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        self._optimizer.loss_scaler = _KNOWN.live(state["loss_scaler"])
+        for name in self._names():
+            if name in state:  # an optimizer without ZeRO has no hysteresis
+                setattr(self._scaler, name, state[name])
         return ()
+
+    def _names(self) -> list[str]:
+        return [name for name in (*_SCALE, _HYSTERESIS) if hasattr(self._scaler, name)]
+
+
+def dynamic_scaler(zero: Any) -> Any:
+    """What holds the dynamic loss scale of fp16, or None."""
+    if type(zero) is FP16_UnfusedOptimizer:
+        return zero.loss_scale_config if zero.loss_scale_config.dynamic_loss_scale else None
+    scaler = getattr(zero, "loss_scaler", None)
+    return scaler if isinstance(scaler, DynamicLossScaler) else None
 
 
 class _Model(ModelState):

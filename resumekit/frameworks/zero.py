@@ -10,7 +10,7 @@ Relied on, deepspeed 0.19: ``_hp_mapping`` of a parameter (utils/tensor_fragment
 at stage 3 ``fp16_groups``, ``sub_group_to_group_id``, ``fp32_partitioned_groups_flat``
 (runtime/zero/stage3.py), ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``partition_numel``
 (runtime/zero/partition_parameters.py);
-``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 without ZeRO.
+``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 and fp16 without ZeRO.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from resumekit.capture.flat import FlatModelState
 from resumekit.capture.inplace import Restorer, fits
 from resumekit.capture.mismatch import Mismatch, class_name, describe, refuse
+from resumekit.capture.model import IN_FP32, TRAINED_IN
 from resumekit.capture.names import clean_name
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
@@ -39,6 +40,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # no
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
 
+_LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PARTITIONING = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
 
 
@@ -78,10 +80,9 @@ def is_by_name(engine: Any) -> bool:
         return False
     if any(group.get("use_muon") for group in inner.param_groups):
         return False
-    if type(zero) is FP16_UnfusedOptimizer:  # bf16 without ZeRO
+    if type(zero) is FP16_UnfusedOptimizer:  # bf16 and fp16 without ZeRO
         row_by_row = all(each.is_contiguous() for group in zero.fp32_groups for each in group)
-        scales = zero.fused_lamb_legacy or zero.loss_scale_config.dynamic_loss_scale
-        return row_by_row and not scales
+        return row_by_row and not zero.fused_lamb_legacy
     return (
         type(zero) in _PARTITIONING
         and not engine.zero_quantized_nontrainable_weights()
@@ -186,6 +187,15 @@ class ZeroModelState(FlatModelState):
         else:
             zero.update_lp_params()
         return ()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """As of a plain module; in 16 bits, which tensors are and which are not."""
+        module, lower = self._engine.module, _LOWER.get(self._engine.get_data_types()[0])
+        if lower is None:
+            return super().fingerprint()
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+        in_fp32 = [clean_name(module, raw) for raw, t in tensors if t.dtype == torch.float32]
+        return {**super().fingerprint(), TRAINED_IN: lower, IN_FP32: in_fp32}
 
     def _round_parts(self) -> None:
         for parameter, each in _of_cut_parameters(self._engine.optimizer):

@@ -7,6 +7,9 @@ A plan is a list of points separated by commas::
     17+=ENOSPC       so do all later ones
     write:3=torn     the 3rd write puts half of its bytes into the file, then SIGKILL
     open:1=EACCES    any call of the seam can be named; calls of the read side only so
+    1+=tell          every write-side call tells on standard error what it is about to do
+
+A point that kills tells too: ``failpoint: 17 rename .staging/...``, with the number of the call.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import errno
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ VARIABLE = "RESUMEKIT_FAILPOINTS"
 
 WRITE_CALLS = ("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir")
 _OTHER_CALLS = ("writeback", "close", "list", "open", "read_into", "advise_sequential", "free")
+_ACTIONS = ("kill", "torn", "tell")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Failpoint:
 
     Args:
         number: which call, from 1.
-        action: ``kill``, ``torn``, or the name of an errno.
+        action: ``kill``, ``torn``, ``tell``, or the name of an errno.
         call: the name of the calls that are counted; None counts all of the write side.
         sticky: whether later calls fail too.
     """
@@ -71,10 +76,9 @@ def _parse_point(text: str) -> Failpoint:
         raise ConfigurationError(
             VARIABLE, found=f"call {call!r}", expected=f"one of {', '.join(WRITE_CALLS)}"
         )
-    if action not in ("kill", "torn") and action not in errno.errorcode.values():
-        raise ConfigurationError(
-            VARIABLE, found=f"action {action!r}", expected="kill, torn, or an errno such as EIO"
-        )
+    if action not in _ACTIONS and action not in errno.errorcode.values():
+        expected = "kill, torn, tell, or an errno such as EIO"
+        raise ConfigurationError(VARIABLE, found=f"action {action!r}", expected=expected)
     return Failpoint(int(number), action, call, bool(plus))
 
 
@@ -89,6 +93,7 @@ class FailpointFileSystem:
     def __init__(self, inner: FileSystem, plan: Sequence[Failpoint] = ()) -> None:
         self._inner = inner
         self._plan = tuple(plan)
+        self._created: dict[int, Path] = {}
         self.counts: Counter[str] = Counter()
 
     @property
@@ -102,10 +107,12 @@ class FailpointFileSystem:
 
     def create(self, path: Path) -> int:
         self._reach("create", path)
-        return self._inner.create(path)
+        handle = self._inner.create(path)
+        self._created[handle] = path
+        return handle
 
     def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
-        point = self._next_point("write")
+        point = self._next_point("write", self._created.get(handle))
         if point is not None and point.action == "torn":
             self._inner.write(handle, _first_half(buffers))
         _act(point)
@@ -116,7 +123,7 @@ class FailpointFileSystem:
         self._inner.writeback(handle, offset, length)
 
     def fsync(self, handle: int) -> None:
-        self._reach("fsync")
+        _act(self._next_point("fsync", self._created.get(handle)))
         self._inner.fsync(handle)
 
     def close(self, handle: int | ReadHandle) -> None:
@@ -161,14 +168,17 @@ class FailpointFileSystem:
         return self._inner.free(path)
 
     def _reach(self, call: str, path: Path | None = None) -> None:
-        _act(self._next_point(call), path)
+        _act(self._next_point(call, path), path)
 
-    def _next_point(self, call: str) -> Failpoint | None:
+    def _next_point(self, call: str, path: Path | None = None) -> Failpoint | None:
         self.counts[call] += 1
         for point in self._plan:
-            if point.call == call and point.hits(self.counts[call]):
-                return point
-            if point.call is None and call in WRITE_CALLS and point.hits(self.num_write_calls):
+            is_any = point.call is None and call in WRITE_CALLS
+            number = self.num_write_calls if is_any else self.counts[call]
+            if (is_any or point.call == call) and point.hits(number):
+                if point.action in _ACTIONS:
+                    sys.stderr.write(f"failpoint: {number} {call} {path or ''}\n")
+                    sys.stderr.flush()
                 return point
         return None
 
@@ -181,7 +191,7 @@ def local_file_system() -> FileSystem:
 
 
 def _act(point: Failpoint | None, path: Path | None = None) -> None:
-    if point is None:
+    if point is None or point.action == "tell":
         return
     if point.action in ("kill", "torn"):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -35,6 +35,7 @@ from resumekit.storage.io import FileSystem
 from resumekit.storage.lock import POLL_SECONDS, DirectoryLock, PosixLock
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.names import LOCK, STAGING, StepName
+from resumekit.storage.others import what_others_left
 from resumekit.storage.owner import Owner, check_owner, find_run_id, read_owner, write_owner
 from resumekit.storage.quarantine import list_quarantine, put_aside
 from resumekit.storage.removal import remove_steps
@@ -57,6 +58,9 @@ class Store:
         directory: the run directory; it need not exist before ``acquire``.
         file_system: the seam; by default the local one, with the faults the environment asks for.
         lock: what excludes other jobs; by default a POSIX record lock.
+
+    Attributes:
+        others: what ``acquire`` found in a directory that no run had used yet; a few names.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Store:
         self.directory = Path(directory).absolute()
         self._file_system = local_file_system() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
+        self.others = ""
         self._run_id: str | None = None
         self._attempt: str | None = None
         self._owner: Owner | None = None
@@ -85,14 +90,15 @@ class Store:
 
         Raises:
             DirectoryInUseError: another live job owns it; says which.
-            DirectoryError: it is read-only, not a directory, or cannot be locked.
+            DirectoryError: it is read-only, not a directory, cannot be locked, or holds the
+                checkpoints of something else; nothing was changed.
             CheckpointError: the owner record is damaged, and the checkpoints cannot be asked which
                 run they belong to: they are unreadable just now, or of a newer format.
         """
         with using(self.directory, "be created"):
             make_durably(self._file_system, self.directory)
         with using(self.directory, "be read"):
-            self._file_system.list(self.directory)
+            self.others = what_others_left(self._file_system, self.directory)
         with using(self.directory, "be locked"):
             locked = self._lock.acquire(self.directory / LOCK)
         if not locked:

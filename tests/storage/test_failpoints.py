@@ -27,6 +27,7 @@ from resumekit.storage import (
         ("write:3=torn", (Failpoint(3, "torn", "write"),)),
         ("list:1+=EIO, 2=kill", (Failpoint(1, "EIO", "list", True), Failpoint(2, "kill"))),
         ("open:2=EACCES", (Failpoint(2, "EACCES", "open"),)),
+        ("1+=tell", (Failpoint(1, "tell", sticky=True),)),
         ("", ()),
     ],
 )
@@ -73,6 +74,22 @@ def test_read_side_calls_do_not_count_and_fail_only_by_name(tmp_path: Path) -> N
         failing.list(tmp_path)
     with pytest.raises(OSError, match="error"):
         failing.mkdir(tmp_path / "a")
+
+
+def test_a_call_that_tells_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    telling = _failing("2+=tell")
+    telling.mkdir(tmp_path / "a")
+    handle = telling.create(tmp_path / "a" / "file")
+    telling.write(handle, [memoryview(b"content")])
+    telling.fsync(handle)
+    telling.close(handle)
+    telling.rename(tmp_path / "a" / "file", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"content"
+    file = tmp_path / "a" / "file"
+    assert capsys.readouterr().err.splitlines() == [
+        f"failpoint: {number} {call} {file}"
+        for number, call in enumerate(("create", "write", "fsync", "rename"), start=2)
+    ]
 
 
 def test_a_failed_close_gives_the_descriptor_back(tmp_path: Path) -> None:

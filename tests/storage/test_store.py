@@ -216,6 +216,31 @@ def test_a_file_swapped_with_another_steps_is_found(
         store.open_step(StepName(6))
 
 
+def test_the_checkpoints_of_something_else_are_refused_and_left_alone(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    where = tmp_path / "other"
+    (where / "global_step10").mkdir(parents=True)
+    (where / "latest").write_text("global_step10")
+    with pytest.raises(DirectoryError, match=r"something else \(global_step10, latest\)"):
+        open_store(where).acquire()
+    assert sorted(path.name for path in where.iterdir()) == ["global_step10", "latest"]
+
+
+def test_what_lies_in_a_directory_that_no_run_has_used_is_known(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    where = tmp_path / "used"
+    for name in ("a", "b", "c", "d", "e"):
+        (where / name).mkdir(parents=True)
+    store = open_store(where)
+    store.acquire()
+    assert store.others == "a, b, c and 2 more"
+    store.release()
+    store.acquire()
+    assert store.others == ""
+
+
 def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
     open_store: OpenStore, store: Store, save: Save, tmp_path: Path, run_directory: Path
 ) -> None:

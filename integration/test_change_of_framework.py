@@ -1,0 +1,64 @@
+"""A run goes from plain PyTorch to DeepSpeed and back; nothing is said to either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from change_workloads import train
+
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+    "transformers.models.gpt2.modeling_gpt2",
+    "resumekit.adapters.deepspeed",
+    "resumekit.adapters.torch",
+)
+CHAIN = (None, 2, None)  # for each launch the stage, None for none
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+def changed(kit: Kit, *, inject: str | None = None) -> Run:
+    """A run that is killed twice, and each time continued in the other framework."""
+    run = kit.new_run(Cell(train, {"stage": None}), inject=inject)
+    kills = (KillPoint.step(3), KillPoint.step(27), None)  # an epoch has 23 steps
+    for stage, kill in zip(CHAIN, kills, strict=True):
+        run = kit.run_again(replace(run, cell=Cell(train, {"stage": stage})), kill=kill)
+        assert not run.failure, run.failure
+    assert not run.missed_kills
+    return run
+
+
+def losses(run: Run) -> dict[int, float]:
+    """The loss of the last execution of each step."""
+    return dict(map(json.loads, (run.directory / "losses.jsonl").read_text().splitlines()))
+
+
+def test_its_losses_are_those_of_a_run_that_stays(kit: Kit) -> None:
+    whole = kit.run_uninterrupted(Cell(train, {"stage": None}))
+    run = changed(kit)
+    assert len(losses(whole)) == 46
+    assert losses(run) == losses(whole)  # bit for bit
+    told = (run.directory / "launch-00002-rank-00000.log").read_text()
+    assert "step-00000026 has callbacks/deepspeed, which belongs to DeepSpeed: not needed" in told
+
+
+def test_a_component_left_out_is_seen_in_the_losses(kit: Kit) -> None:
+    whole = kit.run_uninterrupted(Cell(train, {"stage": None}))
+    found, expected = losses(changed(kit, inject="optimizer")), losses(whole)
+    assert found[0] == expected[0]
+    assert found != expected

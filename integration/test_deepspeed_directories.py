@@ -1,0 +1,164 @@
+"""Which directories a DeepSpeed run starts in, continues in and refuses; it is never silent."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from deepspeed_workloads import load_natively, save_natively, train
+
+from resumekit.prove.compare import compare
+from resumekit.storage import Store
+from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit, Run
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
+    "resumekit.adapters.deepspeed",
+)
+OPTIONS: dict[str, Any] = {"stage": 2, "epochs": 1, "save_every": 2}  # steps 2, 4 and 6
+SHARD = "state/rank-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD, peers_seconds=10.0) as kit:
+        yield kit
+
+
+@pytest.fixture
+def trained(kit: Kit) -> Run:
+    """A run on two ranks that is over."""
+    run = kit.run_again(kit.new_run(Cell(train, OPTIONS, 2)))
+    assert not run.failure, run.failure
+    return run
+
+
+def training(run: Run) -> Path:
+    return run.directory / "training"
+
+
+def launched(kit: Kit, run: Run, **options: Any) -> tuple[Run, list[str]]:
+    """The run with one launch more, and what each rank told."""
+    cell = replace(run.cell, options={**OPTIONS, **options})
+    run = kit.run_again(replace(run, cell=cell))
+    number = len(run.launches) - 1
+    logs = (run.directory / f"launch-{number:05d}-rank-{rank:05d}.log" for rank in range(2))
+    return run, [log.read_text() for log in logs]
+
+
+def assert_refused(told: list[str], error: str, *words: str) -> None:
+    """Every rank ended with this error."""
+    for each in told:
+        line = next(line for line in each.splitlines() if f"errors.{error}: " in line)
+        assert all(word in line for word in words), line
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in ("owner.json", ".lock")
+    }
+
+
+def test_an_empty_directory_is_told_in_one_line(trained: Run) -> None:
+    told = (trained.directory / "launch-00000-rank-00000.log").read_text()
+    assert told.count("resumekit: starting fresh in ") == 1
+    assert f"starting fresh in {training(trained)}\n" in told
+
+
+def test_a_directory_with_other_files_is_told_with_their_names(kit: Kit) -> None:
+    run = kit.new_run(Cell(train, OPTIONS, 2))
+    (training(run) / "notes.txt").write_text("of somebody")
+    run, told = launched(kit, run)
+    assert not run.failure
+    assert f"starting fresh in {training(run)}, beside notes.txt\n" in told[0]
+
+
+def test_the_checkpoints_of_deepspeed_are_refused_and_left_alone(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(save_natively, {}, 2)))
+    before = content(training(run))
+    assert "latest" in before
+    run, told = launched(kit, replace(run, cell=Cell(train, OPTIONS, 2)))
+    assert_refused(told, "DirectoryError", "no run, but the checkpoints of something else")
+    assert content(training(run)) == before
+
+
+def test_a_named_step_that_is_missing_is_refused(kit: Kit, trained: Run) -> None:
+    _, told = launched(kit, trained, resume_from="step-00000099")
+    assert_refused(told, "CheckpointNotFoundError", "no such checkpoint in", "step-00000006")
+    empty, told = launched(kit, kit.new_run(trained.cell), resume_from="step-00000006")
+    assert_refused(told, "CheckpointNotFoundError", "no such checkpoint in")
+    assert not Store(training(empty)).step_names()
+
+
+def test_the_run_of_another_model_is_refused_and_left_alone(kit: Kit, trained: Run) -> None:
+    before = content(training(trained))
+    _, told = launched(kit, trained, width=16)
+    assert_refused(told, "StateMismatchError", "0.weight", "(32, 64)", "(16, 64)")
+    assert content(training(trained)) == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_bad_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(
+    kit: Kit, trained: Run, damage: str
+) -> None:
+    newest = Store(training(trained)).step_names()[0]
+    spoil(training(trained) / str(newest) / SHARD, damage)
+    again, told = launched(kit, trained)
+    assert not again.failure
+    verdict = compare(kit.run_uninterrupted(Cell(train, OPTIONS, 2)).trace, again.trace)
+    assert verdict.exact, str(verdict)
+    assert [resume.step for resume in verdict.resumes] == [4]
+    assert f"passed over step-00000006: step-00000006/{SHARD}" in told[0]
+
+
+def test_a_bad_shard_without_an_older_checkpoint_is_an_error_each_time(
+    kit: Kit, trained: Run
+) -> None:
+    newest, *older = Store(training(trained)).step_names()
+    for name in older:
+        shutil.rmtree(training(trained) / str(name))
+    spoil(training(trained) / str(newest) / SHARD, "missing")
+    run, told = launched(kit, trained)
+    assert_refused(told, "NoUsableCheckpointError", SHARD)
+    _, told = launched(kit, run)
+    assert_refused(told, "NoUsableCheckpointError", "no checkpoint but damaged ones")
+
+
+def spoil(shard: Path, damage: str) -> None:
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.unlink()
+    if damage == "flipped":
+        shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("wrong", ["empty", "other files", "no latest", "a step that is missing"])
+def test_the_stock_engine_finds_nothing_and_says_nothing(kit: Kit, wrong: str) -> None:
+    run = kit.run_again(kit.new_run(Cell(save_natively, {}, 2)))
+    if wrong in ("empty", "other files"):
+        run = kit.new_run(run.cell)
+    if wrong == "other files":
+        (training(run) / "notes.txt").write_text("of somebody")
+    if wrong == "no latest":
+        (training(run) / "latest").unlink()
+    if wrong == "a step that is missing":
+        (training(run) / "latest").write_text("global_step10")
+    run = kit.run_again(replace(run, cell=Cell(load_natively, {}, 2)))
+    log = run.directory / f"launch-{len(run.launches) - 1:05d}-rank-00000.log"
+    if wrong == "a step that is missing":
+        assert log.read_text().rstrip().endswith("AssertionError")  # without a word
+    else:
+        assert not run.failure  # and the user's loop begins at step 0
+        assert "loaded (None, None)\n" in log.read_text()

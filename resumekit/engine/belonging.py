@@ -1,0 +1,43 @@
+"""State that a framework keeps for its own loop: under another one it is left out, and told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from resumekit.contract import StateComponent
+from resumekit.storage import Manifest
+
+_DETAIL = "frameworks"
+
+
+def owners(components: Sequence[StateComponent]) -> dict[str, Any]:
+    """What a manifest's details tell of it: the framework by component key; nothing without any."""
+    found = {each.key: each.framework for each in components if each.framework}
+    return {_DETAIL: found} if found else {}
+
+
+def of_other_frameworks(manifest: Manifest, components: Sequence[StateComponent]) -> dict[str, str]:
+    """The saved components that only a framework needs which this run does not use, and its name.
+
+    Args:
+        manifest: of the checkpoint; an older one does not tell frameworks, and nothing is found.
+        components: of this run.
+    """
+    recorded = manifest.details.get(_DETAIL)
+    used = {component.framework for component in components}
+    live = {component.key for component in components}
+    saved = {record.key for record in manifest.components}
+    return {
+        key: str(framework)
+        for key, framework in (recorded if isinstance(recorded, Mapping) else {}).items()
+        if key in saved - live and framework not in used
+    }
+
+
+def not_needed(manifest: Manifest, others: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell about them."""
+    return tuple(
+        f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
+        for key, framework in sorted(others.items())
+    )
