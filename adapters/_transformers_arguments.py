@@ -30,6 +30,32 @@ def check_arguments(args: Any) -> None:
             )
 
 
+def check_best_at_end(trainer: Any, *, reports: bool) -> None:
+    """Returns when the best model can be loaded at the end, or nobody asks for it.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+        reports: whether a metric says which one is the best.
+
+    Raises:
+        ConfigurationError: it is asked for, and only our checkpoints could have it.
+    """
+    args = trainer.args
+    if not args.load_best_model_at_end or saves_by_itself(args):
+        return
+    where = "TrainingArguments(load_best_model_at_end=True)"
+    found = "save_strategy='no', so the best model is the one of the run directory"
+    if not reports:
+        raise ConfigurationError(where, found=found, expected="a metric_for_best_model")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigurationError(
+            where,
+            found=f"{found}, which is in parts",
+            expected="load_best_model_at_end=False",
+            remedy="Open trainer.state.best_model_checkpoint by `resumekit export`",
+        )
+
+
 def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionKeywords:
     """The options, and what the arguments say where an option was not given.
 
@@ -50,6 +76,11 @@ def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionK
         found["mode"] = "max" if args.greater_is_better else "min"
     found.update(options)
     return found
+
+
+def saves_by_itself(args: Any) -> bool:
+    """Whether the Trainer writes checkpoints of its own."""
+    return _value(args.save_strategy) != "no"
 
 
 def saves_each_epoch(options: Mapping[str, Any], args: Any) -> bool:

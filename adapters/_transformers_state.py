@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
+from resumekit.adapters._transformers_files import with_files
 from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
@@ -89,8 +87,10 @@ class _TrainerState(_OfTheJob):
         return {**settings, "samples": length}
 
     def comparable_state(self) -> dict[str, Any]:
-        """Two equal runs log different times."""
+        """Two equal runs log different times, and may stand in different folders."""
         state = self.state_dict()
+        best = state["best_model_checkpoint"]
+        state["best_model_checkpoint"] = best and Path(best).name
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]
@@ -126,7 +126,7 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
     ]
     fidelity, reason = _fidelity(trainer.args)
     return (
-        *(_with_files(each, trainer.model) for each in components),
+        *(with_files(each, trainer.model) for each in components),
         *buckets_of(trainer.model_wrapped),
         StateComponent(trainer_state.key, trainer_state, _OWN),
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason),
@@ -152,30 +152,6 @@ def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
 
     key = f"{_CALLBACKS}/attributes"
     return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
-
-
-def _with_files(component: StateComponent, model: Any) -> StateComponent:
-    """The model's component, with what ``from_pretrained`` needs beside the weights."""
-    is_whole = component.sharing_pattern is SharingPattern.REPLICATED
-    if component.key != Slot.MODEL.value or not isinstance(model, PreTrainedModel) or not is_whole:
-        return component
-    return replace(component, files=lambda: _pretrained_files(model))
-
-
-def _pretrained_files(model: PreTrainedModel) -> Mapping[str, bytes]:
-    """The files that ``PreTrainedModel.save_pretrained`` writes beside the weights of one rank."""
-    config = deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    # transformers 5.23 utils/hub.py get_checkpoint_shard_files: an index may name any file.
-    weights = dict.fromkeys(model.state_dict(), "rank-00000.safetensors")
-    index = {"metadata": {}, "weight_map": weights}
-    texts = {
-        "config.json": config.to_json_string(),
-        "model.safetensors.index.json": json.dumps(index, indent=2),
-    }
-    if model.can_generate() and model.generation_config is not None:
-        texts["generation_config.json"] = model.generation_config.to_json_string()
-    return {name: text.encode() for name, text in texts.items()}
 
 
 def _fidelity(args: Any) -> tuple[Fidelity, str]:

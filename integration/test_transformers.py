@@ -158,15 +158,6 @@ def test_a_setting_that_changes_which_batches_come_next_is_refused(
         ResumeCallback(trainer, tmp_path / "run")
 
 
-def test_a_checkpoint_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
-    stock = make_trainer(tmp_path, save_strategy="steps", save_steps=5)
-    stock.train()
-    trainer = make_trainer(tmp_path)
-    attach(trainer, tmp_path)
-    with pytest.raises(ConfigurationError, match=r"trainer\.train"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-5"))
-
-
 def test_a_second_callback_and_a_wrong_option_are_refused_at_once(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(ConfigurationError, match="save_evry"):

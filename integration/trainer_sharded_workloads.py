@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import DistributedType, PartialState
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from trainer_workloads import Sentences, causal
 from transformers import Trainer, TrainingArguments, set_seed
@@ -80,6 +81,9 @@ def train(
     )
     torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks
     trainer.train()
+    weights = trainer.model.state_dict().items()
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in weights}
+    save_file(whole, Path(directory) / f"expected-{trainer.accelerator.process_index}.safetensors")
     if stage is None:
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
     else:
