@@ -11,8 +11,12 @@ from resumekit.errors import ConfigurationError
 if TYPE_CHECKING:
     from resumekit.engine.options import OptionKeywords
 
-# They change which batches come next.
-_REFUSED = ("ignore_data_skip", "auto_find_batch_size")
+_REFUSED = {
+    "ignore_data_skip": "a setting that changes which batches come next",
+    "auto_find_batch_size": "a setting that changes which batches come next",
+    # transformers 5.23 trainer_jit_checkpoint.py ends the training there, as if it were done.
+    "enable_jit_checkpoint": "a second answer to SIGTERM, beside that of ResumeCallback",
+}
 
 
 def check_arguments(args: Any) -> None:
@@ -21,11 +25,11 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigurationError: names the one that cannot be followed.
     """
-    for setting in _REFUSED:
-        if getattr(args, setting):
+    for setting, why in _REFUSED.items():
+        if getattr(args, setting, False):
             raise ConfigurationError(
                 f"TrainingArguments({setting}=True)",
-                found="a setting that changes which batches come next",
+                found=why,
                 expected=f"{setting}=False",
             )
 

@@ -30,8 +30,10 @@ STATE = (
 # transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
 SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
-# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py: the same in Trainers of its own.
+# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py, reward_trainer.py: the same in Trainers of its
+# own. Its others hold more from step to step: completions, buffers, counts.
 SUMS_OF_TRL = ("_metrics", "_total_train_tokens")
+_FOLLOWED_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer"})
 
 # transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
 CLOCK_SUFFIXES = ("_runtime", "_per_second")
@@ -124,7 +126,7 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
         _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
         for name, callback in exporting.items()
     ]
-    fidelity, reason = _fidelity(trainer.args)
+    fidelity, reason = _fidelity(trainer)
     return (
         *(with_files(each, trainer.model) for each in components),
         *buckets_of(trainer.model_wrapped),
@@ -154,10 +156,14 @@ def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
     return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
 
 
-def _fidelity(args: Any) -> tuple[Fidelity, str]:
-    if evaluates_in_persistent_workers(args):
+def _fidelity(trainer: Any) -> tuple[Fidelity, str]:
+    if evaluates_in_persistent_workers(trainer.args):
         return Fidelity.LOST, (
             "the first evaluation of each launch draws a random number for its persistent workers; "
             "use dataloader_persistent_workers=False"
         )
+    of_trl = (each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl")
+    unknown = [each.__name__ for each in of_trl if each.__name__ not in _FOLLOWED_OF_TRL]
+    if unknown:
+        return Fidelity.LOST, f"what trl's {unknown[0]} keeps from step to step is not known here"
     return Fidelity.EXACT, ""

@@ -149,10 +149,10 @@ def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Pat
         trainer.train()
 
 
-@pytest.mark.parametrize("setting", ["ignore_data_skip", "auto_find_batch_size"])
-def test_a_setting_that_changes_which_batches_come_next_is_refused(
-    tmp_path: Path, setting: str
-) -> None:
+@pytest.mark.parametrize(
+    "setting", ["ignore_data_skip", "auto_find_batch_size", "enable_jit_checkpoint"]
+)
+def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, setting: str) -> None:
     trainer = make_trainer(tmp_path, **{setting: True})
     with pytest.raises(ConfigurationError, match=setting):
         ResumeCallback(trainer, tmp_path / "run")
