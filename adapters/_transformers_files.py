@@ -27,6 +27,7 @@ def with_files(component: StateComponent, model: nn.Module) -> StateComponent:
     if component.key != Slot.MODEL.value:
         return component
     is_whole = component.sharing_pattern is SharingPattern.REPLICATED
+    model = getattr(model, "_fsdp_wrapped_module", model)  # torch 2.13: of the first FSDP
     return replace(component, files=lambda: _files(model, is_whole=is_whole))
 
 
