@@ -29,7 +29,7 @@ class DrivenOwner(LoopOwner, Protocol):
 
     def _begin_loop(self, loop: str) -> None: ...
 
-    def _finish(self, reason: str) -> None: ...
+    def _finish(self, reason: str, *, used_up: bool) -> None: ...
 
     def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
 
@@ -49,6 +49,7 @@ class DrivenLoop:
     def __init__(self, owner: DrivenOwner) -> None:
         self._owner = owner
         self._epochs: Epochs | None = None
+        self._batches: Batches | None = None
 
     @property
     def progress(self) -> Progress:
@@ -118,7 +119,8 @@ class DrivenLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._owner.batches(loader)
+        self._batches = self._owner.batches(loader)
+        return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
         """``batches(loader)`` as a DataLoader, for a framework that takes nothing else.
@@ -143,7 +145,8 @@ class DrivenLoop:
 
         To be called when all code of the last step has run.
         """
-        self._owner._finish(reason)
+        used_up = self._batches is not None and self._batches.used_up
+        self._owner._finish(reason, used_up=used_up)
 
 
 class _HandedOver(IterableDataset[Any]):

@@ -160,11 +160,10 @@ class LoopHost:
         self._epoch, self._num_used = epoch, 0
         self._run.counters.move_to(epoch, 0)
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str, *, used_up: bool) -> None:
         """A framework has ended the run; an epoch that it used up is over."""
-        sources, left = self._run.position.sources, self._turns.under_way
-        is_used_up = all(name in sources and sources[name].used_up for name in left)
-        if self.finished is None and self._turns.asked and is_used_up:
+        is_over = used_up or not self._turns.under_way
+        if self.finished is None and self._turns.asked and is_over:
             self._next_epoch(self._epoch + 1)
         self._settle(reason, at_end=True)
 

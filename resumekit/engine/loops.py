@@ -76,6 +76,11 @@ class Batches:
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self._used()
 
+    @property
+    def used_up(self) -> bool:
+        """Whether the epoch under way is known to have no more batches."""
+        return self._feed.used_up
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
