@@ -81,15 +81,19 @@ class AheadSource(Source):
                     self._rng.load_state_dict(random)
                 self._fetch()
 
+    def prime(self) -> None:
+        """Fetches what is fetched ahead of the epoch's first batch."""
+        if not self._is_ahead:
+            self._is_ahead = True
+            self._fetch()
+
     def next_batch(self) -> Any:
         """The next batch as the user's loader would give it.
 
         Raises:
             StopIteration: the epoch has no more.
         """
-        if not self._is_ahead:
-            self._is_ahead = True
-            self._fetch()
+        self.prime()
         if self._fetched is None:
             raise StopIteration
         batch, fetched = self._batch, self._fetched

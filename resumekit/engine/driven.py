@@ -96,10 +96,13 @@ class DrivenLoop:
             self._epochs = Epochs(self._owner, None)
         return report
 
-    def next_epoch(self) -> int:
+    def next_epoch(self, loader: Any = None) -> int:
         """Settles the epoch that ended, and begins the next one. Collective.
 
         To be called when all code of the former epoch has run, and nothing of the next one.
+
+        Args:
+            loader: that of the next epoch, where it is there already: a new one in each, perhaps.
 
         Returns:
             The absolute number of the epoch that begins.
@@ -108,6 +111,7 @@ class DrivenLoop:
             LoopError: the former epoch had no optimizer step.
         """
         assert self._epochs is not None, "resume() comes first"
+        self._epochs.next_loader = loader
         return next(self._epochs)
 
     def batches(self, loader: Any) -> Batches:

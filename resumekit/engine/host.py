@@ -122,6 +122,10 @@ class LoopHost:
             self._run.position.witness_epoch()
             self._run.restore_random()
 
+    def _take_over(self, loader: Any) -> None:
+        """The loader of the epoch that begins: a new one has what it begins with saved as well."""
+        self._run.position.feed(loader)
+
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
         if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):

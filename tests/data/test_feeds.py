@@ -104,7 +104,9 @@ FEEDS: dict[str, Callable[[], Any]] = {
         {"a": shuffled(10), "b": shuffled(22), "c": shuffled(24)}, "nothing"
     ),
     "as long as the first": lambda: Together({"a": shuffled(22), "b": shuffled(4)}, "nothing"),
-    "once more": lambda: Together({"a": shuffled(10), "b": shuffled(22), "c": shuffled(3)}, "again"),
+    "once more": lambda: Together(
+        {"a": shuffled(10), "b": shuffled(22), "c": shuffled(3)}, "again"
+    ),
     "once more in workers": lambda: Together(
         {"a": shuffled(10, "2"), "b": shuffled(30, "persistent")}, "again"
     ),
