@@ -59,6 +59,11 @@ class ResumeCallback(Callback):
         self._checkpointer: Checkpointer | None = None  # while a fit is under way
         self._loop: DrivenLoop | None = None
 
+    def save(self) -> None:
+        """Makes a save due before the next batch; outside a fit nothing. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.save()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes the last place among the callbacks, and one between Lightning and the loader."""
         if stage == "fit" and not trainer.fast_dev_run:
@@ -87,7 +92,7 @@ class ResumeCallback(Callback):
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
-            self._loop = self._checkpointer.drive(**limits)
+            self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
             self._loop.resume()
             if self._place.was_requested:  # before it was known for which epoch
                 trainer.fit_loop._combined_loader = None
