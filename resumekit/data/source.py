@@ -59,6 +59,9 @@ class Source(ABC):
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""
 
+    def prime(self) -> None:  # noqa: B027 - most fetch nothing ahead
+        """Fetches what is fetched ahead of the epoch's first batch."""
+
     @abstractmethod
     def next_batch(self) -> Any:
         """The next batch as the user's loader would give it.

@@ -29,7 +29,7 @@ class DrivenOwner(LoopOwner, Protocol):
 
     def _begin_loop(self, loop: str) -> None: ...
 
-    def _finish(self, reason: str) -> None: ...
+    def _finish(self, reason: str, *, used_up: bool) -> None: ...
 
     def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
 
@@ -49,6 +49,7 @@ class DrivenLoop:
     def __init__(self, owner: DrivenOwner) -> None:
         self._owner = owner
         self._epochs: Epochs | None = None
+        self._batches: Batches | None = None
 
     @property
     def progress(self) -> Progress:
@@ -95,10 +96,13 @@ class DrivenLoop:
             self._epochs = Epochs(self._owner, None)
         return report
 
-    def next_epoch(self) -> int:
+    def next_epoch(self, loader: Any = None) -> int:
         """Settles the epoch that ended, and begins the next one. Collective.
 
         To be called when all code of the former epoch has run, and nothing of the next one.
+
+        Args:
+            loader: that of the next epoch, where it is there already: a new one in each, perhaps.
 
         Returns:
             The absolute number of the epoch that begins.
@@ -107,6 +111,7 @@ class DrivenLoop:
             LoopError: the former epoch had no optimizer step.
         """
         assert self._epochs is not None, "resume() comes first"
+        self._epochs.next_loader = loader
         return next(self._epochs)
 
     def batches(self, loader: Any) -> Batches:
@@ -118,7 +123,8 @@ class DrivenLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._owner.batches(loader)
+        self._batches = self._owner.batches(loader)
+        return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
         """``batches(loader)`` as a DataLoader, for a framework that takes nothing else.
@@ -138,7 +144,8 @@ class DrivenLoop:
 
         To be called when all code of the last step has run.
         """
-        self._owner._finish(reason)
+        used_up = self._batches is not None and self._batches.used_up
+        self._owner._finish(reason, used_up=used_up)
 
 
 class _HandedOver(IterableDataset[Any]):
