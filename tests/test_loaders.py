@@ -983,6 +983,21 @@ def test_the_workers_of_a_loader_end_when_another_takes_its_place(tmp_path: Path
     assert set(workers) == {1}
 
 
+@pytest.mark.parametrize("batch_size", [2, 3, 5, 7])
+def test_a_repeated_loader_whose_last_batch_is_short_draws_what_follows_its_end(
+    tmp_path: Path, batch_size: int
+) -> None:
+    """torch's own sampler draws once more at its end, and a short batch has seen that end."""
+
+    def repeated(training: Training) -> None:
+        short = loader(5, first=100, batch_size=batch_size, drop_last=False, generator=seeded(5))
+        others = training.checkpointer.batches(short, name="others", repeat=True)
+        for batch in training.checkpointer.batches(loader(6), epochs=2):
+            training.on(batch, next(others))
+
+    assert_every_kill_is_survived(repeated, tmp_path)
+
+
 # ---------------------------------------------------------------- whatever the lengths
 
 

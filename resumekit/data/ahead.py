@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from resumekit.contract import Fidelity
 from resumekit.data.elastic import RANKS, follow
 from resumekit.data.generators import without_prefetch
 from resumekit.data.source import Source
-from resumekit.data.wrapped import Fetched
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,25 @@ class AskedAhead:
     """
 
     loader: Any
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """The batch that was asked for and not handed out yet, and where it came from.
+
+    Args:
+        batch: it.
+        place: the inner source's state before the fetch.
+        random: the random state before the fetch; None where samples draw from keys.
+        indices: the batch's sample indices.
+        num_samples: their number.
+    """
+
+    batch: Any
+    place: dict[str, Any]
+    random: dict[str, Any] | None
+    indices: Any
+    num_samples: int
 
 
 class AheadSource(Source):
@@ -41,8 +60,7 @@ class AheadSource(Source):
         self._inner = inner
         self._private, self._rng = inner._private, inner._rng
         self._is_ahead = False  # of the epoch under way a batch was asked for
-        self._batch: Any = None
-        self._fetched: Fetched | None = None  # the batch that is ahead, while there is one
+        self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
 
     @property
     def keyed(self) -> bool:  # type: ignore[override]
@@ -73,7 +91,7 @@ class AheadSource(Source):
         self._inner.begin(epoch)
         self._iterator = iter(())
         self.epoch, self.batch = epoch, 0
-        self._is_ahead, self._fetched, self._batch = again, None, None
+        self._is_ahead, self._fetched = again, None
         if pending is not None and again:
             self.batch = pending["batch"]
             for random in pending["ahead"]:
@@ -96,21 +114,19 @@ class AheadSource(Source):
         self.prime()
         if self._fetched is None:
             raise StopIteration
-        batch, fetched = self._batch, self._fetched
+        fetched = self._fetched
         self._fetch()
         self.indices, self.num_samples = fetched.indices, fetched.num_samples
         self.batch += 1
-        return batch
+        return fetched.batch
 
     def _fetch(self) -> None:
         inner = self._inner
         place, random = inner.state_dict(), None if inner.keyed else self._rng.state_dict()
-        self._fetched = self._batch = None
-        try:
-            self._batch = inner.next_batch()
-        except StopIteration:
-            return
-        self._fetched = Fetched(place, random, inner.indices, inner.num_samples)
+        self._fetched = None
+        with suppress(StopIteration):
+            batch = inner.next_batch()
+            self._fetched = _Fetched(batch, place, random, inner.indices, inner.num_samples)
 
     def drawn_again(self) -> tuple[Any, ...]:
         """The private generators that are in place already: the order was drawn from them again."""
@@ -120,7 +136,7 @@ class AheadSource(Source):
         """Moves the place to the start of the next epoch."""
         super().end_epoch()
         self._inner.end_epoch()
-        self._is_ahead, self._fetched, self._batch = False, None, None
+        self._is_ahead, self._fetched = False, None
 
     def close(self) -> None:
         """Lets go of the iterator; the place stays."""

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import xxhash
@@ -152,6 +152,9 @@ class PassSamples:
             order.add(passed)
             left -= len(passed)
         require_order(self.where, order, self.digest, f"{self.num_samples} samples")
+        if self.batching is not None and self.num_samples % self.batching.batch_size:
+            # The last batch was short: the interrupted run has seen the end, where some draw.
+            indices = chain([*islice(indices, 1)], indices)
         return in_batches(indices, self.batching)
 
 
