@@ -220,7 +220,11 @@ def test_no_import_is_computed_or_relative(module: Module) -> None:
 
 
 # Lightning comes in two packages.
-SAME_FRAMEWORK = {"lightning": ("pytorch_lightning",)}
+# What comes with a framework, or belongs to it.
+SAME_FRAMEWORK = {
+    "lightning": ("pytorch_lightning",),
+    "transformers": ("safetensors", "peft"),
+}
 
 
 @pytest.mark.parametrize("module", ADAPTER_MODULES, ids=str)

@@ -15,7 +15,6 @@ from resumekit.capture import (
     AccumulatedGradients,
     Extras,
     bucket_components,
-    differences,
     fingerprint,
     gradient_components,
     holds_gradients,
@@ -28,20 +27,17 @@ from resumekit.contract import (
     check_components,
 )
 from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
-from resumekit.data.keys import SEED, RunSeed, check_randomness
+from resumekit.data.keys import SEED, RunSeed
 from resumekit.distributed import World
 from resumekit.engine.account import Account
-from resumekit.engine.belonging import not_needed, of_other_frameworks
-from resumekit.engine.drift import accept_drift
-from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
+from resumekit.engine.loading import Loading
 from resumekit.engine.membership import Membership
-from resumekit.engine.options import Options, names_component
+from resumekit.engine.options import Options
 from resumekit.engine.progress import Counters
 from resumekit.engine.randomness import RandomState
 from resumekit.engine.replication import Replicas
 from resumekit.engine.report import ResumeReport
-from resumekit.engine.resplitting import require_taken, resplit
-from resumekit.engine.restoring import call_everywhere, restore, start_fresh
+from resumekit.engine.restoring import call_everywhere
 from resumekit.engine.resuming import Finder, Found
 from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
@@ -238,53 +234,32 @@ class Run:
         self._fingerprint = fingerprint(world_size=self.world.world_size, components=alike)
 
     def _load(self, found: Found) -> ResumeReport:
-        manifest = found.manifest
-        if not names_component(self.options.exclude, SEED):
-            check_randomness({each.key for each in manifest.components}, self.options.randomness)
-        others = of_other_frameworks(manifest, self.components)
-        then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
-        changed = differences(then, self._fingerprint)
-        accept_drift(changed, self.components, self.options)
         assert self._membership is not None
-        found.leave(regrouped_buffers(manifest, self.components, self._membership))
-        fresh = check_fit(
-            manifest,
-            self.components,
-            self.options,
-            self._membership,
-            world_size=self.world.world_size,
-        )
-        found.leave(set(found.states) - {each.key for each in self.components})
-        found.leave(others)
-        self.account.take_history(manifest)
-        require_taken(found, self.world)
-        changes = resplit(found, self.components, self._sources(self._membership), self.world)
-        self.account.tell_changes(changes)
-        self.world.everywhere(lambda: check_states(found.states, self.components))
-        remarks = self.world.everywhere(lambda: restore(self.components, found.states))
-        after = call_everywhere(self.world, self.components, "after_resume")
         assert self._replicas is not None
-        self._replicas.check_after_resume()
-        for difference in changed:
-            self.account.tell(f"changed since the checkpoint: {difference}")
-        left_out = not_needed(manifest, others)
-        fresh_starts = start_fresh(self.components, found.name, fresh)
-        for remark in (*left_out, *fresh_starts, *remarks[0], *after):
-            self.account.tell(remark)
         assert self._saver is not None
+        sources = self._sources(self._membership)
+        loading = Loading(self.world, self.options, self.components, self._membership, sources)
+        fit = loading.fit(found, self._fingerprint)
+        self.account.take_history(found.manifest)
+        changes = loading.divide(found)
+        self.account.tell_changes(changes)
+        remarks = loading.load(found, fit.fresh)
+        self._replicas.check_after_resume()
+        changed = [f"changed since the checkpoint: {each}" for each in fit.differences]
+        for remark in (*changed, *fit.not_needed, *remarks):
+            self.account.tell(remark)
         self._saver.parent = str(found.name)
-        self._resumed_from = manifest
+        self._resumed_from = found.manifest
         restored = {line.key: line for line in self.account.capture_report().lines}
+        keys = [each.key for each in found.manifest.components if each.key in found.states]
         return ResumeReport(
             resumed=True,
-            step=manifest.step,
+            step=found.manifest.step,
             path=found.reader.path,
-            components=tuple(
-                restored[record.key] for record in manifest.components if record.key in found.states
-            ),
-            differences=tuple(changed),
+            components=tuple(restored[key] for key in keys),
+            differences=fit.differences,
             changes=changes,
-            not_needed=left_out,
+            not_needed=fit.not_needed,
             rejected=found.rejected,
             finished=self.counters.finished,
         )

@@ -1,0 +1,106 @@
+"""From what was found to the live objects: held against them, divided anew, checked, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.capture import Difference, differences
+from resumekit.contract import StateComponent
+from resumekit.data.keys import SEED, check_randomness
+from resumekit.distributed import World
+from resumekit.engine.belonging import not_needed, of_other_frameworks
+from resumekit.engine.drift import accept_drift
+from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
+from resumekit.engine.membership import Membership
+from resumekit.engine.options import Options, names_component
+from resumekit.engine.resplitting import require_taken, resplit
+from resumekit.engine.restoring import call_everywhere, restore, start_fresh
+from resumekit.engine.resuming import Found
+from resumekit.engine.sources import Sources
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a checkpoint's components lie beside those of the run.
+
+    Args:
+        differences: what differs between the run that saved and this one.
+        not_needed: what to tell of components that only another framework needs.
+        fresh: the keys of components that the checkpoint lacks; they start from their live state.
+    """
+
+    differences: tuple[Difference, ...]
+    not_needed: tuple[str, ...]
+    fresh: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Brings the components of a run to a checkpoint that was found; to be called in this order.
+
+    Args:
+        world: the ranks.
+        options: the run's.
+        components: the run's, whose objects exist.
+        membership: which ranks share them.
+        sources: whose state each rank goes on with.
+    """
+
+    world: World
+    options: Options
+    components: Sequence[StateComponent]
+    membership: Membership
+    sources: Sources
+
+    def fit(self, found: Found, live: Mapping[str, Any]) -> Fit:
+        """Holds the checkpoint against the run, and leaves out of it what nobody takes.
+
+        Args:
+            found: the checkpoint.
+            live: the fingerprint of this run.
+
+        Raises:
+            ConfigurationError: ``randomness`` was another.
+            DriftError: what the learning rate was planned for has changed.
+            StateMismatchError: a component is on one side only.
+        """
+        manifest, components, options = found.manifest, self.components, self.options
+        if not names_component(options.exclude, SEED):
+            check_randomness({each.key for each in manifest.components}, options.randomness)
+        others = of_other_frameworks(manifest, components)
+        then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
+        changed = differences(then, live)
+        accept_drift(changed, components, options)
+        num_ranks = self.world.world_size
+        fresh = check_fit(manifest, components, options, self.membership, world_size=num_ranks)
+        found.leave(regrouped_buffers(manifest, components, self.membership))
+        found.leave(set(found.states) - {each.key for each in components})
+        found.leave(others)
+        return Fit(tuple(changed), not_needed(manifest, others), fresh)
+
+    def divide(self, found: Found) -> tuple[str, ...]:
+        """Divides the ranks' own states anew where their number has changed; says how.
+
+        Raises:
+            StateMismatchError: a state of a former rank would be lost.
+        """
+        require_taken(found, self.world)
+        return resplit(found, self.components, self.sources, self.world)
+
+    def load(self, found: Found, fresh: Sequence[str]) -> tuple[str, ...]:
+        """Loads what every component has agreed to take; says what did not come back exactly.
+
+        Args:
+            found: the checkpoint.
+            fresh: the keys of components that it lacks.
+
+        Raises:
+            StateMismatchError: a component refuses its state; nothing was changed.
+        """
+        components = self.components
+        self.world.everywhere(lambda: check_states(found.states, components))
+        remarks = self.world.everywhere(lambda: restore(components, found.states))
+        after = call_everywhere(self.world, components, "after_resume")
+        return (*start_fresh(components, found.name, fresh), *remarks[0], *after)
