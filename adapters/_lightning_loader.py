@@ -3,52 +3,145 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-from resumekit.adapters._lightning_package import CombinedLoader, ModeIterator
+from resumekit.adapters._lightning_package import CombinedLoader, DataFetcher, ModeIterator
 from resumekit.adapters._lightning_settings import refuse
+from resumekit.data import AskedAhead, Together
+
+
+class Driver(Protocol):
+    """Who knows where the fit is; asked when Lightning makes an iterator."""
+
+    def begin(self, loader: Any) -> Any:
+        """The batches of the epoch that begins."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether this fit is; a tuner tries some batches on its own."""
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing was restored, and nothing trained."""
 
 
 class LoaderInStep(CombinedLoader):
     """What the fit loop iterates: the user's loader, through the driven loop.
 
-    ``setup_data`` asks for an iterator before an epoch has begun, and nothing may happen then: the
-    user's loader would draw a random number.
+    ``setup_data`` asks for an iterator before an epoch has begun. At the start of a run it is made
+    then; in a run that continues nothing may happen there, because loaders draw random numbers.
+
+    Args:
+        given: what Lightning would iterate.
+        driver: knows where the fit is.
+        draws_twice: whether Lightning would make the first epoch's iterators a second time.
     """
 
-    def __init__(self, given: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
+    def __init__(self, given: Any, driver: Driver, *, draws_twice: bool) -> None:
         is_combined = isinstance(given, CombinedLoader)
         mode: Any = given._mode if is_combined else "max_size_cycle"
         super().__init__(given.iterables if is_combined else given, mode)
-        self._begin = begin
+        self._driver = driver
+        self._draws_twice = draws_twice
+        self._batches: Any = None  # of the epoch under way
+        self._is_primed = False  # that is the first one, and nobody has asked for a batch
+        self.fetcher: Fetcher | None = None
 
     def __iter__(self) -> Any:
-        self._iterator = _InStep(self.flattened, self.limits, self._batches())
+        if not self._driver.is_followed:
+            return super().__iter__()
+        waits = self.is_asked_ahead and self.fetcher is None
+        batches = iter(()) if waits else self._side_by_side()
+        self._iterator = _InStep(self.flattened, self._length(), batches)
+        if self._draws_twice:
+            self._draws_twice = False
+            self._draw()
+        elif self._driver.is_at_start and not self._is_primed:
+            self._begin()
+            self._batches.prime()
+            self._is_primed = True
         return self
+
+    def follow(self, loop: Any) -> None:
+        """The fit loop is about to ask for batches of this loader."""
+        if self.is_asked_ahead and loop._data_fetcher is not self.fetcher:
+            loop._data_fetcher = Fetcher(self)
+        elif not isinstance(self._iterator, _InStep):  # a tuner's
+            iter(loop._data_fetcher)
+
+    def _draw(self) -> None:
+        for loader in self.flattened:
+            batches = iter(loader)
+            if self.is_asked_ahead:
+                next(batches, None)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         """Nothing for Lightning's own checkpoints: asked, a stateful loader may draw a number."""
         return []
 
-    def _batches(self) -> Iterator[list[Any]]:
-        loaders: Any = self.flattened  # as Lightning has prepared them; limits has their lengths
+    @property
+    def is_asked_ahead(self) -> bool:
+        """Whether nobody knows the last batch before the next one was asked for."""
+        return self._length() == math.inf
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the batch that was handed out is the last one."""
+        return bool(self._batches.used_up)
+
+    def _length(self) -> float:
+        """The batches of an epoch; ``limits`` has the lengths of the loaders, cut to the limit."""
         limits: Any = self.limits
-        refuse("a training loader without a length", math.inf in limits)
+        return min(limits) if self._mode == "min_size" else max(limits)
+
+    def _side_by_side(self) -> Iterator[list[Any]]:
+        """The batches of an epoch; it begins when the first one is asked for."""
+        if not self._is_primed:
+            self._begin()
+        self._is_primed = False
+        named = len(self.flattened) > 1
+        for batch in self._batches:
+            yield list(batch.values()) if named else [batch]
+
+    def _begin(self) -> None:
+        loaders: Any = self.flattened  # as Lightning has prepared them
+        together: Any = {str(number): loader for number, loader in enumerate(loaders)}
         if len(loaders) == 1:
-            yield from ([batch] for batch in self._begin(loaders[0]))
-            return
-        in_step = self._mode == "min_size" or {self._mode, *limits} == {"max_size_cycle", limits[0]}
-        refuse(f"several training loaders of unequal lengths in mode {self._mode}", not in_step)
-        named = {str(number): loader for number, loader in enumerate(loaders)}
-        yield from (list(batches.values()) for batches in self._begin(named))
+            together = AskedAhead(loaders[0]) if self.is_asked_ahead else loaders[0]
+        elif self.is_asked_ahead:
+            refuse(f"several training loaders without a length ({self._mode})", True)
+        elif self._mode != "min_size":
+            together = Together(together, "nothing" if self._mode == "max_size" else "again")
+        self._batches = self._driver.begin(together)
+
+
+class Fetcher(DataFetcher):
+    """What the epoch loop takes batches from where nobody knows how many there are.
+
+    Lightning fetches one ahead, to know the last one, and here that is done where the place is
+    kept. lightning 2.6 loops/fetchers.py ``_PrefetchDataFetcher``.
+    """
+
+    def __init__(self, loader: LoaderInStep) -> None:
+        super().__init__()
+        loader.fetcher = self
+        self.setup(loader)
+        iter(self)
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        loader: Any = self.combined_loader
+        self.done = loader.used_up
+        return batch
 
 
 class _InStep(ModeIterator):
     """Batches that are already side by side, where Lightning combines loaders by itself."""
 
-    def __init__(self, loaders: Any, limits: Any, batches: Iterator[list[Any]]) -> None:
-        super().__init__(loaders, limits)
+    def __init__(self, loaders: Any, length: float, batches: Iterator[list[Any]]) -> None:
+        super().__init__(loaders)
+        self._length: Any = length
         self._batches = batches
 
     def __iter__(self) -> Any:
@@ -60,5 +153,5 @@ class _InStep(ModeIterator):
         return batches, self._idx - 1, 0
 
     def __len__(self) -> int:
-        limits: Any = self.limits
-        return min(limits)  # type: ignore[no-any-return]
+        """TypeError, as for any float, where nobody knows it."""
+        return self._length  # type: ignore[no-any-return]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from resumekit.adapters._lightning_package import ResultCollection
 from resumekit.adapters._lightning_settings import fidelity_of
+from resumekit.capture import RngState
 from resumekit.contract import SharingPattern, StateComponent
 
 
@@ -23,6 +24,8 @@ class Place:
         self._again: Mapping[str, Any] | None = None  # until the first batch of this launch
         self._sums: dict[str, Any] = {}  # of metrics that this launch has not logged yet
         self._keeps_workers = False  # of a loader for validation
+        # Of the last request for training loaders, where there will be others.
+        self._requested: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -40,6 +43,8 @@ class Place:
             "logged_metrics": dict(trainer._logger_connector._logged_metrics),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
+            "requested": self._requested,
+            "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
             # torch 2.13 nn/parallel/distributed.py: not in the forward pass after a validation.
@@ -56,9 +61,35 @@ class Place:
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
         self._keeps_workers = state["keeps_workers"]
+        self._requested = state["requested"]
         trainer.num_sanity_val_steps = 0
         epoch = loop.epoch_progress.current
         self._again = state if epoch.processed < epoch.started else None
+
+    @property
+    def was_requested(self) -> bool:
+        """Whether the loaders of the interrupted epoch were to be others than the first ones."""
+        return self._again is not None and self._requested is not None
+
+    @property
+    def epoch_of_request(self) -> int:
+        """The epoch for which there are new training loaders, or 0."""
+        return 0 if self._requested is None else int(self._requested["epoch"])
+
+    def request(self, ask: Callable[[], Any]) -> Any:
+        """The training loaders, as they were asked for in the interrupted run."""
+        progress, rng = self._trainer.fit_loop.epoch_progress.current, RngState()
+        if not self._trainer.reload_dataloaders_every_n_epochs:
+            return ask()
+        if not self.was_requested:
+            self._requested = {"epoch": progress.completed, "rng": rng.state_dict()}
+            return ask()
+        requested: Any = self._requested
+        rng.load_state_dict(requested["rng"])
+        now, progress.completed = progress.completed, requested["epoch"]
+        given = ask()
+        progress.completed = now
+        return given
 
     def component(self) -> StateComponent:
         """All of it, and whether what persistent workers draw comes back."""
@@ -76,6 +107,9 @@ class Place:
         self.load_state_dict(state)
         self._again = None
         loop._restarting = False  # or plateau schedulers would miss this epoch
+        if self._requested is not None:
+            loop._last_train_dl_reload_epoch = self._requested["epoch"]
+            loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["validated_in"]
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         self._sums.update(state["sums"])

@@ -42,7 +42,6 @@ def check(trainer: Any, module: Any) -> None:
     refuse(type(strategy).__name__, not isinstance(strategy, _STRATEGIES))
     sizes = getattr(strategy, "_tensor_parallel_size", 1)
     refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
-    refuse("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs > 0)
     parameters = inspect.signature(module.training_step).parameters
     refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
     for each in trainer.callbacks:

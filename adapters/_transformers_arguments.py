@@ -11,8 +11,12 @@ from resumekit.errors import ConfigurationError
 if TYPE_CHECKING:
     from resumekit.engine.options import OptionKeywords
 
-# They change which batches come next.
-_REFUSED = ("ignore_data_skip", "auto_find_batch_size")
+_REFUSED = {
+    "ignore_data_skip": "a setting that changes which batches come next",
+    "auto_find_batch_size": "a setting that changes which batches come next",
+    # transformers 5.23 trainer_jit_checkpoint.py ends the training there, as if it were done.
+    "enable_jit_checkpoint": "a second answer to SIGTERM, beside that of ResumeCallback",
+}
 
 
 def check_arguments(args: Any) -> None:
@@ -21,13 +25,39 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigurationError: names the one that cannot be followed.
     """
-    for setting in _REFUSED:
-        if getattr(args, setting):
+    for setting, why in _REFUSED.items():
+        if getattr(args, setting, False):
             raise ConfigurationError(
                 f"TrainingArguments({setting}=True)",
-                found="a setting that changes which batches come next",
+                found=why,
                 expected=f"{setting}=False",
             )
+
+
+def check_best_at_end(trainer: Any, *, reports: bool) -> None:
+    """Returns when the best model can be loaded at the end, or nobody asks for it.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+        reports: whether a metric says which one is the best.
+
+    Raises:
+        ConfigurationError: it is asked for, and only our checkpoints could have it.
+    """
+    args = trainer.args
+    if not args.load_best_model_at_end or saves_by_itself(args):
+        return
+    where = "TrainingArguments(load_best_model_at_end=True)"
+    found = "save_strategy='no', so the best model is the one of the run directory"
+    if not reports:
+        raise ConfigurationError(where, found=found, expected="a metric_for_best_model")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigurationError(
+            where,
+            found=f"{found}, which is in parts",
+            expected="load_best_model_at_end=False",
+            remedy="Open trainer.state.best_model_checkpoint by `resumekit export`",
+        )
 
 
 def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionKeywords:
@@ -50,6 +80,11 @@ def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionK
         found["mode"] = "max" if args.greater_is_better else "min"
     found.update(options)
     return found
+
+
+def saves_by_itself(args: Any) -> bool:
+    """Whether the Trainer writes checkpoints of its own."""
+    return _value(args.save_strategy) != "no"
 
 
 def saves_each_epoch(options: Mapping[str, Any], args: Any) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
+from resumekit.adapters._transformers_files import with_files
 from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
@@ -32,8 +30,10 @@ STATE = (
 # transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
 SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
-# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py: the same in Trainers of its own.
+# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py, reward_trainer.py: the same in Trainers of its
+# own. Its others hold more from step to step: completions, buffers, counts.
 SUMS_OF_TRL = ("_metrics", "_total_train_tokens")
+_FOLLOWED_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer"})
 
 # transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
 CLOCK_SUFFIXES = ("_runtime", "_per_second")
@@ -89,8 +89,10 @@ class _TrainerState(_OfTheJob):
         return {**settings, "samples": length}
 
     def comparable_state(self) -> dict[str, Any]:
-        """Two equal runs log different times."""
+        """Two equal runs log different times, and may stand in different folders."""
         state = self.state_dict()
+        best = state["best_model_checkpoint"]
+        state["best_model_checkpoint"] = best and Path(best).name
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]
@@ -124,9 +126,9 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
         _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
         for name, callback in exporting.items()
     ]
-    fidelity, reason = _fidelity(trainer.args)
+    fidelity, reason = _fidelity(trainer)
     return (
-        *(_with_files(each, trainer.model) for each in components),
+        *(with_files(each, trainer.model) for each in components),
         *buckets_of(trainer.model_wrapped),
         StateComponent(trainer_state.key, trainer_state, _OWN),
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason),
@@ -154,34 +156,14 @@ def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
     return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
 
 
-def _with_files(component: StateComponent, model: Any) -> StateComponent:
-    """The model's component, with what ``from_pretrained`` needs beside the weights."""
-    is_whole = component.sharing_pattern is SharingPattern.REPLICATED
-    if component.key != Slot.MODEL.value or not isinstance(model, PreTrainedModel) or not is_whole:
-        return component
-    return replace(component, files=lambda: _pretrained_files(model))
-
-
-def _pretrained_files(model: PreTrainedModel) -> Mapping[str, bytes]:
-    """The files that ``PreTrainedModel.save_pretrained`` writes beside the weights of one rank."""
-    config = deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    # transformers 5.23 utils/hub.py get_checkpoint_shard_files: an index may name any file.
-    weights = dict.fromkeys(model.state_dict(), "rank-00000.safetensors")
-    index = {"metadata": {}, "weight_map": weights}
-    texts = {
-        "config.json": config.to_json_string(),
-        "model.safetensors.index.json": json.dumps(index, indent=2),
-    }
-    if model.can_generate() and model.generation_config is not None:
-        texts["generation_config.json"] = model.generation_config.to_json_string()
-    return {name: text.encode() for name, text in texts.items()}
-
-
-def _fidelity(args: Any) -> tuple[Fidelity, str]:
-    if evaluates_in_persistent_workers(args):
+def _fidelity(trainer: Any) -> tuple[Fidelity, str]:
+    if evaluates_in_persistent_workers(trainer.args):
         return Fidelity.LOST, (
             "the first evaluation of each launch draws a random number for its persistent workers; "
             "use dataloader_persistent_workers=False"
         )
+    of_trl = (each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl")
+    unknown = [each.__name__ for each in of_trl if each.__name__ not in _FOLLOWED_OF_TRL]
+    if unknown:
+        return Fidelity.LOST, f"what trl's {unknown[0]} keeps from step to step is not known here"
     return Fidelity.EXACT, ""

@@ -7,12 +7,12 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resumekit import Checkpointer
+from resumekit import Checkpointer, Progress
 from resumekit.adapters._lightning_loader import LoaderInStep
 from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
@@ -59,6 +59,11 @@ class ResumeCallback(Callback):
         self._checkpointer: Checkpointer | None = None  # while a fit is under way
         self._loop: DrivenLoop | None = None
 
+    def save(self) -> None:
+        """Makes a save due before the next batch; outside a fit nothing. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.save()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes the last place among the callbacks, and one between Lightning and the loader."""
         if stage == "fit" and not trainer.fast_dev_run:
@@ -68,7 +73,16 @@ class ResumeCallback(Callback):
             trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
             # lightning 2.6 loops/fit_loop.py setup_data takes the loader from here.
             source = trainer.fit_loop._data_source
-            source.dataloader = lambda: LoaderInStep(type(source).dataloader(source), self._begin)
+            source.dataloader = partial(self._request, trainer, source)
+
+    def _request(self, trainer: Any, source: Any) -> LoaderInStep:
+        """Asks for the training loaders, for all epochs or for some."""
+        ask = partial(type(source).dataloader, source)
+        given = ask() if self._loop is None else self._place.request(ask)
+        # lightning 2.6 loops/fit_loop.py setup_data makes them, and for any epoch but the first one
+        # loops/training_epoch_loop.py on_run_start once more.
+        draws_twice = self._loop is not None and self._place.epoch_of_request > 0
+        return LoaderInStep(given, _Driver(self, trainer), draws_twice=draws_twice)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Every object exists."""
@@ -78,8 +92,10 @@ class ResumeCallback(Callback):
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
-            self._loop = self._checkpointer.drive(**limits)
+            self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
             self._loop.resume()
+            if self._place.was_requested:  # before it was known for which epoch
+                trainer.fit_loop._combined_loader = None
             self._global_step = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -87,15 +103,12 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None:
             # lightning 2.6 trainer/connectors/signal_connector.py gives back what it found.
             trainer._signal_connector.teardown()
+            trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
-    def _begin(self, loader: Any) -> Iterator[Any]:
-        """The batches of an epoch; Lightning asks for the first one, and all else has run."""
-        if self._loop is None:  # a tuner tries some batches before the fit starts
-            return iter(loader)
-        refuse("an epoch more for a run that has finished", self._loop.finished is not None)
-        self._place.arrive()
-        self._loop.next_epoch()
-        return self._loop.batches(loader)
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """There may be new loaders."""
+        if self._checkpointer is not None:
+            trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -128,3 +141,31 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = self._loop = None
+
+
+class _Driver:
+    """Where a fit is, for the loader that it iterates."""
+
+    def __init__(self, callback: ResumeCallback, trainer: Any) -> None:
+        self._callback = callback
+        self._trainer = trainer
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether this fit is; a tuner takes all callbacks away and tries some batches."""
+        return any(each is self._callback for each in self._trainer.callbacks)
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing was restored, and nothing trained."""
+        loop = self._callback._loop
+        return loop is not None and loop.progress == Progress()
+
+    def begin(self, loader: Any) -> Any:
+        """The batches of an epoch; Lightning asks for the first one, and all else has run."""
+        callback, loop = self._callback, self._callback._loop
+        assert loop is not None, "no fit asks for a batch before on_fit_start"
+        refuse("an epoch more for a run that has finished", loop.finished is not None)
+        callback._place.arrive()
+        loop.next_epoch(loader)
+        return loop.batches(loader)

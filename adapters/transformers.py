@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from resumekit import Checkpointer
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
+from resumekit.engine.report import tell
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.requirements import require
@@ -27,9 +28,11 @@ from transformers.trainer_callback import TrainerCallback
 
 from resumekit.adapters._transformers_arguments import (
     check_arguments,
+    check_best_at_end,
     saves_each_epoch,
     with_defaults,
 )
+from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
 from resumekit.adapters._transformers_state import held_by_callbacks, trainer_components
 
@@ -76,6 +79,7 @@ class ResumeCallback(TrainerCallback):
         self._reports = whole.best_metric is not None
         self._saves_each_epoch = saves_each_epoch(options, trainer.args)
         self._trainer = trainer
+        self._directory = Path(directory)
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
         self._not_held = [*averages, *({} if extras is None else extras).values()]
         self._held: HeldState
@@ -87,35 +91,61 @@ class ResumeCallback(TrainerCallback):
             **with_defaults(options, trainer.args, max_steps),
         )
         self._checkpointer: Checkpointer
+        self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
         self._num_epochs = 0
-        self._evaluates_on_start = False
         self._in_training = False
         self.attach(trainer)
 
     def attach(self, trainer: Any) -> None:
-        """Takes the three places that no event reaches: before training begins, around an epoch.
+        """Takes the four places that no event reaches: before training begins, around an epoch.
 
-        Three methods of this one Trainer object are replaced. transformers 5.23 trainer.py:
-        ``set_initial_training_values`` says how far the run goes; ``_init_training_state`` which
-        epoch comes first; ``_run_epoch`` skips what was used of it, and returns when the evaluation
-        at its end is done.
+        Four methods of this one Trainer object are replaced. transformers 5.23 trainer.py:
+        ``train`` looks for checkpoints of the Trainer's own; ``set_initial_training_values`` says
+        how far the run goes; ``_init_training_state`` which epoch comes first; ``_run_epoch`` skips
+        what was used of it, and returns when the evaluation at its end is done.
         """
         require_supported(trainer.accelerator)
         check_arguments(trainer.args)
         if "_run_epoch" in vars(trainer):
             raise ConfigurationError("trainer", found="a second ResumeCallback", expected="one")
+        trainer.train = partial(self._train, trainer.train)
         trainer.set_initial_training_values = partial(
             self._count, trainer.set_initial_training_values
         )
         trainer._init_training_state = partial(self._begin, trainer._init_training_state)
         trainer._run_epoch = partial(self._run_epoch, trainer._run_epoch)
 
+    def _train(
+        self,
+        train: Callable[..., Any],
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Trains, from the run directory; the Trainer is to look for nothing of its own."""
+        args = self._trainer.args
+        require_own(resume_from_checkpoint, self._directory)
+        check_best_at_end(self._trainer, reports=self._reports)
+        if trial is not None:
+            raise ConfigurationError(
+                "hyperparameter_search()",
+                found="several runs in one run directory",
+                remedy="Make a Trainer with a ResumeCallback and a directory for each trial",
+            )
+        changed = {"eval_on_start": args.eval_on_start, "save_total_limit": args.save_total_limit}
+        try:
+            return train(None, None, *rest, **named)
+        finally:
+            vars(args).update(changed)
+
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""
         counts = Counts(*count(args, dataloader))
         self._checkpointer = self._make_checkpointer(counts.max_steps)
+        self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
         under_way, place = loop.under_way(dataloader), loop.progress
         self._plan = plan = Plan(
@@ -137,12 +167,6 @@ class ResumeCallback(TrainerCallback):
         trial: Any,
     ) -> tuple[int, int]:
         """The epoch and the batch in it that the Trainer goes on with."""
-        if resume_from_checkpoint is not None:
-            raise ConfigurationError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r}",
-                found="a checkpoint of the Trainer's own",
-                remedy="Call trainer.train() alone: it resumes from the run directory",
-            )
         begin(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
         # The others are to see what was restored, so it comes first.
         callbacks = self._trainer.callback_handler.callbacks
@@ -155,14 +179,16 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Every object exists; a run that continues has been evaluated at its start."""
-        self._evaluates_on_start = args.eval_on_start
-        resumed = self._loop.resume().resumed
-        args.eval_on_start = args.eval_on_start and not resumed
+        report = self._loop.resume()
+        args.eval_on_start = args.eval_on_start and not report.resumed
+        self._best.take_over()
+        newer = passed_over(args.output_dir, report.step, self._directory)
+        if newer is not None and not self._loop.finished and state.is_world_process_zero:
+            tell(newer)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
-            args.eval_on_start = self._evaluates_on_start
             self._held.put_back()  # every callback has begun, and made what it keeps
             self._loop.next_epoch()
             self._in_training = True
@@ -189,6 +215,11 @@ class ResumeCallback(TrainerCallback):
             self._loop.finish(f"the Trainer stopped at step {state.global_step}")
         else:
             self._loop.next_epoch()
+        self._best.point()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step before is settled."""
+        self._best.point()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
@@ -203,9 +234,9 @@ class ResumeCallback(TrainerCallback):
         """Metrics of the step that is not settled yet."""
         if self._reports and self._in_training:
             self._checkpointer.report(**kwargs["metrics"])
+            self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The run directory is free for others."""
-        args.eval_on_start = self._evaluates_on_start
         self._in_training = False
         self._checkpointer.close()

@@ -16,6 +16,7 @@ from accelerate.utils import set_seed
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
@@ -31,9 +32,11 @@ def make_accelerator(spread: str, accumulate: int) -> Accelerator:
     """An Accelerator that shards, on CPUs; accelerate 1.15 does for accelerators only."""
     if not spread.startswith("ZeRO-"):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        is_first = spread == "FSDP1"
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=True,
+            fsdp_version=1 if is_first else 2,
+            reshard_after_forward="FULL_SHARD" if is_first else True,
+            use_orig_params=True if is_first else None,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Linear"],
         )
@@ -53,6 +56,7 @@ def of_type(kind: DistributedType, accelerator: Accelerator) -> Accelerator:
     """The Accelerator as if it had found what it looks for."""
     # accelerate 1.15 state.py AcceleratorState.__init__ decides, and each later one looks here.
     PartialState._shared_state["distributed_type"] = kind
+    accelerator.state.device = torch.device("cpu")  # the first FSDP takes no cpu:0 for the cpu
     accelerator.state.distributed_type = kind
     return accelerator
 
@@ -102,7 +106,9 @@ def train(
         Digits(NUM_SAMPLES, augment=augment), batch_size=BATCH_SIZE, shuffle=True
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    if spread == "FSDP2":
+    if spread == "FSDP1":
+        assert isinstance(model[0], FullyShardedDataParallel)
+    elif spread == "FSDP2":
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     else:
         assert model.zero_optimization_stage() == int(spread[-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_workloads import BATCH_SIZE, NUM_SAMPLES, QUIET, Classifier, make
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from resumekit.adapters.lightning import ResumeCallback
 
@@ -57,12 +58,35 @@ class Bare(LightningModule):
 
 
 class OfTwoLoaders(Classifier):
-    """Trains on a batch of each of two loaders."""
+    """Trains on a batch of each of two loaders, as far as they have one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        one, other = batch.values() if isinstance(batch, dict) else batch
-        both = [torch.cat(pair) for pair in zip(one, other, strict=True)]
+        given = [each for each in (batch.values() if isinstance(batch, dict) else batch) if each]
+        both = [torch.cat(parts) for parts in zip(*given, strict=True)]
         return super().training_step(both, batch_idx)
+
+
+class Stream(IterableDataset[Any]):
+    """Digits in their order, shared out among the workers; nobody knows how many."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self._digits = Digits(num_samples, augment=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, len(self._digits), step):
+            yield self._digits[number]
+
+
+class EachEpochAnother(Classifier):
+    """Its loader is made anew in each epoch, with a generator of its own and another split."""
+
+    def train_dataloader(self) -> Any:
+        own = torch.Generator().manual_seed(self.trainer.current_epoch)
+        chosen = torch.randperm(NUM_SAMPLES + 40)[:NUM_SAMPLES].tolist()
+        data = Subset(Digits(NUM_SAMPLES + 40, augment=True), chosen)
+        return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, generator=own)
 
 
 class Lines(Logger):
@@ -114,7 +138,13 @@ class Validated(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-MODULES = {"plain": Classifier, "bare": Bare, "by epoch": EachEpoch, "of two": OfTwoLoaders}
+MODULES = {
+    "plain": Classifier,
+    "bare": Bare,
+    "by epoch": EachEpoch,
+    "of two": OfTwoLoaders,
+    "with loaders": EachEpochAnother,
+}
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -126,13 +156,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def stateful(workers: str) -> Any:
+def stateful(workers: str, *, stream: bool) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(
-        Digits(NUM_SAMPLES, augment=True),
+        Stream() if stream else Digits(NUM_SAMPLES, augment=True),
         batch_size=BATCH_SIZE,
-        shuffle=True,
+        shuffle=None if stream else True,
         num_workers=0 if workers == "0" else 2,
         persistent_workers=workers == "persistent",
     )
@@ -140,13 +170,23 @@ def stateful(workers: str) -> Any:
 
 def make_loaders(kind: str, workers: str) -> Any:
     """One training loader, or two that are used together."""
-    if kind == "stateful":
-        return stateful(workers)
+    if kind.startswith("stateful"):
+        return stateful(workers, stream=kind == "stateful stream")
+    if kind == "stream":
+        number, keeps = (0 if workers == "0" else 2), workers == "persistent"
+        return DataLoader(Stream(), BATCH_SIZE, num_workers=number, persistent_workers=keeps)
+    if kind == "of the module":
+        return None
     one = make_loader(True, "shuffle", workers, NUM_SAMPLES)
     if kind == "one":
         return one
     if kind == "a list of two":
         return [one, make_loader(True, "generator", workers, NUM_SAMPLES - 2)]
+    shorter = make_loader(True, "generator", workers, 4 * BATCH_SIZE)
+    if kind == "a dict of two":
+        return {"shorter": shorter, "one": one}
+    if kind == "max_size":
+        return CombinedLoader([shorter, one], "max_size")
     longer = make_loader(True, "generator", workers, NUM_SAMPLES + 30)
     return CombinedLoader({"one": one, "longer": longer}, "min_size")
 
@@ -162,6 +202,7 @@ def train(
     patience: int = 0,
     max_time: bool = False,
     log_every: int = 2,
+    reload_every: int = 0,
     accumulate: int = 1,
     val_check_interval: int | None = None,
     kill_in_validation: str = "",
@@ -191,6 +232,7 @@ def train(
         limit_val_batches=1.0 if validates else 0,
         enable_checkpointing=own_saving,
         log_every_n_steps=log_every,
+        reload_dataloaders_every_n_epochs=reload_every,
         callbacks=callbacks,
         **{**QUIET, "logger": Lines(folder / LOGGED)},
     )

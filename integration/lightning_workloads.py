@@ -149,6 +149,19 @@ class Counting(Callback):
         self.num_labels = checkpoint["num_labels"]
 
 
+class Asking(Callback):
+    """Asks for a save in the middle of each accumulation window of four batches."""
+
+    def __init__(self, saving: ResumeCallback) -> None:
+        self.saving = saving
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % 4 == 1:
+            self.saving.save()
+
+
 class Judged(Callback):
     """Lets the judge look on where nothing of resumekit runs."""
 
@@ -189,6 +202,8 @@ def train(
     workers: str = "0",
     augment: bool = False,
     accumulate: int = 1,
+    mid_accumulation: str = "boundary",
+    asks: bool = False,
     ema: str = "none",
     scheduler: str = "none",
     validate: bool = False,
@@ -198,7 +213,7 @@ def train(
     precision: str = "32-true",
     epochs: int = 2,
     max_steps: int = -1,
-    save_every: int = 3,
+    save_every: int | None = 3,
 ) -> None:
     """Trains the classifier, on as many ranks as the environment says."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -206,18 +221,19 @@ def train(
     module = TwoOptimizers() if manual else Classifier(scheduler)
     average = AveragedModel(module.layers, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     extras = {"num_batches": 0}
-    callbacks: list[Any] = [
-        ResumeCallback(
-            directory,
-            save_every=save_every,
-            ema=average if ema == "given" else None,
-            extras=extras,
-            best_metric="val_loss" if validate else None,
-            # What persistent workers of the validation draw would be lost; these draw nothing.
-            strict=not (validate and workers == "persistent"),
-        ),
-        Counting(extras),
-    ]
+    saving = ResumeCallback(
+        directory,
+        save_every=save_every,
+        mid_accumulation=mid_accumulation,
+        ema=average if ema == "given" else None,
+        extras=extras,
+        best_metric="val_loss" if validate else None,
+        # What persistent workers of the validation draw would be lost; these draw nothing.
+        strict=not (validate and workers == "persistent"),
+    )
+    callbacks: list[Any] = [saving, Counting(extras)]
+    if asks:
+        callbacks.append(Asking(saving))
     if ema == "given":
         callbacks.append(Averaging(average))
     if ema == "callback":

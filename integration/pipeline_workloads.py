@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import resumekit
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.data import DistributedResumableSampler
 
 NUM_LAYERS = 4
 WIDTH = 34
@@ -251,115 +250,6 @@ def take_over(
         with (Path(directory).parent / "notes.jsonl").open("a") as file:
             file.write(json.dumps(notes) + "\n")
     checkpointer.close()
-
-
-class Cache:
-    """State of a user's own that the ranks of a host have in common."""
-
-    def __init__(self, node: int) -> None:
-        self.value = torch.tensor([float(node)])
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.value.copy_(state["value"])
-
-
-@in_a_process_group
-def train_on_hosts(
-    directory: str,
-    *,
-    layout: str = "",
-    num_nodes: int = 2,
-    drift: bool = False,
-) -> None:
-    """Trains one layer on ranks that say they are on several hosts.
-
-    Args:
-        directory: the run directory.
-        layout: not used.
-        num_nodes: the hosts among which the ranks are divided, the last one taking the rest.
-        drift: whether the ranks of a host differ.
-    """
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    node = min(rank // (num_ranks // num_nodes), num_nodes - 1)
-    os.environ["GROUP_RANK"] = str(node)  # as torchrun does
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache = Cache(node)
-    data = Digits(NUM_SAMPLES, augment=False)
-    loader = DataLoader(data, 6, sampler=DistributedSampler(data, seed=3))
-    checkpointer = resumekit.Checkpointer(
-        directory,
-        components=[
-            StateComponent("model", model),
-            StateComponent("optimizer", optimizer),
-            StateComponent("callbacks/cache", cache, lambda: SharingPattern.PER_NODE),
-        ],
-        save_every=3,
-    )
-    for images, labels in checkpointer.batches(loader, epochs=2):
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        cache.value += node + 1 + (rank if drift and node == 1 else 0)
-        checkpointer.step(loss=loss)
-    checkpointer.close()
-
-
-@in_a_process_group
-def share_data(
-    directory: str,
-    *,
-    layout: str = "",
-    num_shares: int = 1,
-    num_steps: int = 3,
-    may_change: bool = True,
-) -> None:
-    """One of several launches of one epoch, in which some ranks take the same data.
-
-    The ranks that begin a share note which samples it took, and the count of samples.
-
-    Args:
-        directory: the run directory.
-        layout: not used.
-        num_shares: of the data; the ranks are divided among them.
-        num_steps: to train.
-        may_change: whether this launch accepts other ranks and batches.
-    """
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    alike = num_ranks // num_shares
-    share = rank // alike
-    torch.manual_seed(share)
-    model = nn.Linear(1, 1)
-    with torch.no_grad():
-        model.weight.zero_()
-        model.bias.zero_()
-    data = TensorDataset(torch.arange(float(NUM_SAMPLES))[:, None])
-    sampler = DistributedResumableSampler(data, seed=3, num_replicas=num_shares, rank=share)
-    loader = DataLoader(data, 4 // num_shares, sampler=sampler)
-    checkpointer = Checkpointer(
-        directory,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_parallel_group=list(range(rank % alike, num_ranks, alike)),
-        allow_changes={"world_size", "batch_size"} if may_change else set(),
-    )
-    seen: list[int] = []
-    drawn = 0.0
-    for (batch,) in checkpointer.batches(loader, epochs=1):
-        seen += [int(sample) for sample in batch[:, 0]]
-        drawn = float(torch.rand(()))
-        checkpointer.step()
-        if len(seen) == num_steps * (4 // num_shares):
-            break
-    checkpointer.save()
-    checkpointer.close()
-    with (Path(directory).parent / f"notes-{num_ranks}-{num_shares}-{rank}.json").open("w") as file:
-        file.write(json.dumps([seen, checkpointer.progress.samples, drawn]))
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

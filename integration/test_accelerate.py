@@ -318,9 +318,11 @@ def test_accelerates_own_saving_goes_on_beside_the_checkpointer(tmp_path: Path) 
         (
             {
                 "distributed_type": DistributedType.FSDP,
-                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1),
+                "fsdp_plugin": FullyShardedDataParallelPlugin(
+                    fsdp_version=1, use_orig_params=False
+                ),
             },
-            r"FSDP version 1, .*fsdp_version=2",
+            r"FSDP version 1 with use_orig_params=False, .*use_orig_params=True",
         ),
         ({"distributed_type": DistributedType.MEGATRON_LM}, "distributed type MEGATRON_LM"),
         ({"distributed_type": DistributedType.XLA}, "distributed type XLA"),

@@ -41,7 +41,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
 
 
 @pytest.mark.parametrize("place", KILLS)
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
     kit.assert_exact(Cell(train, {"spread": spread}, 2, KILLS[place]))
 
@@ -51,6 +51,7 @@ def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> No
     [
         {"spread": "FSDP2", "accumulate": 2, "augment": True, "save_every": 1},
         {"spread": "FSDP2", "average": True, "mark": False},
+        {"spread": "FSDP1", "accumulate": 2, "augment": True, "mark": False, "save_every": 1},
         {"spread": "ZeRO-1", "average": True},
         {"spread": "ZeRO-2", "accumulate": 2, "mark": False, "save_every": 1},
         # deepspeed 0.19 zero/partition_parameters.py leaves what is beyond the last rank's part of
@@ -76,7 +77,14 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, compone
     kit.assert_caught(Cell(train, options, 2, (KillPoint.step(5),)), component)
 
 
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("component", ["model", "optimizer"])
+def test_a_component_of_the_first_fsdp_left_out_is_caught_and_named(
+    kit: Kit, component: str
+) -> None:
+    kit.assert_caught(Cell(train, {"spread": "FSDP1"}, 2, (KillPoint.step(5),)), component)
+
+
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_window_that_the_framework_keeps_to_itself_is_refused_by_name(
     kit: Kit, spread: str
 ) -> None:
@@ -85,9 +93,11 @@ def test_a_window_that_the_framework_keeps_to_itself_is_refused_by_name(
     assert "ConfigurationError: mid_accumulation: 'gradients', and" in run.failure
 
 
-def test_another_number_of_ranks_takes_the_parts_over(kit: Kit) -> None:
-    run = kit.run_again(kit.new_run(Cell(train, {}, 2)), kill=KillPoint.checkpoint(6))
-    run = kit.run_again(replace(run, cell=Cell(train, {}, 3)))
+@pytest.mark.parametrize(("before", "after"), [("FSDP2", "FSDP2"), ("FSDP1", "FSDP2")])
+def test_another_number_of_ranks_takes_the_parts_over(kit: Kit, before: str, after: str) -> None:
+    first, then = Cell(train, {"spread": before}, 2), Cell(train, {"spread": after}, 3)
+    run = kit.run_again(kit.new_run(first), kill=KillPoint.checkpoint(6))
+    run = kit.run_again(replace(run, cell=then))
     assert not run.failure, run.failure
     told = (run.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
     assert "resuming at step 6" in told

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_workloads import share_data, take_over, train, train_on_hosts
+from group_workloads import share_data, train_on_hosts
+from pipeline_workloads import take_over, train
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 

@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_rows_workloads import OfTwoLoaders, make_loaders
+from lightning_rows_workloads import EachEpochAnother, OfTwoLoaders, make_loaders
 from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -180,7 +180,7 @@ def fit(
         callbacks=list(callbacks),
         **{"max_epochs": 2, "enable_checkpointing": False, **QUIET, **settings},
     )
-    if loader is None and module is not WithLoader:
+    if loader is None and module not in (WithLoader, EachEpochAnother):
         loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
     trainer.fit(module(), loader, val)
     return trainer
@@ -287,10 +287,21 @@ def test_the_callback_changes_no_bit_of_the_training(
     assert is_equal(followed[2], stock[2])
 
 
+KINDS = (
+    "a list of two",
+    "until the shortest ends",
+    "a dict of two",
+    "max_size",
+    "stateful",
+    "stream",
+    "of the module",
+)
+
+
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("kind", ["a list of two", "until the shortest ends", "stateful"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_callback_changes_no_bit_of_training_on(
     tmp_path: Path, kind: str, workers: str
 ) -> None:
@@ -298,8 +309,14 @@ def test_the_callback_changes_no_bit_of_training_on(
     for callbacks in ([], [ResumeCallback(tmp_path, save_every=5)]):
         recorder = Recorder()
         seed_everything(0, verbose=False)  # making a stateful loader draws
-        module = Classifier if kind == "stateful" else OfTwoLoaders
-        fit(recorder, *callbacks, module=module, loader=make_loaders(kind, workers))
+        alone = {"stateful": Classifier, "stream": Classifier, "of the module": EachEpochAnother}
+        fit(
+            recorder,
+            *callbacks,
+            module=alone.get(kind, OfTwoLoaders),
+            loader=make_loaders(kind, workers),
+            reload_dataloaders_every_n_epochs=int(kind == "of the module"),
+        )
         runs.append(recorder.losses)
     assert runs[0] == runs[1]
 
@@ -555,17 +572,12 @@ class FSDPStrategyOnCpu(FSDPStrategy):
 
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "FSDPStrategy": lambda: {"strategy": FSDPStrategyOnCpu()},
-    "reload_dataloaders_every_n_epochs": lambda: {"reload_dataloaders_every_n_epochs": 1},
     "BackboneFinetuning": lambda: {"callbacks": [BackboneFinetuning()]},
     "StochasticWeightAveraging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
     "dataloader_iter": lambda: {"module": FetchesItself},
-    "unequal lengths in mode max_size_cycle": lambda: {
-        "loader": [validation(), make_loader(False, "shuffle", "0", NUM_SAMPLES)]
+    "several training loaders without a length": lambda: {
+        "loader": [validation(), DataLoader(Stream())]
     },
-    "unequal lengths in mode max_size": lambda: {
-        "loader": CombinedLoader([validation(), validation()], "max_size")
-    },
-    "a training loader without a length": lambda: {"loader": DataLoader(Stream())},
 }
 
 

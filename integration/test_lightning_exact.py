@@ -6,6 +6,7 @@ Beside the cells of the suite stand those in which every two values of two facto
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ STYLES: dict[str, dict[str, Any]] = {
 # The other places are those of the suite's own cells.
 KILLS = ("on the boundary", "on the last step", "twice in one epoch")
 TWICE = (KillPoint.step(5), KillPoint.step(16))
+WITHIN = (KillPoint.checkpoint(1), KillPoint.step(3), KillPoint.checkpoint(4))
+WINDOWS = {"accumulate": 4, "asks": True, "save_every": None, "mid_accumulation": "gradients"}
 
 
 class TestLightning(ConformanceSuite):
@@ -87,6 +90,22 @@ class TestLightning(ConformanceSuite):
         kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
         options = {"accumulate": accumulate, "augment": True, "save_every": 1}
         kit.assert_exact(self.cell(kills, options))
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_a_kill_inside_a_window_is_exact(self, kit: Kit, world_size: int) -> None:
+        # The saves that are asked for follow the second batch of each window. Two ranks have
+        # windows of four batches and two in an epoch, and leave in one of four.
+        kills: tuple[KillPoint, ...] = WITHIN
+        if world_size == 2:
+            kills = (KillPoint.step(1), KillPoint.step(2, signal="SIGTERM"), KillPoint.step(3))
+        cell = self.cell(kills, WINDOWS, world_size=world_size)
+        kit.assert_exact(cell)
+        at = KillPoint.step(4 - world_size)
+        kit.assert_caught(replace(cell, kills=(at,)), "model/gradients")
+
+    def test_by_default_the_same_saves_are_made_between_windows(self, kit: Kit) -> None:
+        options = {**WINDOWS, "mid_accumulation": "boundary"}
+        kit.assert_exact(self.cell((KillPoint.checkpoint(1), KillPoint.step(3)), options))
 
     @pytest.mark.parametrize("world_size", [1])  # a rank more finds nothing more here
     def test_a_component_left_out_is_caught_and_named(

@@ -31,6 +31,8 @@ PRELOAD = (
 MIDDLE = (KillPoint.step(17),)  # of the second epoch; two steps are repeated
 TWICE = (KillPoint.step(5), KillPoint.step(17))
 BOUNDARY = (KillPoint.checkpoint(12),)
+LAST = (KillPoint.step(24),)
+EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in windows of 5, 5 and 2 batches
 
 ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "a stateful loader": ({"loader": "stateful"}, TWICE),
@@ -46,6 +48,42 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         TWICE,
     ),
     "two loaders, on the boundary": ({"loader": "min_size", "module": "of two"}, BOUNDARY),
+    "two loaders of which the shorter begins again": (
+        {"loader": "a dict of two", "module": "of two"},
+        TWICE,
+    ),
+    "two loaders of which the shorter begins again, with 2 workers": (
+        {"loader": "a dict of two", "module": "of two", "workers": "2"},
+        BOUNDARY,
+    ),
+    "two loaders, of which the shorter begins again, with persistent workers": (
+        {"loader": "a dict of two", "module": "of two", "workers": "persistent"},
+        MIDDLE,
+    ),
+    "two loaders of which the shorter ends": ({"loader": "max_size", "module": "of two"}, TWICE),
+    "two loaders of which the shorter ends, on the boundary": (
+        {"loader": "max_size", "module": "of two", "workers": "2"},
+        BOUNDARY,
+    ),
+    "a stream": ({"loader": "stream", "module": "by epoch"}, TWICE),
+    "a stream, on the boundary": ({"loader": "stream", "accumulate": 5, "save_every": 1}, EDGE),
+    "a stream, on the last step": ({"loader": "stream", "val_check_interval": 5}, LAST),
+    "a stream with 2 workers": ({"loader": "stream", "workers": "2"}, TWICE),
+    "a stream with persistent workers": ({"loader": "stream", "workers": "persistent"}, MIDDLE),
+    "a stateful stream": ({"loader": "stateful stream"}, TWICE),
+    "a stateful stream with 2 workers": ({"loader": "stateful stream", "workers": "2"}, BOUNDARY),
+    "new loaders in every epoch": (
+        {"module": "with loaders", "loader": "of the module", "reload_every": 1},
+        TWICE,
+    ),
+    "new loaders in every epoch, on the boundary": (
+        {"module": "with loaders", "loader": "of the module", "reload_every": 1, "epochs": 3},
+        BOUNDARY,
+    ),
+    "new loaders in every second epoch": (
+        {"module": "with loaders", "loader": "of the module", "reload_every": 2, "epochs": 3},
+        (KillPoint.step(17), KillPoint.step(30)),
+    ),
     "a schedule by epochs": ({"module": "by epoch", "epochs": 3}, (*BOUNDARY, KillPoint.step(29))),
     "a compiled module": ({"compiled": True, "module": "bare"}, TWICE),
     "Lightning's own saving": (
@@ -110,6 +148,16 @@ def test_killed_around_a_validation_the_same_is_validated(
     require_equal(kit.run_uninterrupted(cell), run)
     validated = logical(run.directory / "training" / VALIDATED)
     assert {key[0] for key in validated} == {None, *range(3, 25, 3)}
+
+
+@pytest.mark.parametrize("component", ["data", "rng"])
+@pytest.mark.parametrize("loader", ["stream", "a dict of two"])
+def test_the_place_in_other_loaders_left_out_is_caught_and_named(
+    kit: Kit, loader: str, component: str
+) -> None:
+    module = "plain" if loader == "stream" else "of two"
+    options = {"loader": loader, "module": module}
+    kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 
 @pytest.mark.parametrize("component", ["data", "callbacks/lightning", "rng", "lr_scheduler"])

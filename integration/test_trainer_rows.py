@@ -34,6 +34,7 @@ PRELOAD = (
     "transformers.models.t5.modeling_t5",
     "resumekit.adapters.transformers",
     *OPTIONAL,
+    *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward") if "trl" in OPTIONAL),
 )
 SAVE_EVERY = 3
 STEPS_PER_EPOCH = 12
@@ -65,11 +66,21 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         {"accumulate": 5, "kind": "masked"},
         (KillPoint.step(2), KillPoint.step(4)),
     ),
-    "TRL, logged across a save": ({"kind": "trl", "logging_steps": 7}, TWICE),
+    "TRL, logged across a save": ({"kind": "sft", "logging_steps": 7}, TWICE),
+    "TRL, preferences": ({"kind": "preferences", "logging_steps": 7}, TWICE),
+    "TRL, preferences to a model that follows": (
+        {"kind": "preferences", "sync_ref_model": True, "ref_model_sync_steps": 2},
+        (MIDDLE,),
+    ),
+    "TRL, preferences to what was computed before": (
+        {"kind": "preferences", "precompute_ref_log_probs": True},
+        (BOUNDARY,),
+    ),
+    "TRL, a reward": ({"kind": "reward", "logging_steps": 7}, TWICE),
 }
 # The loss falls, so nothing ever improves on the first one.
 NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-NEEDS = {"LoRA": "peft", "TRL, logged across a save": "trl"}
+NEEDS = {"LoRA": "peft", **dict.fromkeys((row for row in ROWS if row.startswith("TRL")), "trl")}
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +119,23 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
 
 
 @pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
-def test_what_trl_sums_up_is_caught_when_it_is_left_out(kit: Kit) -> None:
-    options, _ = ROWS["TRL, logged across a save"]
-    kit.assert_caught(cell(options, MIDDLE), "callbacks/trainer")
+@pytest.mark.parametrize(
+    ("row", "component"),
+    [
+        ("TRL, logged across a save", "callbacks/trainer"),
+        ("TRL, preferences to a model that follows", "callbacks/attributes"),
+    ],
+)
+def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, component: str) -> None:
+    options, _ = ROWS[row]
+    kit.assert_caught(cell(options, MIDDLE), component)
+
+
+@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(cell({"kind": "unknown"})))
+    assert "InexactError" in run.failure
+    assert "trl's KTOTrainer" in run.failure
 
 
 def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:

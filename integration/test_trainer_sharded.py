@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
 
+import torch
+from safetensors.torch import load_file
 from trainer_sharded_workloads import train
+from transformers import AutoModelForCausalLM
 
+from resumekit.export import export_model
+from resumekit.storage import Store
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
 PRELOAD = (
@@ -43,18 +50,36 @@ def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
 
 
 @pytest.mark.parametrize("place", KILLS)
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
     kit.assert_exact(cell(KILLS[place], spread=spread))
 
 
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_accumulated_and_evaluated_it_continues_exactly(kit: Kit, spread: str) -> None:
     options = {"spread": spread, "accumulate": 4, "evaluate": "epoch", "save_every": 1}
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(3)), **options))
 
 
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
     kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+
+
+@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_from_pretrained_opens_what_the_export_wrote(kit: Kit, tmp_path: Path, spread: str) -> None:
+    run = kit.run_uninterrupted(cell((), spread=spread)).directory / "training"
+    step = run / "run" / "step-00000012"
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(step / "model")
+    store = Store(run / "run")
+    export_model(store.open_step(store.step_names()[0]), tmp_path / "model.safetensors")
+    for path in (step / "model").glob("*config.json"):
+        shutil.copy(path, tmp_path)
+    opened, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    expected = load_file(run / "expected-0.safetensors")
+    found = opened.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(expected[key], value) for key, value in found.items())

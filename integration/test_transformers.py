@@ -149,22 +149,13 @@ def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Pat
         trainer.train()
 
 
-@pytest.mark.parametrize("setting", ["ignore_data_skip", "auto_find_batch_size"])
-def test_a_setting_that_changes_which_batches_come_next_is_refused(
-    tmp_path: Path, setting: str
-) -> None:
+@pytest.mark.parametrize(
+    "setting", ["ignore_data_skip", "auto_find_batch_size", "enable_jit_checkpoint"]
+)
+def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, setting: str) -> None:
     trainer = make_trainer(tmp_path, **{setting: True})
     with pytest.raises(ConfigurationError, match=setting):
         ResumeCallback(trainer, tmp_path / "run")
-
-
-def test_a_checkpoint_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
-    stock = make_trainer(tmp_path, save_strategy="steps", save_steps=5)
-    stock.train()
-    trainer = make_trainer(tmp_path)
-    attach(trainer, tmp_path)
-    with pytest.raises(ConfigurationError, match=r"trainer\.train"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-5"))
 
 
 def test_a_second_callback_and_a_wrong_option_are_refused_at_once(tmp_path: Path) -> None:

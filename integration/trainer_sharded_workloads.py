@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import DistributedType, PartialState
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trainer_workloads import Sentences, causal
 from transformers import Trainer, TrainingArguments, set_seed
@@ -17,20 +19,31 @@ from resumekit.adapters.transformers import ResumeCallback
 
 
 class OnCpu(Trainer):
-    """Shards with FSDP2 on CPUs; accelerate 1.15 state.py takes it for accelerators only."""
+    """Shards with FSDP on CPUs; accelerate 1.15 state.py takes it for accelerators only."""
+
+    version = 2
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         accelerator: Accelerator = self.accelerator
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.device = torch.device("cpu")  # the first one takes no cpu:0 for the cpu
+        is_first = self.version == 1
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=True,
+            fsdp_version=self.version,
+            reshard_after_forward="FULL_SHARD" if is_first else True,
+            use_orig_params=True if is_first else None,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["GPT2Block"],
         )
         self.is_fsdp_enabled = True
+
+
+class OnCpuFirst(OnCpu):
+    """With the first FSDP."""
+
+    version = 1
 
 
 def train(
@@ -69,7 +82,8 @@ def train(
         disable_tqdm=True,
         log_level="error",
     )
-    trainer = (Trainer if stage is not None else OnCpu)(
+    kinds = {"FSDP1": OnCpuFirst, "FSDP2": OnCpu}
+    trainer = kinds.get(spread, Trainer)(
         causal(),
         arguments,
         train_dataset=Sentences(lambda tokens: tokens),
@@ -80,7 +94,12 @@ def train(
     )
     torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks
     trainer.train()
-    if stage is None:
+    weights = trainer.model.state_dict().items()  # the first FSDP gathers here
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in weights}
+    save_file(whole, Path(directory) / f"expected-{trainer.accelerator.process_index}.safetensors")
+    if spread == "FSDP1":
+        assert isinstance(trainer.model, FullyShardedDataParallel)
+    elif stage is None:
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
     else:
         assert trainer.deepspeed.zero_optimization_stage() == stage

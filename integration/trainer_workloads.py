@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -22,7 +23,9 @@ from transformers import (
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
+    GenerationConfig,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
@@ -41,6 +44,7 @@ from resumekit.adapters.transformers import ResumeCallback
 VOCABULARY = 128
 SPECIAL = ("[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
 RESULT = "result.json"
+TRL = {"sft": "SFT", "preferences": "DPO", "reward": "Reward", "unknown": "KTO"}
 
 _SIZES = {
     "num_hidden_layers": 1,
@@ -55,8 +59,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Knows the special tokens, and numbers for the rest."""
     words = [*SPECIAL, *(str(number) for number in range(len(SPECIAL), VOCABULARY))]
     model = WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[0])
+    whole = Tokenizer(model)
+    whole.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(model),
+        tokenizer_object=whole,
         unk_token="[UNK]",
         pad_token="[PAD]",
         mask_token="[MASK]",
@@ -106,6 +112,26 @@ def t5() -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     return T5ForConditionalGeneration(
         T5Config(vocab_size=VOCABULARY, decoder_start_token_id=1, **sizes)
+    )
+
+
+def judge() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE, "num_labels": 1}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    return GPT2ForSequenceClassification(GPT2Config(vocab_size=VOCABULARY, **special, **sizes))
+
+
+def preferences() -> Any:
+    """Pairs of answers, as a data set of ``datasets``."""
+    from datasets import Dataset as Table
+
+    def words(tokens: list[int]) -> str:
+        return " ".join(str(max(token, len(SPECIAL))) for token in tokens)
+
+    rows = Blocks(augment=False).tokens.tolist()
+    parts = {"prompt": slice(0, 6), "chosen": slice(6, 10), "rejected": slice(10, 13)}
+    return Table.from_dict(
+        {name: [words(row[part]) for row in rows] for name, part in parts.items()}
     )
 
 
@@ -180,16 +206,17 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
         return t5(), reversed_, None, Seq2SeqTrainer, Seq2SeqTrainingArguments
     if kind == "stream":
         return (causal(), stream(), None, *usual)
-    if kind == "trl":
-        return (causal(), table(), None, *trl_classes())
+    if kind in TRL:
+        model, data = (judge if kind == "reward" else causal)(), preferences()
+        return (model, table() if kind == "sft" else data, None, *trl_classes(TRL[kind]))
     model = with_lora() if kind == "lora" else causal()
     return (model, Sentences(lambda tokens: tokens), None, *usual)
 
 
-def trl_classes() -> tuple[type[Trainer], type[TrainingArguments]]:
-    from trl import SFTConfig, SFTTrainer
+def trl_classes(name: str) -> tuple[type[Trainer], type[TrainingArguments]]:
+    import trl
 
-    return SFTTrainer, SFTConfig
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 
 
 def train(
@@ -206,6 +233,8 @@ def train(
     compiled: bool = False,
     switch_at: int = 0,
     seedable: bool = True,
+    sampled: bool = False,
+    scheduler: str = "cosine",
     logging_steps: int = 1,
     allow: list[str] | None = None,
     **settings: Any,
@@ -213,6 +242,10 @@ def train(
     """Trains with dropout and AdamW; every step is logged, with its gradient norm."""
     set_seed(0)
     model, data, collator, trainer_class, arguments_class = make(kind)
+    if sampled:  # an evaluation that draws random numbers
+        settings["generation_config"] = GenerationConfig(
+            do_sample=True, max_new_tokens=4, decoder_start_token_id=1
+        )
     arguments = arguments_class(
         output_dir=str(Path(directory) / "output"),
         num_train_epochs=epochs,
@@ -220,10 +253,9 @@ def train(
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulate,
         learning_rate=1e-2,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=scheduler,
         warmup_steps=3,
         logging_steps=logging_steps,
-        save_strategy="no",
         torch_compile=compiled or switch_at > 0,
         torch_compile_backend="eager" if compiled or switch_at else None,
         accelerator_config={"use_seedable_sampler": seedable},
@@ -231,7 +263,7 @@ def train(
         use_cpu=True,
         disable_tqdm=True,
         log_level="error",
-        **settings,
+        **{"save_strategy": "no", **settings},
     )
     known = {"averaging": [Averaging()], "two of a class": [Norms("weight"), Norms("bias")]}
     others: list[Any] = list(known.get(callbacks, []))
@@ -239,12 +271,15 @@ def train(
         others.append(Stance(switch_at=switch_at, eager_first=not compiled))
     if patience:
         others.append(EarlyStoppingCallback(early_stopping_patience=patience))
-    given = {"processing_class": tokenizer()} if kind == "trl" else {}
+    given: dict[str, Any] = {"processing_class": tokenizer()} if kind in TRL else {}
+    if kind in ("preferences", "unknown"):
+        given["ref_model"] = make(kind)[0]
+    evaluated = data if kind == "seq2seq" else Sentences(lambda tokens: tokens)
     trainer = trainer_class(
         model,
-        arguments,
+        args=arguments,
         train_dataset=data,
-        eval_dataset=Sentences(lambda tokens: tokens) if "eval_strategy" in settings else None,
+        eval_dataset=evaluated if "eval_strategy" in settings else None,
         data_collator=collator,
         callbacks=others,
         **given,

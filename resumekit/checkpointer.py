@@ -158,7 +158,9 @@ class Checkpointer(LoopHost):
         self._lead(feed)
         return Batches(self, feed, epochs=epochs, steps=steps)
 
-    def drive(self, *, epochs: int | None = None, steps: int | None = None) -> DrivenLoop:
+    def drive(
+        self, *, epochs: int | None = None, steps: int | None = None, one_at_a_time: bool = False
+    ) -> DrivenLoop:
         """The loop of a framework that iterates by itself. Collective.
 
         The checkpoint is found, so that ``progress`` and ``finished`` tell where the run goes on;
@@ -168,15 +170,16 @@ class Checkpointer(LoopHost):
             epochs: the epochs of the whole run, if that is how far the framework goes.
             steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
                 With neither, the loop's ``accept_horizon()`` is to be called before it is resumed.
+            one_at_a_time: the framework uses each batch before it asks for the next one.
 
         Raises:
-            ConfigurationError: saves inside an accumulation window are asked for: a framework may
-                fetch the batches of a whole window before it uses the first one.
+            ConfigurationError: saves inside an accumulation window are asked for, of a framework
+                that may fetch the batches of a whole window before it uses the first one.
             DirectoryError: the run directory cannot be used, or another live job owns it.
             NoUsableCheckpointError: there are checkpoints, and none can be used.
             DriftError: the interrupted run had another horizon.
         """
-        if self._run.options.saves_gradients:
+        if self._run.options.saves_gradients and not one_at_a_time:
             raise ConfigurationError(
                 "mid_accumulation",
                 found="'gradients', in a loop that a framework runs",

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from resumekit.capture.unchanged import PYTHON_WORDS, python_state
+
 AnyGenerator: TypeAlias = (
     torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 )
 GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-# random.Random: version 3, 624 words and a position, then half of a pair of normal numbers or None.
-_PYTHON_WORDS = struct.Struct("<625I")
 
 
 def generator_state(generator: AnyGenerator) -> Any:
@@ -47,15 +45,9 @@ def set_generator_state(generator: AnyGenerator, state: Any) -> str:
     return ""
 
 
-def python_state(generator: Any) -> dict[str, Any]:
-    """The state of a ``random.Random``, or of the module ``random``."""
-    version, words, gauss_next = generator.getstate()
-    return {"version": version, "words": _PYTHON_WORDS.pack(*words), "gauss_next": gauss_next}
-
-
 def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
     """Puts a ``random.Random``, or the module ``random``, where it was."""
-    words = _PYTHON_WORDS.unpack(state["words"])
+    words = PYTHON_WORDS.unpack(state["words"])
     generator.setstate((state["version"], words, state["gauss_next"]))
 
 

@@ -13,12 +13,12 @@ from resumekit.capture.generator import (
     GENERATOR_KINDS,
     AnyGenerator,
     generator_state,
-    python_state,
     set_generator_state,
     set_python_state,
 )
 from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
 from resumekit.capture.new_rank import states_of_new_rank
+from resumekit.capture.unchanged import NumpyState, PythonState
 from resumekit.errors import DeclarationError
 from resumekit.layout import WorldChange
 
@@ -41,6 +41,7 @@ class RngState:
     ) -> None:
         self.generators = dict(generators or {})
         self.key = key
+        self._python, self._numpy = PythonState(), NumpyState()
         for name, generator in self.generators.items():
             kinds = GENERATOR_KINDS
             if not isinstance(generator, kinds) or isinstance(generator, random.SystemRandom):
@@ -51,10 +52,10 @@ class RngState:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all of them, in plain values; draws nothing."""
+        """The state of all of them, in plain values that are not to be changed; draws nothing."""
         return {
-            "python": python_state(random),
-            "numpy": np.random.get_state(legacy=False),
+            "python": self._python.read(),
+            "numpy": self._numpy.read(),
             "torch": torch.default_generator.get_state(),
             "cuda": [generator.get_state() for generator in _cuda_generators()],
             "generators": {

@@ -1,5 +1,7 @@
 """Where a run stands in its data, and how it gets there again."""
 
+from resumekit.data.ahead import AheadSource, AskedAhead
+from resumekit.data.combined import Together
 from resumekit.data.map_source import MapSource
 from resumekit.data.position import (
     DataPosition,
@@ -15,6 +17,8 @@ from resumekit.data.stateful import StatefulMapSource, StatefulSource
 from resumekit.data.wrapped import WrappedSource
 
 __all__ = [
+    "AheadSource",
+    "AskedAhead",
     "DataPosition",
     "DistributedResumableSampler",
     "EpochUnderWay",
@@ -25,6 +29,7 @@ __all__ = [
     "Source",
     "StatefulMapSource",
     "StatefulSource",
+    "Together",
     "WrappedSource",
     "announce_epoch",
     "epoch_under_way",

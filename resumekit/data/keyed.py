@@ -18,7 +18,7 @@ from resumekit.data.hidden import held_generators
 from resumekit.data.keyed_batches import KeyedSampler
 from resumekit.data.keyed_fetch import KeyedFetch, KeyedInit, Told, out_of_reach
 from resumekit.data.keys import Keys, Purpose, RunSeed
-from resumekit.data.map_source import MapSource
+from resumekit.data.map_source import MapSource, Mark
 from resumekit.data.sampler import EpochStart
 from resumekit.data.stateful import StatefulMapSource
 from resumekit.errors import ConfigurationError
@@ -107,12 +107,9 @@ class KeyedSource(MapSource):
             return batch.batch
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and the random state that its epoch's order is drawn from."""
-        state = super().state_dict()
-        if self._pending is None:
-            state.update(num_workers=None, before=None, workers={})
-        return state
+    def state_at(self, mark: Mark) -> dict[str, Any]:
+        """The place of a batch and the random state that its epoch's order is drawn from."""
+        return {**super().state_at(mark), "num_workers": None, "before": None, "workers": {}}
 
     def comparable_state(self) -> dict[str, Any]:
         """What two equal runs have in common: the state, without how far ahead workers are."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 
+from resumekit.capture import generator_state
 from resumekit.contract import Fidelity
 from resumekit.data.elastic import fit, is_reshared, way_in
 from resumekit.data.generators import private_generators
@@ -30,6 +32,27 @@ DRAWS_AS_IT_GOES = (
     "is too long to keep all of its states; draw the whole order when the epoch begins, or from a "
     "generator that is an attribute of the sampler"
 )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What of a place changes with each batch: quick to take, and a state can be made of it later.
+
+    Args:
+        batch: the index of the next batch in the epoch.
+        samples: used in the epoch, by all ranks that share its order.
+        digest: of the indices that were used; None where the order has a name.
+        generators: the states of the private generators, by name.
+        workers: the random states of the workers, by id.
+        draws: what a sampler that draws as it goes drew from.
+    """
+
+    batch: int
+    samples: int
+    digest: str | None
+    generators: dict[str, Any]
+    workers: dict[int, WorkerRandomState]
+    draws: dict[str, Any]
 
 
 class MapSource(Source):
@@ -211,37 +234,50 @@ class MapSource(Source):
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch and all that is needed to draw from there."""
-        if self._pending is not None:
-            return dict(self._pending)
-        state = self._state()
-        under_way = state["batch"] > 0
+        return dict(self._pending) if self._pending is not None else self.state_at(self.mark())
+
+    def mark(self) -> Mark:
+        """The place of the next batch, for ``state_at`` as long as this epoch is under way."""
+        sampler = self._sampler
+        return Mark(
+            batch=self.batch,
+            samples=self._samples,
+            digest=None if self._batching.has_random_access else sampler.order.hexdigest(),
+            generators={name: generator_state(each) for name, each in self._private.items()},
+            workers=dict(self._workers),
+            draws={} if sampler.tape is None else sampler.tape.state_dict(),
+        )
+
+    def state_at(self, mark: Mark) -> dict[str, Any]:
+        """What ``state_dict`` would have given when the mark was taken."""
+        under_way = mark.batch > 0
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
         keep_workers = under_way or persistent
-        state["samples"] = self._samples if under_way else 0
-        state.update(self._epoch_state() if under_way else _NO_EPOCH)
-        state["num_workers"] = self.loader.num_workers
-        state["before"] = self._before if keep_workers else None
-        state["workers"] = (
-            {worker: vars(random) for worker, random in self._workers.items()}
-            if keep_workers
-            else {}
-        )
-        return state
+        workers = mark.workers if keep_workers else {}
+        return {
+            **self._state(),
+            "batch": mark.batch,
+            "generators": mark.generators,
+            "samples": mark.samples if under_way else 0,
+            **(self._epoch_state(mark) if under_way else _NO_EPOCH),
+            "num_workers": self.loader.num_workers,
+            "before": self._before if keep_workers else None,
+            "workers": {worker: vars(random) for worker, random in workers.items()},
+        }
 
-    def _epoch_state(self) -> dict[str, Any]:
+    def _epoch_state(self, mark: Mark) -> dict[str, Any]:
         """What names the order of the epoch under way, and what this rank used of it."""
         sampler, batching = self._sampler, self._batching
-        by_name = batching.has_random_access
         return {
             "order_name": sampler.order_name,
-            "start": None if by_name else sampler.start.as_dict(),
+            "start": None if batching.has_random_access else sampler.start.as_dict(),
             **self._inherited,
-            "draws": {} if sampler.tape is None else sampler.tape.state_dict(),
+            "draws": mark.draws,
             "used": {
                 "since": self._since,
                 "replica": batching.replica,
                 "num_replicas": batching.num_replicas,
-                "digest": None if by_name else sampler.order.hexdigest(),
+                "digest": mark.digest,
             },
         }
 

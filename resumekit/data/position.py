@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.contract import Fidelity
+from resumekit.data.ahead import AheadSource, AskedAhead
+from resumekit.data.combined import Cycling, Longest, Together
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.kinds import INNER, dispatches, is_stateful_data_loader
@@ -72,11 +74,18 @@ class DataPosition:
     def feed(self, loader: Any, name: str | None = None) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
 
+        A framework may say how it draws by ``AskedAhead`` or ``Together``.
+
         Raises:
             TypeError: a dict of loaders, which has names, and one name more.
             ConfigurationError: an empty dict, or see ``open``.
             DataPositionError: the checkpoint's position does not fit a loader.
         """
+        if isinstance(loader, Together):
+            kind = Longest if loader.after_its_end == "nothing" else Cycling
+            return kind({key: self.open(each, key) for key, each in loader.loaders.items()})
+        if isinstance(loader, AskedAhead):
+            return self.open(loader.loader, name or DEFAULT_NAME, ahead=True)
         if not isinstance(loader, Mapping):
             return self.open(loader, DEFAULT_NAME if name is None else name)
         if name is not None:
@@ -85,10 +94,15 @@ class DataPosition:
             raise ConfigurationError("batches()", found="no loader in the dict")
         return Zipped({key: self.open(each, key) for key, each in loader.items()})
 
-    def open(self, loader: Any, name: str) -> Source:
+    def open(self, loader: Any, name: str, *, ahead: bool = False) -> Source:
         """The source of this loader; the same one as before when the loop opens it again.
 
         Another loader takes the place over at the start of an epoch.
+
+        Args:
+            loader: the loader.
+            name: what the run calls it.
+            ahead: whether it is asked for a batch more than is handed out.
 
         Raises:
             ConfigurationError: another loader of this name is in the middle of an epoch.
@@ -108,6 +122,7 @@ class DataPosition:
                 remedy="Give each loader its own name=; a new one may take over with a new epoch",
             )
         source = open_source(loader, name, self._seed)
+        source = AheadSource(source) if ahead else source
         source.allowed_changes = self._allowed_changes
         if known is not None:
             source.follow(known)

@@ -59,6 +59,9 @@ class Source(ABC):
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""
 
+    def prime(self) -> None:  # noqa: B027 - most fetch nothing ahead
+        """Fetches what is fetched ahead of the epoch's first batch."""
+
     @abstractmethod
     def next_batch(self) -> Any:
         """The next batch as the user's loader would give it.
@@ -114,8 +117,10 @@ class Source(ABC):
     @property
     def used_up(self) -> bool:
         """Whether the epoch under way is known to have no more batches."""
-        is_under_way = self.begun or self.continues
-        return is_under_way and self.epoch_batches is not None and self.batch >= self.epoch_batches
+        if not (self.begun or self.continues):
+            return False
+        num_batches = self.epoch_batches  # a framework's loader may take long to tell
+        return num_batches is not None and self.batch >= num_batches
 
     def has_no_end(self) -> None:
         """The batches of this epoch are more than the loader's ``len()`` says: it says nothing."""

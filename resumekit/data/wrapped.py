@@ -11,7 +11,7 @@ from resumekit.contract import Fidelity
 from resumekit.data.elastic import RANKS, follow
 from resumekit.data.generators import without_prefetch
 from resumekit.data.kinds import INNER, around
-from resumekit.data.map_source import MapSource
+from resumekit.data.map_source import MapSource, Mark
 from resumekit.data.source import Source, announce_epoch
 from resumekit.errors import DataPositionError
 
@@ -21,13 +21,13 @@ class Fetched:
     """A batch that the outer loader has taken and not handed out yet, and where it came from.
 
     Args:
-        place: the inner source's state before the fetch.
+        place: the inner source's, before the fetch.
         random: the random state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
     """
 
-    place: dict[str, Any]
+    place: Mark
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
@@ -133,7 +133,7 @@ class WrappedSource(Source):
         return self._again.popleft() if self._again else self._fetch()
 
     def _fetch(self) -> Any:
-        place = self._inner.state_dict()
+        place = self._inner.mark()
         random = None if self._inner.keyed else self._rng.state_dict()
         batch = self._inner.next_batch()
         fetched = Fetched(place, random, self._inner.indices, self._inner.num_samples)
@@ -181,9 +181,10 @@ class WrappedSource(Source):
         """The place of the next batch, and what the batches ahead were fetched from."""
         if self._pending is not None:
             return dict(self._pending)
+        inner = self._inner
         return {
             **self._state(),
-            "inner": self._ahead[0].place if self._ahead else self._inner.state_dict(),
+            "inner": inner.state_at(self._ahead[0].place) if self._ahead else inner.state_dict(),
             "ahead": [fetched.random for fetched in self._ahead],
         }
 

@@ -97,6 +97,9 @@ class Zipped:
         for source in self.sources:
             source.begin(epoch)
 
+    def prime(self) -> None:
+        """Fetches what is fetched ahead of the epoch's first batch: nothing."""
+
     def next_batch(self) -> dict[str, Any]:
         """The next batch of every loader, by name.
 

@@ -29,7 +29,7 @@ class DrivenOwner(LoopOwner, Protocol):
 
     def _begin_loop(self, loop: str) -> None: ...
 
-    def _finish(self, reason: str) -> None: ...
+    def _finish(self, reason: str, *, used_up: bool) -> None: ...
 
     def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
 
@@ -49,6 +49,7 @@ class DrivenLoop:
     def __init__(self, owner: DrivenOwner) -> None:
         self._owner = owner
         self._epochs: Epochs | None = None
+        self._batches: Batches | None = None
 
     @property
     def progress(self) -> Progress:
@@ -95,10 +96,13 @@ class DrivenLoop:
             self._epochs = Epochs(self._owner, None)
         return report
 
-    def next_epoch(self) -> int:
+    def next_epoch(self, loader: Any = None) -> int:
         """Settles the epoch that ended, and begins the next one. Collective.
 
         To be called when all code of the former epoch has run, and nothing of the next one.
+
+        Args:
+            loader: that of the next epoch, where it is there already: a new one in each, perhaps.
 
         Returns:
             The absolute number of the epoch that begins.
@@ -107,6 +111,7 @@ class DrivenLoop:
             LoopError: the former epoch had no optimizer step.
         """
         assert self._epochs is not None, "resume() comes first"
+        self._epochs.next_loader = loader
         return next(self._epochs)
 
     def batches(self, loader: Any) -> Batches:
@@ -118,7 +123,8 @@ class DrivenLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._owner.batches(loader)
+        self._batches = self._owner.batches(loader)
+        return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
         """``batches(loader)`` as a DataLoader, for a framework that takes nothing else.
@@ -131,19 +137,15 @@ class DrivenLoop:
             num_skipped: how many batches the framework takes and drops by itself, because they were
                 used before; these are placeholders.
         """
-        return DataLoader(
-            _HandedOver(self, loader, num_skipped),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),
-        )
+        return _HandingOver(_HandedOver(self, loader, num_skipped))
 
     def finish(self, reason: str) -> None:
         """Records that the framework has ended the run, and saves. Collective, idempotent.
 
         To be called when all code of the last step has run.
         """
-        self._owner._finish(reason)
+        used_up = self._batches is not None and self._batches.used_up
+        self._owner._finish(reason, used_up=used_up)
 
 
 class _HandedOver(IterableDataset[Any]):
@@ -158,6 +160,21 @@ class _HandedOver(IterableDataset[Any]):
         for _ in range(self._num_skipped):
             yield None
         yield from self._loop.batches(self._loader)
+
+
+class _HandingOver(DataLoader[Any]):
+    """A loader that hands its dataset's items over as they are; torch's way would cost a step more.
+
+    A framework that makes a DataLoader of its own from this one's settings gets the same items.
+    """
+
+    def __init__(self, dataset: _HandedOver) -> None:
+        super().__init__(
+            dataset, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own has a class
+        return iter(self.dataset)
 
 
 def _as_it_is(batch: Any) -> Any:

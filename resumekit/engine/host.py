@@ -122,6 +122,10 @@ class LoopHost:
             self._run.position.witness_epoch()
             self._run.restore_random()
 
+    def _take_over(self, loader: Any) -> None:
+        """The loader of the epoch that begins: a new one has what it begins with saved as well."""
+        self._run.position.feed(loader)
+
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
         if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):
@@ -160,11 +164,10 @@ class LoopHost:
         self._epoch, self._num_used = epoch, 0
         self._run.counters.move_to(epoch, 0)
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str, *, used_up: bool) -> None:
         """A framework has ended the run; an epoch that it used up is over."""
-        sources, left = self._run.position.sources, self._turns.under_way
-        is_used_up = all(name in sources and sources[name].used_up for name in left)
-        if self.finished is None and self._turns.asked and is_used_up:
+        is_over = used_up or not self._turns.under_way
+        if self.finished is None and self._turns.asked and is_over:
             self._next_epoch(self._epoch + 1)
         self._settle(reason, at_end=True)
 

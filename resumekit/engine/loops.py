@@ -35,6 +35,8 @@ class LoopOwner(Protocol):
 
     def _close_epoch(self, epoch: int) -> None: ...
 
+    def _take_over(self, loader: Any) -> None: ...
+
     def _begin(self, feed: Feed, epoch: int) -> None: ...
 
     def _fetched(self, feed: Feed, *, follows: bool) -> None: ...
@@ -75,6 +77,17 @@ class Batches:
         self._is_over = False
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self._used()
+
+    def prime(self) -> None:
+        """Begins the epoch as far as some frameworks do before they ask for a batch."""
+        if not self._feed.begun:
+            self._run._begin(self._feed, max(self._feed.epoch, self._least_epoch))
+            self._feed.prime()
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the epoch under way is known to have no more batches."""
+        return self._feed.used_up
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -184,6 +197,7 @@ class Epochs:
 
     Attributes:
         initial: the epochs that were completed before, for a progress bar.
+        next_loader: what the next epoch draws from, where a framework knows it before it begins.
     """
 
     def __init__(self, run: LoopOwner, num_epochs: int | None) -> None:
@@ -191,6 +205,7 @@ class Epochs:
         self._num_epochs = num_epochs
         self._epoch: int | None = None
         self.initial = run.progress.epoch
+        self.next_loader: Any = None
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -206,6 +221,8 @@ class Epochs:
         epoch = run.progress.epoch if self._epoch is None else self._epoch + 1
         if self._epoch is not None:
             run._close_epoch(epoch)
+            if self.next_loader is not None:
+                run._take_over(self.next_loader)
         run._settle(self._horizon(epoch))
         if run.finished is not None:
             raise StopIteration

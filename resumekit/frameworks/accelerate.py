@@ -12,8 +12,8 @@ from resumekit.capture import state_components
 from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError
 
-# accelerate 1.15 utils/dataclasses.py DistributedType: every rank holds all of the model, or FSDP2
-# its part of it as DTensors, or DeepSpeed's engine knows.
+# accelerate 1.15 utils/dataclasses.py DistributedType: every rank holds all of the model, or its
+# part of it as DTensors (FSDP2) or as stretches (FSDP1), or DeepSpeed's engine knows.
 _SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"})
 
 # accelerate 1.15 parallelism_config.py ParallelismConfig: where ranks that share the parts of one
@@ -69,12 +69,20 @@ def require_supported(accelerator: Any) -> None:
     kind = str(accelerator.distributed_type.value)
     if kind not in _SUPPORTED:
         _refuse(f"distributed type {kind}")
-    if kind == "FSDP" and not accelerator.is_fsdp2:
-        _refuse("FSDP version 1", remedy="Use FullyShardedDataParallelPlugin(fsdp_version=2, ...)")
+    if kind == "FSDP" and not _keeps_parameters(accelerator):
+        _refuse(
+            "FSDP version 1 with use_orig_params=False",
+            remedy="Pass use_orig_params=True to FullyShardedDataParallelPlugin, or fsdp_version=2",
+        )
     sizes = accelerator.parallelism_config
     for name, what in _SIZES.items():
         if getattr(sizes, name, 1) > 1:
             _refuse(f"{what} ({name}={getattr(sizes, name)})")
+
+
+def _keeps_parameters(accelerator: Any) -> bool:
+    """Whether the optimizer sees the model's own parameters, not what they are flattened into."""
+    return bool(accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.use_orig_params)
 
 
 def _refuse(found: str, remedy: str | None = None) -> None:

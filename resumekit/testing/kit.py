@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,7 @@ from resumekit.testing.cells import Cell, KillPoint
 from resumekit.testing.evidence import work_of_launch
 from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
 from resumekit.testing.ranks import distributed_environment, free_port
+from resumekit.testing.runs import FirstLaunches, LaunchResult, Run
 from resumekit.testing.task import Task
 
 _KILLED = -9
@@ -35,62 +36,12 @@ DEFAULT_PRELOAD = ("torch", "torch._dynamo", "numpy")
 DEFAULT_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True)
-class LaunchResult:
-    """One launch of a cell's function on all its ranks.
-
-    Args:
-        kill: where it was to be killed; None for the last launch.
-        was_killed: whether it died there.
-        failure: the last lines of the rank that failed; empty when none did.
-        seconds: its wall-clock time.
-    """
-
-    kill: KillPoint | None
-    was_killed: bool
-    failure: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """All launches of one cell.
-
-    Args:
-        cell: what was run.
-        directory: holds the training's own directory, the trace and the logs.
-        trace: the trace of all launches.
-        launches: in the order in which they were made.
-        inject: component keys or slots that were not restored, separated by commas.
-    """
-
-    cell: Cell
-    directory: Path
-    trace: Path
-    launches: tuple[LaunchResult, ...]
-    inject: str | None = None
-
-    @property
-    def failure(self) -> str:
-        """What the first failing launch wrote last; empty when none failed."""
-        return next((launch.failure for launch in self.launches if launch.failure), "")
-
-    @property
-    def missed_kills(self) -> tuple[KillPoint, ...]:
-        """Kill points that the run never came to."""
-        return tuple(one.kill for one in self.launches if one.kill and not one.was_killed)
-
-    @property
-    def seconds(self) -> float:
-        """The wall-clock time of all launches together."""
-        return sum(launch.seconds for launch in self.launches)
-
-
 class Kit:
     """Runs cells. Use it as a context manager, one for many cells: it keeps a warm fork server.
 
     A forked process differs from a cold one in what Python fixes at its start (the seed of string
-    hashes) and in modules that are imported already. Run one cell per adapter with ``cold=True``.
+    hashes), in modules that are imported already, and at its end: after the exit handlers it is
+    gone, without taking its modules apart. Run one cell per adapter with ``cold=True``.
 
     Args:
         directory: an empty directory for everything that the runs write.
@@ -115,6 +66,7 @@ class Kit:
         self._directory = directory
         self._timeout_seconds = timeout_seconds
         self._uninterrupted: dict[str, Run] = {}
+        self._first_launches = FirstLaunches()
         self._num_runs = 0
         whole = {**os.environ, **environment}
         self._launcher: Launcher = ColdStart(whole) if cold else ForkServer(preload, whole)
@@ -208,7 +160,7 @@ class Kit:
         Raises:
             AssertionError: they differ, a launch failed, or a kill point was never reached.
         """
-        verdict, run = self.judge(cell)
+        verdict, run = self._judge_next(cell)
         _require_exact(run, verdict)
         return verdict
 
@@ -244,7 +196,7 @@ class Kit:
         Raises:
             AssertionError: the run was exact, or something else was named.
         """
-        verdict, run = self.judge(cell, inject=component if inject else None)
+        verdict, run = self._judge_next(cell, inject=component if inject else None)
         if verdict.divergence is None:
             raise AssertionError(f"{cell}: exact without {component}. {run.failure}".rstrip())
         named = verdict.divergence
@@ -252,12 +204,27 @@ class Kit:
             raise AssertionError(f"{cell}: {component} was left out, and the verdict is {verdict}")
         return verdict
 
+    def _judge_next(self, cell: Cell, *, inject: str | None = None) -> tuple[Verdict, Run]:
+        """As ``judge``, with a killed run that the next call may replace."""
+        if not cell.kills:
+            return self.judge(cell, inject=inject)
+        reference = self.run_uninterrupted(cell)
+        run = self._first_launches.put_back(cell, inject)
+        if run is None:
+            run = self.run_again(self.new_run(cell, inject=inject), kill=cell.kills[0])
+            self._first_launches.keep(run)
+        run = self._go_on(run, cell.kills[1:])
+        return compare(reference.trace, run.trace, expect_resume=True), run
+
     def _run(self, cell: Cell, *, kills: tuple[KillPoint, ...], inject: str | None) -> Run:
-        run = self.new_run(cell, inject=inject)
+        return self._go_on(self.new_run(cell, inject=inject), kills)
+
+    def _go_on(self, run: Run, kills: Sequence[KillPoint]) -> Run:
+        """One launch for each kill point, and one that runs to its end, unless one fails."""
         for kill in (*kills, None):
-            run = self.run_again(run, kill=kill)
             if run.failure:
                 break
+            run = self.run_again(run, kill=kill)
         return run
 
     def _launch(

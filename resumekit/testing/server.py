@@ -9,6 +9,7 @@ not the threads that would release them.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -26,8 +27,11 @@ def main(preload: Sequence[str]) -> None:
     """Serves until stdin closes; in a forked child, runs the task and returns.
 
     The child comes back here, at the bottom of the stack, so that it ends like any other
-    interpreter: exit handlers run, and an uncaught exception prints its traceback.
+    interpreter: exit handlers run, and an uncaught exception prints its traceback. What is left out
+    where the task returned is the last act, in which an interpreter takes its modules apart: all of
+    their pages would be copied for it, some 0.4 seconds of a launch.
     """
+    end = _QuickEnd()
     replies = os.dup(1)
     os.dup2(2, 1)  # what an import prints must not be taken for a reply
     for name in preload:
@@ -40,6 +44,21 @@ def main(preload: Sequence[str]) -> None:
     if task is not None:
         _reseed()
         task.run()
+        end.is_due = True
+
+
+class _QuickEnd:
+    """Ends this process when every exit handler has run; to be made before any other is there."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.is_due:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _serve(replies: int) -> Task | None:

@@ -1,0 +1,41 @@
+"""A forked task ends as an interpreter does, whatever way it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resumekit.testing import Cell, KillPoint, Kit
+
+END = f"{Path(__file__).parent / 'scripts' / 'endings.py'}:end"
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=("json",)) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("returns", ""), ("raises", "RuntimeError: on purpose"), ("exits", "line")]
+)
+def test_handlers_run_threads_are_waited_for_and_output_is_there(
+    kit: Kit, how: str, told: str
+) -> None:
+    run = kit.run_again(kit.new_run(Cell(END, {"how": how})))
+    marks = {path.name for path in (run.directory / "training").iterdir()}
+    assert marks == {"exit handler", "thread"}
+    (log,) = run.directory.glob("*.log")
+    assert log.read_text().startswith("not a whole line")
+    assert bool(run.failure) == bool(told)
+    assert told in run.failure
+
+
+def test_the_status_is_the_tasks_own(kit: Kit) -> None:
+    # The kit takes 128 + 15 for what was asked of it, and any other status for a failure.
+    asked = KillPoint.nowhere("SIGTERM")
+    run = kit.run_again(kit.new_run(Cell(END, {"how": "exits"})), kill=asked)
+    assert run.failure
+    assert not run.launches[0].was_killed
