@@ -3,7 +3,7 @@
 Ranks on the CPU with gloo; an engine of dense layers with AdamW. Every round measures both one
 after the other on the same disk, so the ratios hold on a machine whose load changes. Ours is
 committed, digested and durable when it returns; DeepSpeed's own is followed by an fsync of every
-file that it wrote, so that it is durable too.
+file that it wrote, so that it is durable too. Neither deletes an older checkpoint meanwhile.
 
     python benchmarks/deepspeed_save.py [--ranks 2] [--rounds 5] [--record]
 """
@@ -61,7 +61,7 @@ def rank_main(directory: Path, stage: int, num_rounds: int) -> None:
     engine.step()
     rank = distributed.get_rank()
     native = directory / "native"
-    checkpointer = Checkpointer(engine, directory / "ours")
+    checkpointer = Checkpointer(engine, directory / "ours", keep_latest=num_rounds + 1)
     took: list[list[float]] = []
     for number in range(num_rounds + 1):
         seconds = []
