@@ -16,6 +16,8 @@ _STRATEGIES = (
     strategies.ModelParallelStrategy,
 )
 
+_SPREADING = (strategies.ModelParallelStrategy, strategies.DeepSpeedStrategy)
+
 # These change the optimizer or the module when an epoch begins, and no resume repeats that.
 _CHANGING = (
     callbacks.BaseFinetuning,
@@ -64,8 +66,22 @@ def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
     return {"epochs": (trainer.max_epochs, trainer.current_epoch), "steps": steps}
 
 
+def keeps_gradients(trainer: Any) -> bool:
+    """Whether a module may keep gradients over a step, and they can be saved."""
+    return _steps_apart(trainer) and not isinstance(trainer.strategy, _SPREADING)
+
+
+def _steps_apart(trainer: Any) -> bool:
+    return len(trainer.optimizers) > 1 and not trainer.lightning_module.automatic_optimization
+
+
 def fidelity_of(trainer: Any) -> tuple[Fidelity, str]:
-    """What persistent workers may lose. Of loaders that a hook makes nobody knows at the start."""
+    """What is lost, if anything. Of loaders that a hook makes nobody knows at the start."""
+    if _steps_apart(trainer) and not keeps_gradients(trainer):
+        return Fidelity.LOST, (
+            "gradients that one optimizer of several keeps while another one steps, where the "
+            f"{type(trainer.strategy).__name__} has them; have all step in one batch"
+        )
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.limit_val_batches and any(map(_keeps_workers, _given(epoch_loop.val_loop))):
         return Fidelity.LOST, (

@@ -31,12 +31,23 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_rows_workloads import EachEpochAnother, OfTwoLoaders, make_loaders
-from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
+from lightning_workloads import (
+    NUM_SAMPLES,
+    QUIET,
+    Classifier,
+    Counting,
+    TwoOptimizers,
+    make_loader,
+)
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.errors import ConfigurationError, DriftError, InexactError
@@ -106,6 +117,40 @@ class PlateauInSteps(Classifier):
         plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
         settings = {"interval": "step", "frequency": 2, "monitor": "val_loss"}
         return [optimizer], [{"scheduler": plateau, **settings}]
+
+
+class KeepsGradients(TwoOptimizers):
+    """Its second optimizer steps in every third batch, the first one in each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first, last = self.optimizers()
+        loss = Classifier.training_step(self, batch, batch_idx)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 3 == 2:
+            last.step()
+            last.zero_grad()
+        return loss
+
+
+class LogsFewBatches(Classifier):
+    """What some batches of an epoch have alone, reduced in all ways, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_accuracy = MulticlassAccuracy(10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 3:
+            settings: dict[str, Any] = {"on_step": True, "on_epoch": True}
+            for reduce_fx in ("mean", "max", min, sum):
+                name = f"first_{getattr(reduce_fx, '__name__', reduce_fx)}"
+                self.log(name, loss, reduce_fx=reduce_fx, **settings)
+            self.first_accuracy(self.layers(batch[0]), batch[1])
+            self.log("first_accuracy", self.first_accuracy, **settings)
+        return loss
 
 
 class LogsAtFirst(Classifier):
@@ -193,7 +238,8 @@ def crashed(directory: Path, at: int, *callbacks: Callback, **settings: Any) -> 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
     weights = {key: value.clone() for key, value in trainer.lightning_module.state_dict().items()}
-    metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    logged = {**trainer.logged_metrics, **trainer.callback_metrics}
+    metrics = {key: value.item() for key, value in logged.items()}
     return {**weights, **metrics, "step": trainer.global_step, "epoch": trainer.current_epoch}
 
 
@@ -408,6 +454,11 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         (5, 10),
     ),
     "an average of the first batches": (lambda: {"module": LogsAtFirst, "max_epochs": 3}, (17,)),
+    "averages that the rest does not log": (
+        lambda: {"module": LogsFewBatches, "max_epochs": 3},
+        (5, 20),
+    ),
+    "gradients kept over a step of another optimizer": (lambda: {"module": KeepsGradients}, (17,)),
     "a stop that has to wait": (
         lambda: {
             "callbacks": [EarlyStopping("val_loss", patience=1, min_delta=5.0)],

@@ -119,7 +119,8 @@ class Run:
         given = {each.key for each in components}
         added = tuple(each for each in bucket_components(components) if each.key not in given)
         if gradients or self.options.saves_gradients:
-            added += gradient_components(components, self.counters.is_within_window)
+            summed = gradient_components(components, self.counters.is_within_window)
+            added += tuple(each for each in summed if each.key not in given)
         return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
