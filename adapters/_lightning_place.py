@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from resumekit.adapters._lightning_changing import freeze, frozen
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState
@@ -41,6 +42,7 @@ class Place:
             "logged_metrics": dict(trainer._logger_connector._logged_metrics),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
+            "frozen": frozen(trainer),
             "requested": self._requested,
             "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
@@ -58,6 +60,7 @@ class Place:
         trainer.should_stop = state["should_stop"]
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
+        freeze(trainer, state["frozen"])
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
         trainer.num_sanity_val_steps = 0

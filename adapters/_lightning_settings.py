@@ -18,13 +18,6 @@ _STRATEGIES = (
 
 _SPREADING = (strategies.ModelParallelStrategy, strategies.DeepSpeedStrategy)
 
-# These change the optimizer or the module when an epoch begins, and no resume repeats that.
-_CHANGING = (
-    callbacks.BaseFinetuning,
-    callbacks.ModelPruning,
-    callbacks.StochasticWeightAveraging,
-)
-
 
 def check(trainer: Any, module: Any) -> None:
     """Returns when a fit with these settings can be continued exactly.
@@ -46,8 +39,8 @@ def check(trainer: Any, module: Any) -> None:
     refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
     parameters = inspect.signature(module.training_step).parameters
     refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
-    for each in trainer.callbacks:
-        refuse(type(each).__name__, isinstance(each, _CHANGING))
+    for each in trainer.callbacks:  # it gives parameters other names as it goes
+        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning))
 
 
 def refuse(what: str, is_there: bool) -> None:
@@ -67,8 +60,13 @@ def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
 
 
 def keeps_gradients(trainer: Any) -> bool:
-    """Whether a module may keep gradients over a step, and they can be saved."""
-    return _steps_apart(trainer) and not isinstance(trainer.strategy, _SPREADING)
+    """Whether gradients outlive a step, and can be saved.
+
+    lightning 2.6 callbacks/stochastic_weight_avg.py steps once more, by what is left of the last
+    step's, in the epoch of the batch norms.
+    """
+    swaps = any(isinstance(e, callbacks.StochasticWeightAveraging) for e in trainer.callbacks)
+    return (swaps or _steps_apart(trainer)) and not isinstance(trainer.strategy, _SPREADING)
 
 
 def _steps_apart(trainer: Any) -> bool:

@@ -19,13 +19,12 @@ import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    StochasticWeightAveraging,
+    ModelPruning,
 )
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -623,8 +622,7 @@ class FSDPStrategyOnCpu(FSDPStrategy):
 
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "FSDPStrategy": lambda: {"strategy": FSDPStrategyOnCpu()},
-    "BackboneFinetuning": lambda: {"callbacks": [BackboneFinetuning()]},
-    "StochasticWeightAveraging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
+    "ModelPruning": lambda: {"callbacks": [ModelPruning("l1_unstructured")]},
     "dataloader_iter": lambda: {"module": FetchesItself},
     "several training loaders without a length": lambda: {
         "loader": [validation(), DataLoader(Stream())]

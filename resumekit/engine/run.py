@@ -165,10 +165,13 @@ class Run:
         self._looked = True
         return self._found is not None
 
+    def saved(self, key: str) -> Any:
+        """A component's state in the checkpoint that was found and is not loaded yet, or None."""
+        return None if self._found is None else self._found.states.get(key)
+
     def under_way(self, loader: Any) -> EpochUnderWay:
         """How much of the epoch was used that the run continues in, in batches of this loader."""
-        state = None if self._found is None else self._found.states.get(Slot.DATA.value)
-        return epoch_under_way(self.position, loader, state)
+        return epoch_under_way(self.position, loader, self.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
