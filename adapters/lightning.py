@@ -145,6 +145,7 @@ class ResumeCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The run directory is free for others, and the loader's workers end."""
+        vars(trainer.strategy).pop("on_train_end", None)
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = self._loop = None

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
+    Timer,
 )
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -559,6 +562,75 @@ def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
     fit(Listener(), saving, val=validation(), val_check_interval=3)
     best = [step for step in range(8) if values[step] < min(values[:step], default=1e9)]
     assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
+
+
+class DrawsAtStart(Classifier):
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        torch.rand(1)
+
+
+def test_more_epochs_for_a_finished_run_are_those_of_a_longer_one(tmp_path: Path) -> None:
+    whole, first, rest = Recorder(), Recorder(), Recorder()
+    longer = outcome(fit(whole, ResumeCallback(tmp_path / "whole"), module=DrawsAtStart))
+    fit(first, ResumeCallback(tmp_path / "a"), module=DrawsAtStart, max_epochs=1)
+    saving = ResumeCallback(tmp_path / "a", allow_changes={"horizon"})
+    found = outcome(fit(rest, saving, module=DrawsAtStart))
+    assert first.losses + rest.losses == whole.losses
+    assert is_equal(found, longer)
+
+
+class ChangesAtEnd(Classifier):
+    def on_train_end(self) -> None:
+        self.layers[4].bias.data.zero_()
+
+
+def test_what_the_module_does_when_the_training_ends_is_saved(tmp_path: Path) -> None:
+    ended = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
+    again = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
+    assert not ended.lightning_module.layers[4].bias.any()
+    assert is_equal(outcome(again), outcome(ended))
+    ended.fit(Classifier(), make_loader(True, "shuffle", "0", NUM_SAMPLES))  # left as it was
+    assert "on_train_end" not in vars(ended.strategy)
+
+
+class Clocked(Callback):
+    """Takes its time for each batch, and crashes after so many seconds of the run."""
+
+    def __init__(self, crash_after: float = 1e9) -> None:
+        self.crash_after = crash_after
+        self.seconds_before = self.seconds = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        (self.timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))
+        self.seconds_before = self.timer.time_elapsed("train")
+        self.began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        time.sleep(0.01)
+        self.seconds = time.monotonic() - self.began
+        if self.timer.time_elapsed("train") > self.crash_after:
+            raise CrashError
+
+
+@pytest.mark.parametrize("left_out", [(), ("callbacks/Timer-0",)])
+def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
+    tmp_path: Path, left_out: tuple[str, ...]
+) -> None:
+    settings = {"max_time": timedelta(seconds=1.5), "max_epochs": 10_000}
+    with pytest.raises(CrashError):
+        fit(Clocked(1.0), ResumeCallback(tmp_path, save_every=1), **settings)
+    rest = Clocked()
+    fit(rest, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    if left_out:  # the negative control: the time begins anew
+        assert rest.seconds > 1.4
+        assert rest.seconds_before < 0.5
+    else:
+        assert rest.seconds_before > 0.8
+        assert rest.seconds < 0.7 + 0.3  # 0.5 are left, and a busy machine may be late
+    again = Recorder()
+    fit(again, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    assert again.losses == []
 
 
 def test_another_horizon_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
