@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from resumekit.adapters._lightning_package import ResultCollection
+from resumekit.adapters._lightning_changing import freeze, frozen
+from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState
 from resumekit.contract import SharingPattern, StateComponent
@@ -22,15 +23,12 @@ class Place:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._again: Mapping[str, Any] | None = None  # until the first batch of this launch
-        self._sums: dict[str, Any] = {}  # of metrics that this launch has not logged yet
         self._keeps_workers = False  # of a loader for validation
         # Of the last request for training loaders, where there will be others.
         self._requested: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        results = trainer.fit_loop.epoch_loop._results.items()
-        sums = {key: m.metric_state for key, m in results if m.is_tensor and not m.has_reset}
         loop = trainer.fit_loop  # its own state_dict asks the loaders, and some draw numbers then
         return {
             "loops": {
@@ -38,11 +36,13 @@ class Place:
                 "epoch_progress": loop.epoch_progress.state_dict(),
                 "state_dict": {},
             },
-            "sums": {**self._sums, **sums},
+            "logged": as_plain(loop.epoch_loop._results),
+            "is_first_batch": trainer._logger_connector._first_loop_iter,
             "metrics": dict(trainer._logger_connector._callback_metrics),
             "logged_metrics": dict(trainer._logger_connector._logged_metrics),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
+            "frozen": frozen(trainer),
             "requested": self._requested,
             "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
@@ -60,6 +60,7 @@ class Place:
         trainer.should_stop = state["should_stop"]
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
+        freeze(trainer, state["frozen"])
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
         trainer.num_sanity_val_steps = 0
@@ -99,8 +100,7 @@ class Place:
         )
 
     def arrive(self) -> None:
-        """Lightning asks for the first batch of an epoch; the sums of the former one are over."""
-        self._sums.clear()
+        """Lightning asks for the first batch of an epoch."""
         if self._again is None:
             return
         state, loop = self._again, self._trainer.fit_loop
@@ -112,8 +112,8 @@ class Place:
             loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["validated_in"]
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-        self._sums.update(state["sums"])
-        loop.epoch_loop._results = _Results(self._sums)
+        loop.epoch_loop._results = Results(state["logged"], self._trainer)
+        self._trainer._logger_connector._first_loop_iter = state["is_first_batch"]
         if self._keeps_workers:  # they draw a seed when they start, and that was before
             loop.epoch_loop.val_loop.setup_data()
             for each in self._validation():
@@ -122,18 +122,3 @@ class Place:
     def _validation(self) -> list[Any]:
         loader = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return [] if loader is None else list(loader.flattened)
-
-
-class _Results(ResultCollection):
-    """What the epoch has logged; each metric goes on from the interrupted run's sum.
-
-    lightning 2.6 trainer/connectors/logger_connector/result.py ``log`` sets an item once.
-    """
-
-    def __init__(self, sums: dict[str, Any]) -> None:
-        super().__init__(training=True)
-        self._sums = sums
-
-    def __setitem__(self, key: str, metric: Any) -> None:
-        vars(metric).update(self._sums.pop(key, {}))
-        super().__setitem__(key, metric)

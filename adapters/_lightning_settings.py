@@ -16,12 +16,7 @@ _STRATEGIES = (
     strategies.ModelParallelStrategy,
 )
 
-# These change the optimizer or the module when an epoch begins, and no resume repeats that.
-_CHANGING = (
-    callbacks.BaseFinetuning,
-    callbacks.ModelPruning,
-    callbacks.StochasticWeightAveraging,
-)
+_SPREADING = (strategies.ModelParallelStrategy, strategies.DeepSpeedStrategy)
 
 
 def check(trainer: Any, module: Any) -> None:
@@ -44,8 +39,8 @@ def check(trainer: Any, module: Any) -> None:
     refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
     parameters = inspect.signature(module.training_step).parameters
     refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
-    for each in trainer.callbacks:
-        refuse(type(each).__name__, isinstance(each, _CHANGING))
+    for each in trainer.callbacks:  # it gives parameters other names as it goes
+        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning))
 
 
 def refuse(what: str, is_there: bool) -> None:
@@ -64,8 +59,27 @@ def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
     return {"epochs": (trainer.max_epochs, trainer.current_epoch), "steps": steps}
 
 
+def keeps_gradients(trainer: Any) -> bool:
+    """Whether gradients outlive a step, and can be saved.
+
+    lightning 2.6 callbacks/stochastic_weight_avg.py steps once more, by what is left of the last
+    step's, in the epoch of the batch norms.
+    """
+    swaps = any(isinstance(e, callbacks.StochasticWeightAveraging) for e in trainer.callbacks)
+    return (swaps or _steps_apart(trainer)) and not isinstance(trainer.strategy, _SPREADING)
+
+
+def _steps_apart(trainer: Any) -> bool:
+    return len(trainer.optimizers) > 1 and not trainer.lightning_module.automatic_optimization
+
+
 def fidelity_of(trainer: Any) -> tuple[Fidelity, str]:
-    """What persistent workers may lose. Of loaders that a hook makes nobody knows at the start."""
+    """What is lost, if anything. Of loaders that a hook makes nobody knows at the start."""
+    if _steps_apart(trainer) and not keeps_gradients(trainer):
+        return Fidelity.LOST, (
+            "gradients that one optimizer of several keeps while another one steps, where the "
+            f"{type(trainer.strategy).__name__} has them; have all step in one batch"
+        )
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.limit_val_batches and any(map(_keeps_workers, _given(epoch_loop.val_loop))):
         return Fidelity.LOST, (

@@ -7,8 +7,10 @@ from typing import Any
 from resumekit.adapters._lightning_callbacks import Hooked, as_kept, overrides
 from resumekit.adapters._lightning_package import callbacks, strategies
 from resumekit.adapters._lightning_place import Place
+from resumekit.adapters._lightning_settings import keeps_gradients
 from resumekit.capture import (
     buckets_of,
+    gradient_components,
     one_or_named,
     registered_components,
     state_components,
@@ -54,4 +56,6 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
         adopt=True,
         num_ranks=trainer.world_size,
     )
-    return (*shared, *buckets_of(trainer.model))
+    # Between two steps of one optimizer another one may take some.
+    kept = gradient_components(shared, lambda: True) if keeps_gradients(trainer) else ()
+    return (*shared, *kept, *buckets_of(trainer.model))

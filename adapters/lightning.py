@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer, Progress
+from resumekit.adapters._lightning_changing import prepare, prepare_epoch
 from resumekit.adapters._lightning_loader import LoaderInStep
 from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
@@ -68,12 +69,13 @@ class ResumeCallback(Callback):
         """Takes the last place among the callbacks, and one between Lightning and the loader."""
         if stage == "fit" and not trainer.fast_dev_run:
             check(trainer, pl_module)
-            # What the others make in on_fit_start is to be restored, and what they do in
-            # on_train_end is to be saved.
+            # What the others make in on_fit_start is to be restored.
             trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
             # lightning 2.6 loops/fit_loop.py setup_data takes the loader from here.
             source = trainer.fit_loop._data_source
             source.dataloader = partial(self._request, trainer, source)
+            # lightning 2.6 loops/fit_loop.py on_run_end calls it after the module's on_train_end.
+            trainer.strategy.on_train_end = partial(self._finish, trainer)
 
     def _request(self, trainer: Any, source: Any) -> LoaderInStep:
         """Asks for the training loaders, for all epochs or for some."""
@@ -93,6 +95,7 @@ class ResumeCallback(Callback):
             self._checkpointer = self._make_checkpointer(components=components)
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
             self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
+            prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)
             self._loop.resume()
             if self._place.was_requested:  # before it was known for which epoch
                 trainer.fit_loop._combined_loader = None
@@ -103,6 +106,9 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None:
             # lightning 2.6 trainer/connectors/signal_connector.py gives back what it found.
             trainer._signal_connector.teardown()
+            prepare_epoch(trainer)
+            if self._loop is not None and self._loop.goes_on_after_end:
+                self._loop.restore_random()  # the hooks that begin the epoch were not called yet
             trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -123,8 +129,9 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None and self._reports and not trainer.sanity_checking:
             self._checkpointer.report(**trainer.callback_metrics)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def _finish(self, trainer: Any) -> None:
         """The run is over: at its horizon, or because it was stopped."""
+        type(trainer.strategy).on_train_end(trainer.strategy)
         if self._loop is not None:
             limits = limits_of(trainer).items()
             reached = [f"{unit}={limit}" for unit, (limit, done) in limits if 0 < limit <= done]
@@ -138,6 +145,7 @@ class ResumeCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The run directory is free for others, and the loader's workers end."""
+        vars(trainer.strategy).pop("on_train_end", None)
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = self._loop = None

@@ -17,10 +17,12 @@ import torch
 from digits import Digits
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
@@ -41,6 +43,21 @@ class EachEpoch(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}]
+
+
+class OnBackbone(EachEpoch):
+    """The optimizer gets the parameters of its backbone later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.layers.parameters(), lr=1e-2)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 
 class Bare(LightningModule):
@@ -144,6 +161,13 @@ MODULES = {
     "by epoch": EachEpoch,
     "of two": OfTwoLoaders,
     "with loaders": EachEpochAnother,
+    "on a backbone": OnBackbone,
+}
+
+
+CHANGING = {
+    "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+    "backbone": lambda: BackboneFinetuning(1, lambda epoch: 2.0, train_bn=False),
 }
 
 
@@ -203,6 +227,7 @@ def train(
     max_time: bool = False,
     log_every: int = 2,
     reload_every: int = 0,
+    changing: str = "",
     accumulate: int = 1,
     val_check_interval: int | None = None,
     kill_in_validation: str = "",
@@ -219,6 +244,8 @@ def train(
         LearningRateMonitor("step", log_momentum=True),
         Validated(folder / VALIDATED, kill_in_validation),
     ]
+    if changing:
+        callbacks.append(CHANGING[changing]())
     if patience:
         callbacks.append(EarlyStopping("val_loss", patience=patience, min_delta=0.5))
     if own_saving:
@@ -243,6 +270,7 @@ def train(
     result = {
         "logged": {key: value.item() for key, value in trainer.logged_metrics.items()},
         "for callbacks": {key: value.item() for key, value in trainer.callback_metrics.items()},
+        "weights": sum(each.double().sum().item() for each in model.state_dict().values()),
         "step, epoch": [trainer.global_step, trainer.current_epoch],
         "own": sorted(path.name for path in folder.glob("own/*")),
         "own best": own_best(trainer, folder) if own_saving else None,

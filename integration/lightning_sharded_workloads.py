@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 from resumekit.adapters.lightning import ResumeCallback
+
+GATHERED = "gathered.json"
 
 
 class OnCpu(DeepSpeedStrategy):
@@ -81,6 +85,21 @@ def make_strategy(spread: str) -> Any:
     return OnCpu(config=config)
 
 
+def note_weights(trainer: Any, path: Path) -> None:
+    """Writes down the fp32 weights that the strategy gathers, by the module's own names."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def gathered(parameter: Any) -> Any:
+        if isinstance(parameter, DTensor):
+            return parameter.full_tensor()
+        return safe_get_full_fp32_param(parameter)
+
+    named = list(trainer.lightning_module.named_parameters())
+    whole = {name: gathered(each).tolist() for name, each in named}  # collective
+    if trainer.is_global_zero:
+        path.write_text(json.dumps(whole), encoding="utf-8")
+
+
 def train(
     directory: str,
     *,
@@ -113,4 +132,5 @@ def train(
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
     else:
         assert trainer.model.zero_optimization_stage() == int(spread[-1])
+    note_weights(trainer, Path(directory).with_name(GATHERED))
     torch.distributed.destroy_process_group()

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,24 +21,35 @@ import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    StochasticWeightAveraging,
+    ModelPruning,
+    Timer,
 )
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_rows_workloads import EachEpochAnother, OfTwoLoaders, make_loaders
-from lightning_workloads import NUM_SAMPLES, QUIET, Classifier, Counting, make_loader
+from lightning_workloads import (
+    NUM_SAMPLES,
+    QUIET,
+    Classifier,
+    Counting,
+    TwoOptimizers,
+    make_loader,
+)
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.errors import ConfigurationError, DriftError, InexactError
@@ -106,6 +119,40 @@ class PlateauInSteps(Classifier):
         plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
         settings = {"interval": "step", "frequency": 2, "monitor": "val_loss"}
         return [optimizer], [{"scheduler": plateau, **settings}]
+
+
+class KeepsGradients(TwoOptimizers):
+    """Its second optimizer steps in every third batch, the first one in each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first, last = self.optimizers()
+        loss = Classifier.training_step(self, batch, batch_idx)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 3 == 2:
+            last.step()
+            last.zero_grad()
+        return loss
+
+
+class LogsFewBatches(Classifier):
+    """What some batches of an epoch have alone, reduced in all ways, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_accuracy = MulticlassAccuracy(10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 3:
+            settings: dict[str, Any] = {"on_step": True, "on_epoch": True}
+            for reduce_fx in ("mean", "max", min, sum):
+                name = f"first_{getattr(reduce_fx, '__name__', reduce_fx)}"
+                self.log(name, loss, reduce_fx=reduce_fx, **settings)
+            self.first_accuracy(self.layers(batch[0]), batch[1])
+            self.log("first_accuracy", self.first_accuracy, **settings)
+        return loss
 
 
 class LogsAtFirst(Classifier):
@@ -193,7 +240,8 @@ def crashed(directory: Path, at: int, *callbacks: Callback, **settings: Any) -> 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
     weights = {key: value.clone() for key, value in trainer.lightning_module.state_dict().items()}
-    metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    logged = {**trainer.logged_metrics, **trainer.callback_metrics}
+    metrics = {key: value.item() for key, value in logged.items()}
     return {**weights, **metrics, "step": trainer.global_step, "epoch": trainer.current_epoch}
 
 
@@ -408,6 +456,11 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         (5, 10),
     ),
     "an average of the first batches": (lambda: {"module": LogsAtFirst, "max_epochs": 3}, (17,)),
+    "averages that the rest does not log": (
+        lambda: {"module": LogsFewBatches, "max_epochs": 3},
+        (5, 20),
+    ),
+    "gradients kept over a step of another optimizer": (lambda: {"module": KeepsGradients}, (17,)),
     "a stop that has to wait": (
         lambda: {
             "callbacks": [EarlyStopping("val_loss", patience=1, min_delta=5.0)],
@@ -511,6 +564,75 @@ def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
 
 
+class DrawsAtStart(Classifier):
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        torch.rand(1)
+
+
+def test_more_epochs_for_a_finished_run_are_those_of_a_longer_one(tmp_path: Path) -> None:
+    whole, first, rest = Recorder(), Recorder(), Recorder()
+    longer = outcome(fit(whole, ResumeCallback(tmp_path / "whole"), module=DrawsAtStart))
+    fit(first, ResumeCallback(tmp_path / "a"), module=DrawsAtStart, max_epochs=1)
+    saving = ResumeCallback(tmp_path / "a", allow_changes={"horizon"})
+    found = outcome(fit(rest, saving, module=DrawsAtStart))
+    assert first.losses + rest.losses == whole.losses
+    assert is_equal(found, longer)
+
+
+class ChangesAtEnd(Classifier):
+    def on_train_end(self) -> None:
+        self.layers[4].bias.data.zero_()
+
+
+def test_what_the_module_does_when_the_training_ends_is_saved(tmp_path: Path) -> None:
+    ended = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
+    again = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
+    assert not ended.lightning_module.layers[4].bias.any()
+    assert is_equal(outcome(again), outcome(ended))
+    ended.fit(Classifier(), make_loader(True, "shuffle", "0", NUM_SAMPLES))  # left as it was
+    assert "on_train_end" not in vars(ended.strategy)
+
+
+class Clocked(Callback):
+    """Takes its time for each batch, and crashes after so many seconds of the run."""
+
+    def __init__(self, crash_after: float = 1e9) -> None:
+        self.crash_after = crash_after
+        self.seconds_before = self.seconds = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        (self.timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))
+        self.seconds_before = self.timer.time_elapsed("train")
+        self.began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        time.sleep(0.01)
+        self.seconds = time.monotonic() - self.began
+        if self.timer.time_elapsed("train") > self.crash_after:
+            raise CrashError
+
+
+@pytest.mark.parametrize("left_out", [(), ("callbacks/Timer-0",)])
+def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
+    tmp_path: Path, left_out: tuple[str, ...]
+) -> None:
+    settings = {"max_time": timedelta(seconds=1.5), "max_epochs": 10_000}
+    with pytest.raises(CrashError):
+        fit(Clocked(1.0), ResumeCallback(tmp_path, save_every=1), **settings)
+    rest = Clocked()
+    fit(rest, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    if left_out:  # the negative control: the time begins anew
+        assert rest.seconds > 1.4
+        assert rest.seconds_before < 0.5
+    else:
+        assert rest.seconds_before > 0.8
+        assert rest.seconds < 0.7 + 0.3  # 0.5 are left, and a busy machine may be late
+    again = Recorder()
+    fit(again, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    assert again.losses == []
+
+
 def test_another_horizon_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     fit(ResumeCallback(tmp_path), max_epochs=1)
     with pytest.raises(DriftError, match="epochs=2, expected epochs=1"):
@@ -572,8 +694,7 @@ class FSDPStrategyOnCpu(FSDPStrategy):
 
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "FSDPStrategy": lambda: {"strategy": FSDPStrategyOnCpu()},
-    "BackboneFinetuning": lambda: {"callbacks": [BackboneFinetuning()]},
-    "StochasticWeightAveraging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
+    "ModelPruning": lambda: {"callbacks": [ModelPruning("l1_unstructured")]},
     "dataloader_iter": lambda: {"module": FetchesItself},
     "several training loaders without a length": lambda: {
         "loader": [validation(), DataLoader(Stream())]

@@ -31,6 +31,7 @@ PRELOAD = (
 MIDDLE = (KillPoint.step(17),)  # of the second epoch; two steps are repeated
 TWICE = (KillPoint.step(5), KillPoint.step(17))
 BOUNDARY = (KillPoint.checkpoint(12),)
+BOUNDARY_2 = (KillPoint.checkpoint(24),)
 LAST = (KillPoint.step(24),)
 EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in windows of 5, 5 and 2 batches
 
@@ -83,6 +84,22 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "new loaders in every second epoch": (
         {"module": "with loaders", "loader": "of the module", "reload_every": 2, "epochs": 3},
         (KillPoint.step(17), KillPoint.step(30)),
+    ),
+    "averaged weights, swapped in for an epoch of batch norms": (
+        {"changing": "swa", "module": "by epoch", "epochs": 4},
+        (KillPoint.step(14), *BOUNDARY_2, KillPoint.step(47)),
+    ),
+    "averaged weights, killed where they are swapped in": (
+        {"changing": "swa", "module": "plain", "epochs": 3},
+        (KillPoint.step(11), KillPoint.checkpoint(36)),
+    ),
+    "averaged weights without batch norms": (
+        {"changing": "swa", "module": "bare", "epochs": 4},
+        (KillPoint.step(12), KillPoint.step(29)),
+    ),
+    "a backbone that is let go": (
+        {"changing": "backbone", "module": "on a backbone", "epochs": 3},
+        (KillPoint.step(8), *BOUNDARY, KillPoint.step(17), KillPoint.step(30)),
     ),
     "a schedule by epochs": ({"module": "by epoch", "epochs": 3}, (*BOUNDARY, KillPoint.step(29))),
     "a compiled module": ({"compiled": True, "module": "bare"}, TWICE),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lightning")
 pytest.importorskip("deepspeed")
 
-from lightning_sharded_workloads import train
+from lightning_sharded_workloads import GATHERED, train
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
@@ -63,6 +68,33 @@ def test_accumulated_and_validated_it_continues_exactly(kit: Kit, spread: str) -
 @pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
     kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+
+
+# Whatever it imports, neither of the two is there.
+ALONE = (
+    "import sys; sys.modules.update({'deepspeed': None, 'lightning': None}); "
+    "from resumekit.cli import main; sys.exit(main())"
+)
+
+
+@pytest.mark.parametrize("spread", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_an_export_has_the_weights_by_the_modules_own_names(
+    kit: Kit, tmp_path: Path, spread: str
+) -> None:
+    from safetensors.torch import load_file
+
+    run = kit.run_again(kit.new_run(cell((), spread=spread, epochs=1)))
+    assert not run.failure, run.failure
+    file = tmp_path / "model.safetensors"
+    command = [sys.executable, "-c", ALONE, "export", str(run.directory / "training"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    gathered = json.loads((run.directory / GATHERED).read_text(encoding="utf-8"))
+    found = load_file(file)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert found.keys() == gathered.keys()
+    for name, weights in gathered.items():
+        assert torch.equal(found[name], torch.tensor(weights)), name
 
 
 def test_ranks_that_share_a_batch_are_refused_by_name(kit: Kit) -> None:

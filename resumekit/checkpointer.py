@@ -186,11 +186,12 @@ class Checkpointer(LoopHost):
                 expected="'boundary'",
             )
         self._run.find()
+        had_finished = self.finished is not None
         asked = {"epochs": epochs, "steps": steps}
         horizon = {unit: n for unit, n in asked.items() if n is not None}
         if horizon:
             self._run.accept_horizon(horizon)
-        return DrivenLoop(self)
+        return DrivenLoop(self, had_finished=had_finished)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
         """Marks one optimizer-step boundary; a save that is due follows at the settled point.

@@ -160,7 +160,7 @@ def gradient_components(
         _component(component, is_within)
         for component in components
         if component.slot == Slot.MODEL.value
-        and not isinstance(component.stateful, (RankBuffers, GradientBuckets))
+        and not isinstance(component.stateful, (RankBuffers, GradientBuckets, AccumulatedGradients))
     )
 
 

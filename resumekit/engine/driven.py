@@ -35,6 +35,10 @@ class DrivenOwner(LoopOwner, Protocol):
 
     def _under_way(self, loader: Any) -> EpochUnderWay: ...
 
+    def _saved(self, key: str) -> Any: ...
+
+    def _restore_random(self) -> None: ...
+
     @property
     def _horizon(self) -> dict[str, int]: ...
 
@@ -46,8 +50,9 @@ class DrivenLoop:
     each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
     """
 
-    def __init__(self, owner: DrivenOwner) -> None:
+    def __init__(self, owner: DrivenOwner, *, had_finished: bool = False) -> None:
         self._owner = owner
+        self._had_finished = had_finished
         self._epochs: Epochs | None = None
         self._batches: Batches | None = None
 
@@ -60,6 +65,25 @@ class DrivenLoop:
     def finished(self) -> str | None:
         """Why there is nothing left to train, or None."""
         return self._owner.finished
+
+    @property
+    def goes_on_after_end(self) -> bool:
+        """Whether the run had finished, and is to go further now."""
+        return self._had_finished and self.finished is None
+
+    def saved(self, key: str) -> Any:
+        """A component's state in the checkpoint, before ``resume()`` restores it; or None.
+
+        For what has to be made before it can take its state.
+        """
+        return self._owner._saved(key)
+
+    def restore_random(self) -> None:
+        """Sets the random state now, and not when the epoch begins. A no-op the second time.
+
+        For a framework that runs code between the place of the checkpoint and that point.
+        """
+        self._owner._restore_random()
 
     @property
     def horizon(self) -> dict[str, int]:

@@ -104,6 +104,13 @@ class LoopHost:
         """How much of the epoch was used, in batches of this loader."""
         return self._run.under_way(loader)
 
+    def _saved(self, key: str) -> Any:
+        """A component's state in the checkpoint that was found and is not loaded yet, or None."""
+        return self._run.saved(key)
+
+    def _restore_random(self) -> None:
+        self._run.restore_random()
+
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
         if self._turns.main not in ((), feed.names):

@@ -116,7 +116,8 @@ class Run:
         given = {each.key for each in components}
         added = tuple(each for each in bucket_components(components) if each.key not in given)
         if gradients or self.options.saves_gradients:
-            added += gradient_components(components, self.counters.is_within_window)
+            summed = gradient_components(components, self.counters.is_within_window)
+            added += tuple(each for each in summed if each.key not in given)
         return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
@@ -161,10 +162,13 @@ class Run:
         self._looked = True
         return self._found is not None
 
+    def saved(self, key: str) -> Any:
+        """A component's state in the checkpoint that was found and is not loaded yet, or None."""
+        return None if self._found is None else self._found.states.get(key)
+
     def under_way(self, loader: Any) -> EpochUnderWay:
         """How much of the epoch was used that the run continues in, in batches of this loader."""
-        state = None if self._found is None else self._found.states.get(Slot.DATA.value)
-        return epoch_under_way(self.position, loader, state)
+        return epoch_under_way(self.position, loader, self.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
