@@ -23,7 +23,13 @@ PYTHON = sys.executable
 
 # Pins of what is private, and exactness in every kind of model, data and callback.
 OLDEST_TESTS = {
-    "transformers": ("transformers", "transformers_saving", "transformers_changes", "trainer_rows"),
+    "transformers": (
+        "transformers",
+        "transformers_saving",
+        "transformers_changes",
+        "trainer_rows",
+        "trainer_beside",
+    ),
     "lightning": ("lightning", "lightning_rows", "lightning_sharded"),
 }
 

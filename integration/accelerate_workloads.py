@@ -7,6 +7,7 @@ the factors of the test matrix. None looks at whether it was started before.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate import Checkpointer
+from resumekit.layout import WorldChange
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
@@ -37,6 +39,11 @@ class Curriculum:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.hardest_loss = state["hardest_loss"]
+
+    def resplit_state_dict(
+        self, states: Mapping[int, dict[str, float]], change: WorldChange
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        return {"hardest_loss": max(state["hardest_loss"] for state in states.values())}, ()
 
 
 def make_loader(augment: bool, kind: str, workers: str) -> DataLoader[Any]:
@@ -68,6 +75,7 @@ def train(
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
+    allow: list[str] | None = None,
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
@@ -112,6 +120,7 @@ def train(
         extras=extras,
         save_every=save_every,
         best_metric="loss" if report else None,
+        allow_changes=allow or (),
         strict=True,
     )
 

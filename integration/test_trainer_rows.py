@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from trainer_workloads import RESULT, train
+from transformers_workloads import NUM_BLOCKS
+from used_samples import counts, ledger
 
 from resumekit.prove.compare import compare
 from resumekit.testing import Cell, KillPoint, Kit
@@ -200,15 +202,76 @@ def test_another_number_of_ranks_goes_on_between_two_epochs(
     assert json.loads(result.read_text(encoding="utf-8"))["steps"] == steps
 
 
+ALLOWED = {"allow": CHANGES}
+# 92 samples in batches of 8; after step 3 two ranks have used 48 of them, and one rank 24.
+GEOMETRIES: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any], int]], list[int], int]]
+GEOMETRIES = {
+    "two to one": ({}, [(2, {}, 4), (1, {}, 0)], [0, 0], 3 + 6 + 12),
+    "one to two": ({}, [(1, {}, 5), (2, {}, 0)], [12, 4], 3 + 5 + 6),
+    "two to one and back": ({}, [(2, {}, 4), (1, {}, 8), (2, {}, 0)], [12, 4], 3 + 3 + 2 + 6),
+    "two to one, in a later epoch": ({}, [(2, {}, 10), (1, {}, 0)], [4, 0], 9 + 6),
+    "one to three, unseeded": ({"seedable": False}, [(1, {}, 5), (3, {}, 0)], [4, 4], 3 + 3 + 4),
+    "two ranks with smaller batches": (
+        {},
+        [(2, {}, 4), (2, {"batch_size": 4}, 0)],
+        [4, 4],
+        3 + 6 + 12,
+    ),
+}
+
+
+def relaunched(
+    kit: Kit, common: dict[str, Any], plan: list[tuple[int, dict[str, Any], int]]
+) -> Any:
+    """A run whose launches have these ranks and options, killed at a step or (0) not at all."""
+    run = kit.new_run(cell(common))
+    for world_size, options, killed_at in plan:
+        one = cell({**common, **options}, world_size=world_size)
+        kill = KillPoint.step(killed_at) if killed_at else None
+        run = kit.run_again(replace(run, cell=one), kill=kill)
+    return run
+
+
+@pytest.mark.parametrize("change", GEOMETRIES)
+def test_within_an_epoch_other_ranks_use_each_sample_of_it_once(kit: Kit, change: str) -> None:
+    common, plan, padding, steps = GEOMETRIES[change]
+    run = relaunched(kit, {**ALLOWED, **common}, plan)
+    used = counts(ledger(run))
+    assert all(set(count) == set(range(NUM_BLOCKS)) for count in used.values())
+    assert [used[epoch].total() - NUM_BLOCKS for epoch in (0, 1)] == padding
+    result = run.directory / "training" / RESULT
+    assert json.loads(result.read_text(encoding="utf-8"))["steps"] == steps
+
+
+def test_with_the_global_batch_kept_by_accumulation_its_sequence_is_the_same(kit: Kit) -> None:
+    allowed = {"allow": ["world_size"]}  # the run has as many steps as before
+    whole = relaunched(kit, {**allowed, "save_every": 1}, [(2, {}, 0)])
+    plan = [(2, {}, 4), (1, {"accumulate": 2}, 9), (2, {}, 0)]
+    run = relaunched(kit, {**allowed, "save_every": 1}, plan)
+
+    def steps(of: Any) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for each in ledger(of):
+            found.setdefault(each.step, set()).update(each.samples)
+        return found
+
+    ends = (6, 12)  # the last step of an epoch on two ranks is filled up from its head
+    before, after = steps(whole), steps(run)
+    assert before.keys() == after.keys() == set(range(1, 13))
+    assert all(before[step] == after[step] for step in before if step not in ends)
+    assert all(before[step] >= after[step] for step in ends)
+
+
 @pytest.mark.parametrize(
-    ("allow", "words"),
-    [([], ("a job of 1 ranks", "2 ranks")), (CHANGES, ("each of 2 ranks", "inside epoch 0"))],
+    ("options", "words"),
+    [
+        ({}, ("a job of 1 ranks", "2 ranks")),
+        ({**ALLOWED, "sampling": "group_by_length"}, ("LengthGroupedSampler", "inside epoch 0")),
+    ],
 )
-def test_another_number_of_ranks_within_an_epoch_is_refused(
-    kit: Kit, allow: list[str], words: tuple[str, str]
+def test_another_number_of_ranks_within_an_epoch_may_be_refused(
+    kit: Kit, options: dict[str, Any], words: tuple[str, str]
 ) -> None:
-    kill = KillPoint.step(4)
-    one = cell({"allow": allow}, kill, world_size=2)
-    run = kit.run_again(kit.new_run(one), kill=kill)
-    run = kit.run_again(replace(run, cell=replace(one, world_size=1)))
+    options = {k if k != "sampling" else "train_sampling_strategy": v for k, v in options.items()}
+    run = relaunched(kit, options, [(2, {}, 4), (1, {}, 0)])
     assert all(word in run.failure for word in words), run.failure

@@ -219,12 +219,8 @@ def test_no_import_is_computed_or_relative(module: Module) -> None:
     assert (COMPUTED in names) == (module.path in COMPUTES_IMPORTS)
 
 
-# Lightning comes in two packages.
-# What comes with a framework, or belongs to it.
-SAME_FRAMEWORK = {
-    "lightning": ("pytorch_lightning",),
-    "transformers": ("safetensors", "peft"),
-}
+# Lightning comes in two packages; transformers brings safetensors, and trains peft's adapters.
+SAME_FRAMEWORK = {"lightning": ("pytorch_lightning",), "transformers": ("peft", "safetensors")}
 
 
 @pytest.mark.parametrize("module", ADAPTER_MODULES, ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from resumekit.capture.mismatch import (
 from resumekit.capture.model import ModelState
 from resumekit.capture.spread import pairs_in
 from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
@@ -92,6 +93,19 @@ class ObjectState:
             if name in live:
                 restore(live[name], value)
         return self._weights.load_state_dict(state["weights"])
+
+    @property
+    def resplit_state_dict(self) -> Callable[..., Any] | None:
+        """What the object makes of the states of another number of ranks; None if it cannot."""
+        own = getattr(self.given, "resplit_state_dict", None)
+        if own is None or self._weights is not None:
+            return None
+
+        def resplit(states: Mapping[int, Any], change: WorldChange) -> tuple[dict[str, Any], Any]:
+            state, remarks = own({rank: each["opaque"] for rank, each in states.items()}, change)
+            return {"class": class_name(self.given), "opaque": state}, remarks
+
+        return resplit
 
     def pairs(self, state: Any) -> Iterator[tuple[Tensor, Any]]:
         """Each saved tensor with the live DTensor that it is to be spread like."""

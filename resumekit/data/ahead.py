@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from resumekit.contract import Fidelity
-from resumekit.data.elastic import RANKS, follow
-from resumekit.data.generators import without_prefetch
+from resumekit.data.outer import OuterSource
 from resumekit.data.source import Source
 
 
@@ -43,7 +40,7 @@ class _Fetched:
     num_samples: int
 
 
-class AheadSource(Source):
+class AheadSource(OuterSource):
     """Fetches the next batch before it hands one out, and so knows which is the last of an epoch.
 
     The place is that of the batch that was fetched and not handed out. A resume fetches it once
@@ -56,8 +53,7 @@ class AheadSource(Source):
     kind = "ahead"
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.loader, inner.name)
-        self._inner = inner
+        super().__init__(inner.loader, inner.name, inner)
         self._private, self._rng = inner._private, inner._rng
         self._is_ahead = False  # of the epoch under way a batch was asked for
         self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
@@ -66,11 +62,6 @@ class AheadSource(Source):
     def keyed(self) -> bool:  # type: ignore[override]
         """Whether samples draw from keys, and so not from the run's state."""
         return self._inner.keyed
-
-    @property
-    def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and the random numbers in it come back, and why not."""
-        return self._inner.fidelity
 
     @property
     def num_batches(self) -> int | None:
@@ -128,38 +119,15 @@ class AheadSource(Source):
             batch = inner.next_batch()
             self._fetched = _Fetched(batch, place, random, inner.indices, inner.num_samples)
 
-    def drawn_again(self) -> tuple[Any, ...]:
-        """The private generators that are in place already: the order was drawn from them again."""
-        return self._inner.drawn_again()
-
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
         super().end_epoch()
-        self._inner.end_epoch()
         self._is_ahead, self._fetched = False, None
 
     def close(self) -> None:
         """Lets go of the iterator; the place stays."""
         super().close()
         self._inner.close()
-
-    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        inner = self._inner
-        inner.allowed_changes = self.allowed_changes
-        inner.load_state_dict({**state["inner"], **{k: state[k] for k in (RANKS,) if k in state}})
-        self.changed, self.changes = inner.changed, inner.changes
-        return follow(
-            {**state, "inner": inner.state_dict()},
-            self._geometry(),
-            needed=inner.changed,
-            where=self.name,
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
-        super().load_state_dict(state)
-        if self._pending is None:
-            self._inner.end_epoch()  # another loader begins an epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, and the random state that it was fetched from, if it was."""
@@ -171,10 +139,3 @@ class AheadSource(Source):
             "inner": self._inner.state_dict() if fetched is None else fetched.place,
             "ahead": [] if fetched is None else [fetched.random],
         }
-
-    def comparable_state(self) -> dict[str, Any]:
-        """What two equal runs have in common: the state, without how far ahead workers are."""
-        state = self.state_dict()
-        if not self._inner.keyed:
-            return state
-        return {**without_prefetch(state), "inner": without_prefetch(state["inner"])}

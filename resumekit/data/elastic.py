@@ -137,7 +137,7 @@ def fit(
     if state["draws"]:
         lazy = f"a {type(batching.sampler).__name__} that draws as it goes"
         _refuse(where, lazy, "an order that is drawn when the epoch begins", needed, state)
-    if WORLD_SIZE in needed:
+    if WORLD_SIZE in needed or batching.by_batches:
         _require_shared(state, batching, live_name, where)
         moved["reshared"] = True
     per_step = batching.batch_size * batching.num_replicas
@@ -242,10 +242,14 @@ def _keep_known_generators(moved: dict[str, Any], known: Sequence[str]) -> None:
     def kept(generators: Mapping[str, Any]) -> dict[str, Any]:
         return {name: state for name, state in generators.items() if name in known}
 
+    def kept_in(random: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return None if random is None else {**random, "generators": kept(random["generators"])}
+
     moved["generators"] = kept(moved["generators"])
-    before = moved.get("before")
-    if before is not None:
-        moved["before"] = {**before, "generators": kept(before["generators"])}
+    if "before" in moved:
+        moved["before"] = kept_in(moved["before"])
+    if "ahead" in moved:
+        moved["ahead"] = list(map(kept_in, moved["ahead"]))
 
 
 def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
@@ -254,13 +258,13 @@ def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
         return None
     if is_reshared(state):
         length = state["order_name"]["length"]
-        left = batching.num_shared(length - state["samples"])
+        left = batching.num_batches_left(max(length - state["samples"], 0))
     else:
         whole = batching.samples_per_rank
         if whole is None:
             return None
-        left = max(whole - used_here(state), 0)
-    return int(state["batch"]) + batching.num_batches(left)
+        left = batching.num_batches(max(whole - used_here(state), 0))
+    return int(state["batch"]) + left
 
 
 def used_here(state: Mapping[str, Any]) -> int:
@@ -292,7 +296,8 @@ def way_in(
         where: the loader's name, for errors.
     """
     digest = state["used"]["digest"]
-    if batching.sampler is None or state["draws"]:
+    is_turn = batching.by_batches and not is_reshared(state)
+    if batching.sampler is None or state["draws"] or is_turn:
         return PassBatches(where, state["batch"], digest)
     if is_reshared(state) or batching.has_random_access:
         return Begin(
@@ -317,10 +322,16 @@ def _rest_of_epoch(
     order = draw_again(name, state["start"])
     if used["digest"] is not None:
         digest = Order()
-        places = np.arange(used["since"] + used["replica"], position, used["num_replicas"])
-        digest.add(order[places])
+        digest.add(order[_places(used, position)])
         require_order(where, digest, used["digest"], f"{position} samples")
     return batching.share(order, position)
+
+
+def _places(used: Mapping[str, Any], position: int) -> Any:
+    """Where in the order stands what one rank used."""
+    places = np.arange(used["since"], position)
+    turns = (places - used["since"]) // used.get("in_a_row", 1)
+    return places[turns % used["num_replicas"] == used["replica"]]
 
 
 def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

@@ -40,6 +40,21 @@ def is_seeded_by_epoch(sampler: Any) -> bool:
     return known is not None and getattr(type(sampler), "__iter__", None) is known.__iter__
 
 
+def shares_whole_batches(batch_sampler: Any) -> bool:
+    """Whether it is Accelerate's, by which the ranks take turns over the batches of another one.
+
+    accelerate 1.15 data_loader.py BatchSamplerShard; one that splits each batch, or that leaves
+    some ranks with fewer batches, is not.
+    """
+    known = _public("accelerate.data_loader", "BatchSamplerShard")
+    is_known = (
+        known is not None and getattr(type(batch_sampler), "__iter__", None) is known.__iter__
+    )
+    if not is_known or batch_sampler.split_batches:
+        return False
+    return bool(batch_sampler.even_batches or batch_sampler.drop_last)
+
+
 def has_own_state(value: Any) -> bool:
     """Whether it offers ``state_dict`` and ``load_state_dict``."""
     names = ("state_dict", "load_state_dict")

@@ -277,6 +277,7 @@ class MapSource(Source):
                 "since": self._since,
                 "replica": batching.replica,
                 "num_replicas": batching.num_replicas,
+                "in_a_row": batching.batch_size if batching.by_batches else 1,
                 "digest": mark.digest,
             },
         }

@@ -20,15 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.data.kinds import is_seeded_by_epoch
-from resumekit.data.permutation import EpochOrder, share, share_length
+from resumekit.data.kinds import is_seeded_by_epoch, shares_whole_batches
+from resumekit.data.permutation import EpochOrder, share, share_in_batches, share_length
 from resumekit.data.resumable import RandomAccess, draw
 
 # A sampler whose order no other process can draw. Under the other kinds, everything that an order
 # depends on stands in its name or, for "drawn", in the random state at the epoch's start.
 UNKNOWN = "unknown"
 IN_ORDER, SEEDED, DRAWN, KEYED = "in order", "seeded", "drawn", "keyed"
-NAMED = frozenset({IN_ORDER, SEEDED, DRAWN, KEYED})
+SEEDED_BY_EPOCH = "seeded by epoch"
+NAMED = frozenset({IN_ORDER, SEEDED, SEEDED_BY_EPOCH, DRAWN, KEYED})
 
 # They draw their order when an epoch begins, or from a generator of their own.
 _DRAW_AT_START = {
@@ -53,6 +54,7 @@ class Batching:
         num_replicas: the ranks that share the order; 1 when each goes through all of it.
         replica: which of them this is.
         hidden_in: the class of a batch sampler that cannot be seen into.
+        by_batches: the ranks take turns over whole batches, not over samples.
     """
 
     sampler: Any
@@ -60,6 +62,7 @@ class Batching:
     num_replicas: int = 1
     replica: int = 0
     hidden_in: str = ""
+    by_batches: bool = False
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Batching:
@@ -67,6 +70,11 @@ class Batching:
         given: Any = loader.batch_sampler
         if given is None:
             return cls(loader.sampler, None, *_replicas(loader.sampler))
+        if shares_whole_batches(given):
+            inner = given.batch_sampler
+            if type(inner) is BatchSampler and _replicas(inner.sampler) == (1, 0):
+                turn = given.num_processes, given.process_index
+                return cls(inner.sampler, inner, *turn, by_batches=True)
         if type(given) is not BatchSampler:
             return cls(None, None, hidden_in=type(given).__name__)
         return cls(given.sampler, given, *_replicas(given.sampler))
@@ -74,7 +82,8 @@ class Batching:
     @cached_property
     def has_random_access(self) -> bool:
         """Whether an epoch can be begun at any place without drawing its order."""
-        return self.sampler is not None and isinstance(self.sampler, RandomAccess)
+        is_there = self.sampler is not None and not self.by_batches
+        return is_there and isinstance(self.sampler, RandomAccess)
 
     @property
     def batch_size(self) -> int:
@@ -84,6 +93,8 @@ class Batching:
     @property
     def samples_per_rank(self) -> int | None:
         """The samples of one epoch on this rank, or None where the sampler does not say."""
+        if self.by_batches:
+            return None
         try:
             return len(self.sampler)
         except (TypeError, NotImplementedError):
@@ -95,19 +106,27 @@ class Batching:
             return num_samples // self.batch_size
         return -(-num_samples // self.batch_size)
 
-    def num_shared(self, num_left: int) -> int:
-        """The samples of each rank when this many are shared out."""
-        return share_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
+    def num_batches_left(self, num_left: int) -> int:
+        """The batches of each rank when this many samples are shared out."""
+        if self.by_batches:
+            whole = self.num_batches(num_left)
+            drop_last = self.batch_sampler is not None and self.batch_sampler.drop_last
+            return share_length(whole, num_replicas=self.num_replicas, drop_last=drop_last)
+        num_mine = share_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
+        return self.num_batches(num_mine)
 
     def share(self, order: EpochOrder, position: int) -> Iterator[int]:
         """This rank's part of what is left of an order."""
-        return share(
-            order,
-            position=position,
-            num_replicas=self.num_replicas,
-            replica=self.replica,
-            drop_last=self._drop_last,
-        )
+        turn = {"num_replicas": self.num_replicas, "replica": self.replica}
+        if self.by_batches:
+            return share_in_batches(
+                order,
+                position=position,
+                batch_size=self.batch_size,
+                num_batches=self.num_batches_left(max(len(order) - position, 0)),
+                **turn,
+            )
+        return share(order, position=position, drop_last=self._drop_last, **turn)
 
     @property
     def _drop_last(self) -> bool:
@@ -133,6 +152,12 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(sampler, RandomAccess):
         return sampler.order_name()
     method = getattr(type(sampler), "__iter__", None)
+    if is_seeded_by_epoch(sampler) and not sampler.replacement:
+        length = len(sampler.data_source)
+        if sampler.num_samples == length:
+            seed = int(sampler.initial_seed)
+            named = {"length": length, "seed": seed, "epoch": sampler.epoch}
+            return {"kind": SEEDED_BY_EPOCH, **named}
     if method is SequentialSampler.__iter__:
         return {"kind": IN_ORDER, "length": len(sampler.data_source)}
     if method is DistributedSampler.__iter__:
@@ -174,6 +199,10 @@ def draw_again(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> Epoc
         )
         alone.set_epoch(name["epoch"])
         return np.fromiter(alone, dtype=np.int64, count=name["length"])
+    if name["kind"] == SEEDED_BY_EPOCH:
+        # accelerate 1.15 data_loader.py SeedableRandomSampler
+        generator = torch.Generator().manual_seed(name["seed"] + name["epoch"])
+        return _permutation(name["length"], generator)
     if name["kind"] == DRAWN:
         assert start is not None
         return _drawn(name["length"], name["generator"], start["at_first"])
@@ -189,8 +218,12 @@ def _drawn(length: int, name: str | None, state: Mapping[str, Any]) -> EpochOrde
     else:
         generator = torch.Generator()
         generator.set_state(state["generators"][name])
-    indices = iter(RandomSampler(range(length), generator=generator))
-    # At its own end the sampler would draw another permutation; it is not asked to come there.
-    order = np.fromiter(islice(indices, length), dtype=np.int64, count=length)
+    order = _permutation(length, generator)
     torch.default_generator.set_state(before)
     return order
+
+
+def _permutation(length: int, generator: torch.Generator | None) -> EpochOrder:
+    indices = iter(RandomSampler(range(length), generator=generator))
+    # At its own end the sampler would draw another permutation; it is not asked to come there.
+    return np.fromiter(islice(indices, length), dtype=np.int64, count=length)

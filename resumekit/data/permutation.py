@@ -178,3 +178,32 @@ def share(
         places = position + replica + turns * num_replicas
         places[places >= length] %= length
         yield from order[places].tolist()
+
+
+def share_in_batches(
+    order: EpochOrder,
+    *,
+    position: int,
+    batch_size: int,
+    num_batches: int,
+    num_replicas: int,
+    replica: int,
+) -> Iterator[int]:
+    """One rank's part of what is left of an epoch, where the ranks take turns over whole batches.
+
+    What is missing to the last full batches comes from the head of the epoch's order, by the rule
+    of Accelerate's BatchSamplerShard.
+
+    Args:
+        order: the order of the whole epoch.
+        position: the samples that all ranks together used before.
+        batch_size: the samples of a batch of one rank.
+        num_batches: how many this rank has left.
+        num_replicas: the ranks that share it.
+        replica: which of them this is.
+    """
+    length = len(order)
+    for number in range(num_batches):
+        first = position + (number * num_replicas + replica) * batch_size
+        places = np.arange(first, first + batch_size, dtype=np.int64)
+        yield from order[places % length].tolist()

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from resumekit.contract import Fidelity
-from resumekit.data.elastic import RANKS, follow
-from resumekit.data.generators import without_prefetch
 from resumekit.data.kinds import INNER, around
 from resumekit.data.map_source import MapSource, Mark
-from resumekit.data.source import Source, announce_epoch
+from resumekit.data.outer import OuterSource
+from resumekit.data.source import announce_epoch
 from resumekit.errors import DataPositionError
 
 
@@ -33,7 +31,7 @@ class Fetched:
     num_samples: int
 
 
-class WrappedSource(Source):
+class WrappedSource(OuterSource):
     """A loader that draws from a map-style DataLoader and may be some batches ahead of the loop.
 
     What counts is the place of the inner loader before the first batch that was not handed out. A
@@ -48,23 +46,18 @@ class WrappedSource(Source):
     """
 
     kind = "wrapped"
+    _inner: MapSource
 
     def __init__(
         self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
     ) -> None:
-        super().__init__(loader, name)
         inner = getattr(loader, INNER)
-        self._inner = open_inner(inner, name)
+        super().__init__(loader, name, open_inner(inner, name))
         self._outer = around(loader, _Feed(self, inner))
         self._ahead: deque[Fetched] = deque()
         self._again: deque[Any] = deque()  # batches fetched anew, for the outer loader to take
         self._continues = False  # the epoch under way was begun by another process
         self._settled: dict[str, Any] = {}  # the random state that it continues from
-
-    @property
-    def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and the random numbers in it come back, and why not."""
-        return self._inner.fidelity
 
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""
@@ -140,42 +133,15 @@ class WrappedSource(Source):
         self._ahead.append(fetched)
         return batch
 
-    def comparable_state(self) -> dict[str, Any]:
-        """What two equal runs have in common: the state, without how far ahead workers are."""
-        state = self.state_dict()
-        if not self._inner.keyed:
-            return state
-        return {**without_prefetch(state), "inner": without_prefetch(state["inner"])}
-
-    def drawn_again(self) -> tuple[Any, ...]:
-        """The private generators that are in place already: the order was drawn from them again."""
-        return self._inner.drawn_again()
-
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
-        super().end_epoch()
         self._ahead.clear()
-        self._inner.end_epoch()
+        super().end_epoch()
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        inner = self._inner
-        inner.allowed_changes = self.allowed_changes
-        place = {**state["inner"], **{key: state[key] for key in (RANKS,) if key in state}}
-        inner.load_state_dict(place)
-        self.changed, self.changes = inner.changed, inner.changes
-        self._epoch_batches = inner._epoch_batches
-        return follow(
-            {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
-            self._geometry(),
-            needed=inner.changed,
-            where=self.name,
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place that a checkpoint holds; it is found when the epoch begins."""
-        super().load_state_dict(state)
-        if self._pending is None:
-            self._inner.end_epoch()  # another loader begins an epoch
+        fitted = super()._fitted(state)
+        self._epoch_batches = self._inner._epoch_batches
+        return fitted
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next batch, and what the batches ahead were fetched from."""
