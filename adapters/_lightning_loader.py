@@ -93,7 +93,7 @@ class LoaderInStep(CombinedLoader):
     def _length(self) -> float:
         """The batches of an epoch; ``limits`` has the lengths of the loaders, cut to the limit."""
         limits: Any = self.limits
-        return min(limits) if self._mode == "min_size" else max(limits)
+        return float(min(limits) if self._mode == "min_size" else max(limits))
 
     def _side_by_side(self) -> Iterator[list[Any]]:
         """The batches of an epoch; it begins when the first one is asked for."""
