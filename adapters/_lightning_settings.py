@@ -34,23 +34,30 @@ def check(trainer: Any, module: Any) -> None:
             remedy="Import one of the two packages alone, before resumekit.adapters.lightning",
         )
     strategy = trainer.strategy
-    refuse(type(strategy).__name__, not isinstance(strategy, _STRATEGIES))
+    name = type(strategy).__name__
+    why = "Lightning runs it on a GPU alone, where nobody has measured it; ModelParallelStrategy is"
+    refuse(name, isinstance(strategy, strategies.FSDPStrategy), f"{why} FSDP2")
+    why = "what its ranks hold is not known; DDP, ModelParallelStrategy and DeepSpeedStrategy are"
+    refuse(name, not isinstance(strategy, _STRATEGIES), why)
     sizes = getattr(strategy, "_tensor_parallel_size", 1)
-    refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
+    why = "the ranks that share a batch take the same data, which is not followed"
+    refuse(f"tensor parallelism ({name})", sizes > 1, why)
     parameters = inspect.signature(module.training_step).parameters
-    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
-    for each in trainer.callbacks:  # it gives parameters other names as it goes
-        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning))
+    why = "the module fetches batches by itself, between the places that a run can be saved at"
+    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters, why)
+    why = "it puts others in the place of parameters while the run goes on"
+    for each in trainer.callbacks:
+        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning), why)
 
 
-def refuse(what: str, is_there: bool) -> None:
+def refuse(what: str, is_there: bool, why: str) -> None:
     """Refuses something by name.
 
     Raises:
         ConfigurationError: it is there.
     """
     if is_there:
-        raise ConfigurationError("ResumeCallback", found=f"{what}, which is not available yet")
+        raise ConfigurationError("ResumeCallback", found=f"{what}: {why}")
 
 
 def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:

@@ -89,7 +89,8 @@ class ResumeCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Every object exists."""
         if not trainer.fast_dev_run:
-            refuse(f"fit(ckpt_path={trainer.ckpt_path!r})", trainer.ckpt_path is not None)
+            why = "a run is continued from its own directory alone"
+            refuse(f"fit(ckpt_path={trainer.ckpt_path!r})", trainer.ckpt_path is not None, why)
             self._place = Place(trainer)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
@@ -173,7 +174,10 @@ class _Driver:
         """The batches of an epoch; Lightning asks for the first one, and all else has run."""
         callback, loop = self._callback, self._callback._loop
         assert loop is not None, "no fit asks for a batch before on_fit_start"
-        refuse("an epoch more for a run that has finished", loop.finished is not None)
+        is_over = loop.finished is not None
+        refuse(
+            "an epoch more for a run that has finished", is_over, "give it a directory of its own"
+        )
         callback._place.arrive()
         loop.next_epoch(loader)
         return loop.batches(loader)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,17 @@ import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
@@ -273,6 +277,32 @@ def test_the_private_attributes_are_where_the_adapter_looks() -> None:
     assert "epoch_loop.batch_progress" in fit_loop.state_dict(), PINNED
     assert (fit_loop._restarting, epoch_loop.restarting) == (False, False), PINNED
     assert type(epoch_loop._results) is _ResultCollection, PINNED
+    assert "_data_fetcher" in vars(fit_loop), PINNED
+    assert _PrefetchDataFetcher().fetched == 0, PINNED
+    assert fit_loop._last_train_dl_reload_epoch == 0, PINNED
+    assert epoch_loop.val_loop._last_val_dl_reload_epoch == 0, PINNED
+    fit_loop.epoch_progress.current.completed = 7
+    assert trainer.current_epoch == 7, PINNED
+    assert trainer._logger_connector._first_loop_iter is None, PINNED
+    assert callable(trainer.strategy.on_train_end), PINNED
+    assert BackboneFinetuning()._restarting is False, PINNED
+    averaged = StochasticWeightAveraging(0.1, swa_epoch_start=2).state_dict()
+    assert averaged["scheduler_state"] is None, PINNED
+    logged = [each.name for each in fields(epoch_loop._results["training_step.loss"].meta)]
+    assert logged == [
+        "fx",
+        "name",
+        "prog_bar",
+        "logger",
+        "on_step",
+        "on_epoch",
+        "reduce_fx",
+        "enable_graph",
+        "add_dataloader_idx",
+        "dataloader_idx",
+        "metric_attribute",
+        "_sync",
+    ], PINNED
     assert epoch_loop._results["training_step.loss"].is_tensor, PINNED
     assert set(epoch_loop._results["training_step.loss"].metric_state) == {
         "value",
