@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any
 
 from resumekit.adapters._lightning_package import CombinedLoader, Trainer, callbacks, strategies
@@ -15,6 +16,9 @@ _STRATEGIES = (
     strategies.DDPStrategy,  # and DeepSpeed's, which derives from it
     strategies.ModelParallelStrategy,
 )
+
+# lightning 2.6 tuner/lr_finder.py and tuner/batch_size_scaling.py: what they have put back.
+_OF_TUNERS = (".lr_find_", ".scale_batch_size_")
 
 _SPREADING = (strategies.ModelParallelStrategy, strategies.DeepSpeedStrategy)
 
@@ -48,6 +52,17 @@ def check(trainer: Any, module: Any) -> None:
     why = "it puts others in the place of parameters while the run goes on"
     for each in trainer.callbacks:
         refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning), why)
+
+
+def check_path(path: Any) -> None:
+    """Returns when Lightning restores nothing by itself.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    is_tuners = path is not None and Path(path).name.startswith(_OF_TUNERS)
+    why = "a run is continued from its own directory alone"
+    refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
 
 
 def refuse(what: str, is_there: bool, why: str) -> None:

@@ -17,7 +17,7 @@ from resumekit.adapters._lightning_changing import prepare, prepare_epoch
 from resumekit.adapters._lightning_loader import LoaderInStep
 from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
-from resumekit.adapters._lightning_settings import check, limits_of, refuse
+from resumekit.adapters._lightning_settings import check, check_path, limits_of, refuse
 from resumekit.adapters._lightning_state import fit_components
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
@@ -89,8 +89,7 @@ class ResumeCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Every object exists."""
         if not trainer.fast_dev_run:
-            why = "a run is continued from its own directory alone"
-            refuse(f"fit(ckpt_path={trainer.ckpt_path!r})", trainer.ckpt_path is not None, why)
+            check_path(trainer.ckpt_path)
             self._place = Place(trainer)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)

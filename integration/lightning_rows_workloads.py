@@ -207,7 +207,7 @@ def make_loaders(kind: str, workers: str) -> Any:
         return one
     if kind == "a list of two":
         return [one, make_loader(True, "generator", workers, NUM_SAMPLES - 2)]
-    shorter = make_loader(True, "generator", workers, 4 * BATCH_SIZE)
+    shorter = make_loader(True, "generator", workers, 5 * BATCH_SIZE)
     if kind == "a dict of two":
         return {"shorter": shorter, "one": one}
     if kind == "max_size":

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -210,8 +211,11 @@ class Data(LightningDataModule):
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, length: int = 10**9) -> None:
+        self.length = length
+
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        for _ in range(self.length):
             yield torch.rand(64), torch.randint(10, ())
 
 
@@ -460,6 +464,10 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: {"loader": DataLoader(Stream(), batch_size=4), "limit_train_batches": 6},
         (9,),
     ),
+    "a stream that ends before the limit": (
+        lambda: {"loader": DataLoader(Stream(22), batch_size=4), "limit_train_batches": 8},
+        (9, 2),
+    ),
     "windows that change with the epoch": (
         lambda: {"callbacks": [GradientAccumulationScheduler({1: 2})]},
         (17,),
@@ -536,6 +544,16 @@ def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None
     assert again.events == []
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_a_tuner_tries_batches_before_the_run_begins(tmp_path: Path, kind: str) -> None:
+    loader = DataLoader(Stream(22), batch_size=4) if kind == "stream" else None
+    finder = LearningRateFinder(num_training_steps=5, attr_name="rate")
+    recorder, saving = Recorder(), ResumeCallback(tmp_path, save_every=5)
+    fit(finder, recorder, saving, loader=loader, module=WithRate)
+    assert len(recorder.losses) == (12 if kind == "stream" else 24)
+    assert saved_steps(tmp_path)[0] == len(recorder.losses)
+
+
 def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
     counting = Counting({"num_batches": 0})
     callbacks = (counting, EarlyStopping("loss"), EMAWeightAveraging(), ResumeCallback(tmp_path))
@@ -592,6 +610,10 @@ def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
     fit(Listener(), saving, val=validation(), val_check_interval=3)
     best = [step for step in range(8) if values[step] < min(values[:step], default=1e9)]
     assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
+
+
+class WithRate(Classifier):
+    rate = 1e-2
 
 
 class DrawsAtStart(Classifier):
