@@ -464,6 +464,14 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: {"loader": DataLoader(Stream(), batch_size=4), "limit_train_batches": 6},
         (9,),
     ),
+    "a loader beside a stream, as far as a limit": (
+        lambda: {
+            "loader": [make_loader(True, "shuffle", "0", 20), DataLoader(Stream(40), batch_size=4)],
+            "module": OfTwoLoaders,
+            "limit_train_batches": 8,
+        },
+        (5, 7),
+    ),
     "a stream that ends before the limit": (
         lambda: {"loader": DataLoader(Stream(22), batch_size=4), "limit_train_batches": 8},
         (9, 2),
@@ -521,6 +529,7 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")  # it turns off the shuffling
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("name", EXACT)
 def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None:
     make, crashes = EXACT[name]
