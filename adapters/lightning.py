@@ -107,8 +107,9 @@ class ResumeCallback(Callback):
             # lightning 2.6 trainer/connectors/signal_connector.py gives back what it found.
             trainer._signal_connector.teardown()
             prepare_epoch(trainer)
-            if self._loop is not None and self._loop.goes_on_after_end:
-                self._loop.restore_random()  # the hooks that begin the epoch were not called yet
+            loop = self._loop
+            if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
+                loop.restore_random()  # the hooks that begin the epoch were not called yet
             trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -139,6 +140,7 @@ class ResumeCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Nothing new is saved."""
+        vars(trainer.strategy).pop("on_train_end", None)
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, None)
         self._checkpointer = self._loop = None
