@@ -16,14 +16,17 @@ class Driver(Protocol):
 
     def begin(self, loader: Any) -> Any:
         """The batches of the epoch that begins."""
+        ...
 
     @property
     def is_followed(self) -> bool:
         """Whether this fit is; a tuner tries some batches on its own."""
+        ...
 
     @property
     def is_at_start(self) -> bool:
         """Whether nothing was restored, and nothing trained."""
+        ...
 
 
 class LoaderInStep(CombinedLoader):
@@ -92,8 +95,8 @@ class LoaderInStep(CombinedLoader):
 
     def _length(self) -> float:
         """The batches of an epoch; ``limits`` has the lengths of the loaders, cut to the limit."""
-        limits: Any = self.limits
-        return float(min(limits) if self._mode == "min_size" else max(limits))
+        limits = self.limits or [math.inf]
+        return min(limits) if self._mode == "min_size" else max(limits)
 
     def _side_by_side(self) -> Iterator[list[Any]]:
         """The batches of an epoch; it begins when the first one is asked for."""
@@ -110,7 +113,8 @@ class LoaderInStep(CombinedLoader):
         if len(loaders) == 1:
             together = AskedAhead(loaders[0]) if self.is_asked_ahead else loaders[0]
         elif self.is_asked_ahead:
-            refuse(f"several training loaders without a length ({self._mode})", True)
+            what = f"several training loaders without a length (mode {self._mode})"
+            refuse(what, True, "nobody knows which of them ends the epoch; set limit_train_batches")
         elif self._mode != "min_size":
             together = Together(together, "nothing" if self._mode == "max_size" else "again")
         self._batches = self._driver.begin(together)

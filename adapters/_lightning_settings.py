@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any
 
 from resumekit.adapters._lightning_package import CombinedLoader, Trainer, callbacks, strategies
@@ -15,6 +16,9 @@ _STRATEGIES = (
     strategies.DDPStrategy,  # and DeepSpeed's, which derives from it
     strategies.ModelParallelStrategy,
 )
+
+# lightning 2.6 tuner/lr_finder.py and tuner/batch_size_scaling.py: what they have put back.
+_OF_TUNERS = (".lr_find_", ".scale_batch_size_")
 
 _SPREADING = (strategies.ModelParallelStrategy, strategies.DeepSpeedStrategy)
 
@@ -34,23 +38,41 @@ def check(trainer: Any, module: Any) -> None:
             remedy="Import one of the two packages alone, before resumekit.adapters.lightning",
         )
     strategy = trainer.strategy
-    refuse(type(strategy).__name__, not isinstance(strategy, _STRATEGIES))
+    name = type(strategy).__name__
+    why = "Lightning runs it on a GPU alone, where nobody has measured it; ModelParallelStrategy is"
+    refuse(name, isinstance(strategy, strategies.FSDPStrategy), f"{why} FSDP2")
+    why = "what its ranks hold is not known; DDP, ModelParallelStrategy and DeepSpeedStrategy are"
+    refuse(name, not isinstance(strategy, _STRATEGIES), why)
     sizes = getattr(strategy, "_tensor_parallel_size", 1)
-    refuse(f"tensor parallelism ({type(strategy).__name__})", sizes > 1)
+    why = "the ranks that share a batch take the same data, which is not followed"
+    refuse(f"tensor parallelism ({name})", sizes > 1, why)
     parameters = inspect.signature(module.training_step).parameters
-    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters)
-    for each in trainer.callbacks:  # it gives parameters other names as it goes
-        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning))
+    why = "the module fetches batches by itself, between the places that a run can be saved at"
+    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters, why)
+    why = "it puts others in the place of parameters while the run goes on"
+    for each in trainer.callbacks:
+        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning), why)
 
 
-def refuse(what: str, is_there: bool) -> None:
+def check_path(path: Any) -> None:
+    """Returns when Lightning restores nothing by itself.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    is_tuners = path is not None and Path(path).name.startswith(_OF_TUNERS)
+    why = "a run is continued from its own directory alone"
+    refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
+
+
+def refuse(what: str, is_there: bool, why: str) -> None:
     """Refuses something by name.
 
     Raises:
         ConfigurationError: it is there.
     """
     if is_there:
-        raise ConfigurationError("ResumeCallback", found=f"{what}, which is not available yet")
+        raise ConfigurationError("ResumeCallback", found=f"{what}: {why}")
 
 
 def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:

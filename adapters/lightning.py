@@ -17,7 +17,7 @@ from resumekit.adapters._lightning_changing import prepare, prepare_epoch
 from resumekit.adapters._lightning_loader import LoaderInStep
 from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
-from resumekit.adapters._lightning_settings import check, limits_of, refuse
+from resumekit.adapters._lightning_settings import check, check_path, limits_of, refuse
 from resumekit.adapters._lightning_state import fit_components
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
@@ -89,7 +89,7 @@ class ResumeCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Every object exists."""
         if not trainer.fast_dev_run:
-            refuse(f"fit(ckpt_path={trainer.ckpt_path!r})", trainer.ckpt_path is not None)
+            check_path(trainer.ckpt_path)
             self._place = Place(trainer)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
@@ -107,8 +107,9 @@ class ResumeCallback(Callback):
             # lightning 2.6 trainer/connectors/signal_connector.py gives back what it found.
             trainer._signal_connector.teardown()
             prepare_epoch(trainer)
-            if self._loop is not None and self._loop.goes_on_after_end:
-                self._loop.restore_random()  # the hooks that begin the epoch were not called yet
+            loop = self._loop
+            if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
+                loop.restore_random()  # the hooks that begin the epoch were not called yet
             trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -139,6 +140,7 @@ class ResumeCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Nothing new is saved."""
+        vars(trainer.strategy).pop("on_train_end", None)
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, None)
         self._checkpointer = self._loop = None
@@ -173,7 +175,10 @@ class _Driver:
         """The batches of an epoch; Lightning asks for the first one, and all else has run."""
         callback, loop = self._callback, self._callback._loop
         assert loop is not None, "no fit asks for a batch before on_fit_start"
-        refuse("an epoch more for a run that has finished", loop.finished is not None)
+        is_over = loop.finished is not None
+        refuse(
+            "an epoch more for a run that has finished", is_over, "give it a directory of its own"
+        )
         callback._place.arrive()
         loop.next_epoch(loader)
         return loop.batches(loader)

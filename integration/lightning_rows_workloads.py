@@ -84,15 +84,16 @@ class OfTwoLoaders(Classifier):
 
 
 class Stream(IterableDataset[Any]):
-    """Digits in their order, shared out among the workers; nobody knows how many."""
+    """Digits in their order, shared out among ranks and workers; nobody knows how many."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self._digits = Digits(num_samples, augment=True)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for number in range(first, len(self._digits), step):
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        for number in range(worker * ranks + rank, len(self._digits), workers * ranks):
             yield self._digits[number]
 
 
@@ -206,7 +207,7 @@ def make_loaders(kind: str, workers: str) -> Any:
         return one
     if kind == "a list of two":
         return [one, make_loader(True, "generator", workers, NUM_SAMPLES - 2)]
-    shorter = make_loader(True, "generator", workers, 4 * BATCH_SIZE)
+    shorter = make_loader(True, "generator", workers, 5 * BATCH_SIZE)
     if kind == "a dict of two":
         return {"shorter": shorter, "one": one}
     if kind == "max_size":
@@ -234,7 +235,8 @@ def train(
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
-    """Trains the classifier in one process."""
+    """Trains the classifier, on as many ranks as the environment says."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     seed_everything(0)
     folder = Path(directory)
     model: Any = MODULES[module]()
@@ -252,6 +254,8 @@ def train(
         best = {"monitor": "val_loss", "save_top_k": 2, "every_n_train_steps": 4}
         callbacks.append(ModelCheckpoint(folder / "own", filename="{step}", save_last=True, **best))
     trainer = Trainer(
+        strategy="ddp" if world_size > 1 else "auto",
+        devices=world_size,
         max_epochs=epochs,
         max_time=timedelta(days=1) if max_time else None,
         accumulate_grad_batches=accumulate,
@@ -266,7 +270,10 @@ def train(
     if compiled:
         model = torch.compile(model, backend="aot_eager")
     val: Any = DataLoader(Digits(20, augment=True), batch_size=BATCH_SIZE)
+    torch.manual_seed(int(os.environ.get("RANK", "0")) + 1)  # ranks draw different dropout masks
     trainer.fit(model, make_loaders(loader, workers), val if validates else None)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     result = {
         "logged": {key: value.item() for key, value in trainer.logged_metrics.items()},
         "for callbacks": {key: value.item() for key, value in trainer.callback_metrics.items()},

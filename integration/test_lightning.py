@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,18 @@ import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities import CombinedLoader
@@ -206,8 +211,11 @@ class Data(LightningDataModule):
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, length: int = 10**9) -> None:
+        self.length = length
+
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        for _ in range(self.length):
             yield torch.rand(64), torch.randint(10, ())
 
 
@@ -273,6 +281,32 @@ def test_the_private_attributes_are_where_the_adapter_looks() -> None:
     assert "epoch_loop.batch_progress" in fit_loop.state_dict(), PINNED
     assert (fit_loop._restarting, epoch_loop.restarting) == (False, False), PINNED
     assert type(epoch_loop._results) is _ResultCollection, PINNED
+    assert "_data_fetcher" in vars(fit_loop), PINNED
+    assert _PrefetchDataFetcher().fetched == 0, PINNED
+    assert fit_loop._last_train_dl_reload_epoch == 0, PINNED
+    assert epoch_loop.val_loop._last_val_dl_reload_epoch == 0, PINNED
+    fit_loop.epoch_progress.current.completed = 7
+    assert trainer.current_epoch == 7, PINNED
+    assert trainer._logger_connector._first_loop_iter is None, PINNED
+    assert callable(trainer.strategy.on_train_end), PINNED
+    assert BackboneFinetuning()._restarting is False, PINNED
+    averaged = StochasticWeightAveraging(0.1, swa_epoch_start=2).state_dict()
+    assert averaged["scheduler_state"] is None, PINNED
+    logged = [each.name for each in fields(epoch_loop._results["training_step.loss"].meta)]
+    assert logged == [
+        "fx",
+        "name",
+        "prog_bar",
+        "logger",
+        "on_step",
+        "on_epoch",
+        "reduce_fx",
+        "enable_graph",
+        "add_dataloader_idx",
+        "dataloader_idx",
+        "metric_attribute",
+        "_sync",
+    ], PINNED
     assert epoch_loop._results["training_step.loss"].is_tensor, PINNED
     assert set(epoch_loop._results["training_step.loss"].metric_state) == {
         "value",
@@ -430,6 +464,18 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: {"loader": DataLoader(Stream(), batch_size=4), "limit_train_batches": 6},
         (9,),
     ),
+    "a loader beside a stream, as far as a limit": (
+        lambda: {
+            "loader": [make_loader(True, "shuffle", "0", 20), DataLoader(Stream(40), batch_size=4)],
+            "module": OfTwoLoaders,
+            "limit_train_batches": 8,
+        },
+        (5, 7),
+    ),
+    "a stream that ends before the limit": (
+        lambda: {"loader": DataLoader(Stream(22), batch_size=4), "limit_train_batches": 8},
+        (9, 2),
+    ),
     "windows that change with the epoch": (
         lambda: {"callbacks": [GradientAccumulationScheduler({1: 2})]},
         (17,),
@@ -483,6 +529,7 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")  # it turns off the shuffling
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("name", EXACT)
 def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None:
     make, crashes = EXACT[name]
@@ -504,6 +551,16 @@ def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None
     assert is_equal(found, expected)
     assert is_equal(run(tmp_path / "crashed", again), expected)
     assert again.events == []
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_a_tuner_tries_batches_before_the_run_begins(tmp_path: Path, kind: str) -> None:
+    loader = DataLoader(Stream(22), batch_size=4) if kind == "stream" else None
+    finder = LearningRateFinder(num_training_steps=5, attr_name="rate")
+    recorder, saving = Recorder(), ResumeCallback(tmp_path, save_every=5)
+    fit(finder, recorder, saving, loader=loader, module=WithRate)
+    assert len(recorder.losses) == (12 if kind == "stream" else 24)
+    assert saved_steps(tmp_path)[0] == len(recorder.losses)
 
 
 def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
@@ -562,6 +619,10 @@ def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
     fit(Listener(), saving, val=validation(), val_check_interval=3)
     best = [step for step in range(8) if values[step] < min(values[:step], default=1e9)]
     assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
+
+
+class WithRate(Classifier):
+    rate = 1e-2
 
 
 class DrawsAtStart(Classifier):

@@ -151,6 +151,18 @@ def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     require_equal(kit.run_uninterrupted(cell), kit.run_killed(cell))
 
 
+@pytest.mark.parametrize("row", ["a stream", "two loaders of which the shorter begins again"])
+def test_two_ranks_continue_exactly(kit: Kit, row: str) -> None:
+    options, _ = ROWS[row]  # an epoch has 6 steps on each rank
+    kit.assert_exact(Cell(train, options, 2, (KillPoint.step(5), KillPoint.step(10))))
+
+
+@pytest.mark.parametrize("component", ["optimizer", "callbacks/StochasticWeightAveraging-0"])
+def test_averaged_weights_without_a_part_are_caught(kit: Kit, component: str) -> None:
+    options, _ = ROWS["averaged weights without batch norms"]
+    kit.assert_caught(Cell(train, options, kills=(KillPoint.step(29),)), component)
+
+
 @pytest.mark.parametrize("save_every", [3, 4])
 @pytest.mark.parametrize("place", ["before", "during", "after"])
 def test_killed_around_a_validation_the_same_is_validated(
