@@ -8,7 +8,10 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from resumekit.adapters._transformers_arguments import evaluates_in_persistent_workers
+from resumekit.adapters._transformers_arguments import (
+    evaluates_in_persistent_workers,
+    saves_by_itself,
+)
 from resumekit.adapters._transformers_files import with_files
 from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
@@ -92,7 +95,9 @@ class _TrainerState(_OfTheJob):
         """Two equal runs log different times, and may stand in different folders."""
         state = self.state_dict()
         best = state["best_model_checkpoint"]
-        state["best_model_checkpoint"] = best and Path(best).name
+        # Without its own saving it is found in the run directory, at each resume anew.
+        is_own = best is not None and saves_by_itself(self._trainer.args)
+        state["best_model_checkpoint"] = Path(best).name if is_own else None
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]

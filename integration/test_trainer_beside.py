@@ -172,6 +172,13 @@ def test_a_best_model_that_nobody_can_name_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_best_model_in_parts_is_not_promised(tmp_path: Path) -> None:
+    trainer = with_the_best(tmp_path)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ConfigurationError, match="resumekit export"):
+        trainer.train()
+
+
 def test_a_best_checkpoint_of_its_own_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     arguments = {**EVALUATED, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     interrupted(tmp_path, 17, **arguments)

@@ -54,9 +54,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rebalanced": {"train_sampling_strategy": "batch_rebalance", "logging_strategy": "epoch"},
     "beside its own saving on each node": {
         "save_strategy": "steps",
-        "save_steps": 5,
+        "save_steps": 4,
         "save_on_each_node": True,
         "restore_callback_states_from_checkpoint": True,
+        **EVALUATED,
     },
 }
 FACTORS = {

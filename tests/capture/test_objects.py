@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumekit.capture import ObjectState
 from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
 
 
 def net() -> nn.Module:
@@ -125,6 +126,30 @@ def test_an_object_of_ones_own_is_stored_as_it_gives_itself(stored: Any) -> None
     live.load_state_dict(saved)
     saved["opaque"]["shadow"]["weight"] += 1
     assert live.given.shadow["weight"].tolist() == [1, 1]
+
+
+class Summed(Shadow):
+    """One that knows what becomes of it when the ranks change."""
+
+    def resplit_state_dict(self, states: Any, change: WorldChange) -> tuple[dict[str, Any], Any]:
+        total = sum(states[rank]["shadow"]["weight"] for rank in change.inherited)
+        return {"shadow": {"weight": total}}, ["summed up"]
+
+
+def test_what_an_object_makes_of_other_ranks_states_is_asked_of_it() -> None:
+    resplit = ObjectState(Summed()).resplit_state_dict
+    assert resplit is not None
+    states = {rank: ObjectState(Summed()).state_dict() for rank in range(3)}
+    for rank, state in states.items():
+        state["opaque"]["shadow"]["weight"] += rank
+    state, remarks = resplit(states, WorldChange(0, 1, 3))
+    live = ObjectState(Summed())
+    live.check_state_dict(state)
+    live.load_state_dict(state)
+    assert live.given.shadow["weight"].tolist() == [3, 3]
+    assert remarks == ["summed up"]
+    assert ObjectState(Shadow()).resplit_state_dict is None
+    assert ObjectState(net()).resplit_state_dict is None
 
 
 def refused(live: ObjectState, saved: Any) -> str:

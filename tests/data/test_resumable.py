@@ -20,7 +20,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
-from resumekit.data.permutation import LONGEST, Permutation
+from resumekit.data.permutation import LONGEST, InOrder, Permutation, share_in_batches
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000
@@ -308,3 +308,30 @@ def test_a_sampler_of_ones_own_with_random_access_is_begun_at_its_place() -> Non
     rest = [source.next_batch().tolist() for _ in range(len(loader) - 3)]
     assert [index for batch in used + rest for index in batch] == list(range(49, -1, -1))
     assert sampler.begun_at == [12]
+
+
+@quick
+@given(st.integers(1, 200), st.integers(0, 199), st.integers(1, 8), st.integers(1, 5))
+def test_ranks_that_take_turns_over_batches_use_up_what_is_left(
+    length: int, position: int, size: int, ranks: int
+) -> None:
+    position = min(position, length - 1)
+    per_rank = -(-math.ceil((length - position) / size) // ranks)
+    turns = [
+        list(
+            share_in_batches(
+                InOrder(length),
+                position=position,
+                batch_size=size,
+                num_batches=per_rank,
+                num_replicas=ranks,
+                replica=rank,
+            )
+        )
+        for rank in range(ranks)
+    ]
+    batches = [turns[n % ranks][n // ranks * size :][:size] for n in range(per_rank * ranks)]
+    together = [index for batch in batches for index in batch]
+    num_left = length - position
+    assert together[:num_left] == list(range(position, length))
+    assert together[num_left:] == [n % length for n in range(len(together) - num_left)]
