@@ -96,7 +96,12 @@ class Place:
         """All of it, and whether what persistent workers draw comes back."""
         fidelity, reason = fidelity_of(self._trainer)
         return StateComponent(
-            "callbacks/lightning", self, SharingPattern.PER_RANK, fidelity=fidelity, reason=reason
+            "callbacks/lightning",
+            self,
+            SharingPattern.PER_RANK,
+            fidelity=fidelity,
+            reason=reason,
+            framework="Lightning",
         )
 
     def arrive(self) -> None:

@@ -56,6 +56,7 @@ _SETTINGS = (
 
 _CALLBACKS = Slot.CALLBACKS.value
 _OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
+_TRAINER = "the Trainer"  # whose own loop alone needs it
 
 
 class _OfTheJob(AttributeState):
@@ -96,8 +97,8 @@ class _TrainerState(_OfTheJob):
         state = self.state_dict()
         best = state["best_model_checkpoint"]
         # Without its own saving it is found in the run directory, at each resume anew.
-        is_own = best is not None and saves_by_itself(self._trainer.args)
-        state["best_model_checkpoint"] = Path(best).name if is_own else None
+        best = best if saves_by_itself(self._trainer.args) else None
+        state["best_model_checkpoint"] = None if best is None else Path(best).name
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]
@@ -135,8 +136,8 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
     return (
         *(with_files(each, trainer.model) for each in components),
         *buckets_of(trainer.model_wrapped),
-        StateComponent(trainer_state.key, trainer_state, _OWN),
-        StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason),
+        StateComponent(trainer_state.key, trainer_state, _OWN, framework=_TRAINER),
+        StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
         *(StateComponent(each.key, each, _OWN, required=False) for each in exported),
         StateComponent(held.key, held, _OWN, required=False),
     )

@@ -74,7 +74,7 @@ class Held:
                 ema=self._ema,
             ),
             *self._gradient_buckets(),
-            StateComponent(counts.key, counts),
+            StateComponent(counts.key, counts, required=False, framework="Accelerate"),
             *registered_components(self._others),
         )
 
