@@ -319,3 +319,39 @@ def test_of_a_new_run_nothing_is_used(tmp_path: Path) -> None:
     assert loop.horizon == {}
     assert tuple(loop.under_way(make().loader)) == (0, NUM_BATCHES)
     checkpointer._run.close()
+
+
+def test_a_finished_run_that_goes_further_shows_its_state_and_sets_its_random_state(
+    tmp_path: Path,
+) -> None:
+    def launch(num_epochs: int, **options: Any) -> tuple[TorchCheckpointer, DrivenLoop]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"mid_accumulation": "gradients", **options}
+        checkpointer = TorchCheckpointer(tmp_path, model=model, optimizer=optimizer, **options)
+        return checkpointer, checkpointer.drive(epochs=num_epochs, one_at_a_time=True)
+
+    loader = DataLoader(TensorDataset(torch.rand(NUM_BATCHES, 2)))
+    checkpointer, loop = launch(1)
+    assert (loop.saved("progress"), loop.goes_on_after_end) == (None, False)
+    loop.resume()
+    loop.next_epoch(loader)
+    batches = loop.batches(loader)
+    batches.prime()
+    for _ in range(NUM_BATCHES):
+        next(batches)
+        checkpointer.step()
+    assert batches.used_up
+    loop.finish("epochs=1")
+    checkpointer.close()
+    expected = torch.rand(1)
+
+    torch.manual_seed(5)
+    checkpointer, loop = launch(2, allow_changes={"horizon"})
+    assert loop.saved("progress")["progress"]["step"] == NUM_BATCHES
+    loop.resume()
+    assert loop.goes_on_after_end
+    loop.restore_random()
+    assert torch.equal(torch.rand(1), expected)
+    assert loop.next_epoch() == 1
+    checkpointer.close()
