@@ -96,8 +96,8 @@ class _TrainerState(_OfTheJob):
         state = self.state_dict()
         best = state["best_model_checkpoint"]
         # Without its own saving it is found in the run directory, at each resume anew.
-        is_own = best is not None and saves_by_itself(self._trainer.args)
-        state["best_model_checkpoint"] = Path(best).name if is_own else None
+        is_own = saves_by_itself(self._trainer.args)
+        state["best_model_checkpoint"] = Path(best).name if best and is_own else None
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]
