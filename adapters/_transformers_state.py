@@ -97,8 +97,8 @@ class _TrainerState(_OfTheJob):
         state = self.state_dict()
         best = state["best_model_checkpoint"]
         # Without its own saving it is found in the run directory, at each resume anew.
-        best = best if saves_by_itself(self._trainer.args) else None
-        state["best_model_checkpoint"] = None if best is None else Path(best).name
+        is_own = saves_by_itself(self._trainer.args)
+        state["best_model_checkpoint"] = Path(best).name if best and is_own else None
         state["log_history"] = [
             {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]

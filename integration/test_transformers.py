@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,9 @@ def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Pat
     "setting", ["ignore_data_skip", "auto_find_batch_size", "enable_jit_checkpoint"]
 )
 def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, setting: str) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(tmp_path, **{setting: True})
+    signal.signal(signal.SIGTERM, handler)  # enable_jit_checkpoint has set one already
     with pytest.raises(ConfigurationError, match=setting):
         ResumeCallback(trainer, tmp_path / "run")
 
