@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -156,10 +157,14 @@ class WrappedSource(OuterSource):
 
 
 class _Feed:
-    """What the outer loader takes for its inner one: the same, but every batch comes from us."""
+    """What the outer loader takes for its inner one: the same, but every batch comes from us.
+
+    It does not keep the source alive: workers of a loader that goes in a cycle of references are
+    waited for, 5 seconds each. torch 2.13 utils/data/dataloader.py ``_shutdown_workers``.
+    """
 
     def __init__(self, source: WrappedSource, loader: Any) -> None:
-        self._source = source
+        self._source = weakref.proxy(source)
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,64 @@
+"""What all sources have in common: nothing keeps one alive but its user."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from resumekit.data import AskedAhead, DataPosition
+from resumekit.data.keys import RunSeed
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+class Outer(DataLoader[Any]):
+    """As accelerate's: it draws from a loader of its own."""
+
+    def __init__(self, inner: DataLoader[Any]) -> None:
+        super().__init__(inner.dataset)
+        self.base_dataloader = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.base_dataloader
+
+
+def over(data: Any, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=2, **settings)
+
+
+SAMPLES = TensorDataset(torch.arange(8))
+LOADERS: dict[str, Callable[[], Any]] = {
+    "map-style": lambda: over(SAMPLES, shuffle=True),
+    "a stream": lambda: over(Stream()),
+    "one loader around another": lambda: Outer(over(SAMPLES, shuffle=True)),
+    "asked ahead": lambda: AskedAhead(over(Stream())),
+    "workers that stay": lambda: over(SAMPLES, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["tape", "keyed"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_source_goes_with_its_last_reference(kind: str, keyed: bool) -> None:
+    """In a cycle it would take its loader's workers along: torch then waits 5 seconds for each."""
+    seed = RunSeed(()) if keyed else None
+    if seed is not None:
+        seed.value = 1
+    source = DataPosition(seed).feed(LOADERS[kind](), "train")
+    source.begin(0)
+    source.next_batch()
+    alive = weakref.ref(source)
+    gc.disable()
+    try:
+        del source
+        assert alive() is None
+    finally:
+        gc.enable()
