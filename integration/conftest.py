@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from resumekit.testing import DEFAULT_PRELOAD, Kit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,6 +17,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every cell of the conformance matrix instead of a pairwise sample",
     )
+
+
+@pytest.fixture(scope="module")
+def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    """The kit of a file, warm for all its tests.
+
+    The file says as ``PRELOAD`` what is imported once for them (see ``preloads``), and as
+    ``PEERS_SECONDS`` how long the other ranks go on after one of them died.
+    """
+    settings: dict[str, Any] = {"preload": getattr(request.module, "PRELOAD", DEFAULT_PRELOAD)}
+    if hasattr(request.module, "PEERS_SECONDS"):
+        settings["peers_seconds"] = request.module.PEERS_SECONDS
+    with Kit(tmp_path_factory.mktemp("kit"), **settings) as kit:
+        yield kit
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from torch.distributed import barrier, destroy_process_group
 from workloads import train
 
 from resumekit.prove.records import launch_directory
@@ -18,3 +19,7 @@ if __name__ == "__main__":
     if attempt == 0 and os.environ["RANK"] == "1":
         os.environ[KILL_VARIABLE] = kill
     train(directory, dropout=True, save_every=3)
+    # A thread of gloo that outlives the interpreter may abort it: one attempt more, of a run that
+    # is at its end.
+    barrier()
+    destroy_process_group()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
@@ -19,16 +19,10 @@ from used_samples import counts, ledger
 
 from resumekit.data.orders import Batching, draw_again, order_name
 from resumekit.data.sampler import in_batches
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+from resumekit.testing import Cell, KillPoint, Kit, Run
 
-PRELOAD = (*DEFAULT_PRELOAD, "sklearn.datasets", "accelerate", "resumekit.adapters.accelerate")
+PRELOAD = ACCELERATE
 ALLOWED = ["world_size", "batch_size"]
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def relaunched(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
@@ -76,7 +77,7 @@ class TestAccelerate(ConformanceSuite):
         "extras",
     )
     world_sizes = (1, 2)
-    preload = ("sklearn.datasets", "accelerate", "resumekit.adapters.accelerate")
+    preload = ACCELERATE
     matrices = MATRICES
 
     def test_every_way_to_feed_and_train_continues_exactly(

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
 from accelerate_many_workloads import compiled, gan, local_sgd
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "accelerate",
-    "resumekit.adapters.accelerate",
-)
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
+PRELOAD = ACCELERATE
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import ACCELERATE, DEEPSPEED, SHARDED
 
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
@@ -15,29 +15,14 @@ pytest.importorskip("deepspeed")
 from accelerate_sharded_workloads import train
 
 from resumekit.prove.compare import compare
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "accelerate",
-    "resumekit.adapters.accelerate",
-)
+PRELOAD = (*ACCELERATE, *DEEPSPEED, *SHARDED)
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
     "on the boundary": (KillPoint.checkpoint(6),),
     "twice in one epoch": (KillPoint.step(8), KillPoint.step(11)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize("place", KILLS)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
@@ -16,15 +17,10 @@ from accelerate_states_workloads import prepared, train
 
 from resumekit.adapters.accelerate import Checkpointer
 from resumekit.prove.compare import compare
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.kit import Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "accelerate",
-    "resumekit.adapters.accelerate",
-)
+PRELOAD = ACCELERATE
 # A step is marked after its folder was written: a kill there leaves a folder without a checkpoint.
 BETWEEN = KillPoint.step(6)
 KILLS = {
@@ -33,12 +29,6 @@ KILLS = {
     "between a folder and its checkpoint, twice": (BETWEEN, KillPoint.step(9)),
     "three times": (KillPoint.step(4), KillPoint.step(8), KillPoint.step(14)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 @pytest.fixture(autouse=True)

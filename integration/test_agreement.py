@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from agreement_workloads import disagree, save_slowly
@@ -18,12 +17,6 @@ SAID = {
     "step": "the ranks together from 2 to 3",
     "replicas": "model: bias: replicated, and not alike (rank 0: ",
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit")) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize("about", SAID)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from preloads import DEEPSPEED, TORCH
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 from change_workloads import train
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+from resumekit.testing import Cell, KillPoint, Kit, Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "transformers.models.gpt2.modeling_gpt2",
-    "resumekit.adapters.deepspeed",
-    "resumekit.adapters.torch",
-)
+PRELOAD = (*TORCH, *DEEPSPEED, "transformers.models.gpt2.modeling_gpt2")
 CHAIN = (None, 2, None)  # for each launch the stage, None for none
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def changed(kit: Kit, *, inject: str | None = None) -> Run:

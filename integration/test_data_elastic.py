@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from digits import Digits
+from preloads import TORCH
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from used_samples import counts, ledger
@@ -21,7 +22,9 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
 from resumekit.layout import WorldChange
 from resumekit.prove.records import CHECKPOINT, RESUMED, STEP, read_trace
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+from resumekit.testing import Cell, KillPoint, Kit, Run
+
+PRELOAD = TORCH
 
 ALLOWED = ["batch_size", "world_size"]
 
@@ -133,13 +136,6 @@ class Launch(NamedTuple):
     num_ranks: int
     options: dict[str, Any]
     kill: KillPoint | None = None
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    preload = (*DEFAULT_PRELOAD, "sklearn.datasets", "resumekit.adapters.torch")
-    with Kit(tmp_path_factory.mktemp("elastic"), preload=preload) as kit:
-        yield kit
 
 
 def launched(kit: Kit, plan: Sequence[Launch], *, inject: str | None = None, **common: Any) -> Run:

@@ -26,6 +26,7 @@ from iterable_workloads import (
     train,
     train_by_trainer,
 )
+from preloads import ACCELERATE, TORCH, TRAINER
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.contract import Fidelity
@@ -56,26 +57,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "workers": ("0", "2"),
     "kill": (BOUNDARY, TWICE),
 }
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "numpy",
-    "sklearn.datasets",
-    "datasets",
-    "torchdata.stateful_dataloader",
-    "accelerate",
-    "transformers.trainer",
-    "transformers.models.gpt2.modeling_gpt2",
-    "resumekit.adapters.torch",
-    "resumekit.adapters.accelerate",
-    "resumekit.adapters.transformers",
-)
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
+PRELOAD = (*TORCH, *ACCELERATE, *TRAINER)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

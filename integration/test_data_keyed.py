@@ -6,33 +6,21 @@ others, and another seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from keyed_workloads import train, train_accelerate, train_trainer
+from preloads import ACCELERATE, TORCH, TRAINER
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "accelerate",
-    "transformers",
-    "resumekit.adapters.torch",
-    "resumekit.adapters.accelerate",
-)
+PRELOAD = (*TORCH, *ACCELERATE, *TRAINER)
 
 # Twelve steps an epoch, saves at every third: in the first epoch, near its end, in the second.
 KILLS = (KillPoint.step(5), KillPoint.step(11), KillPoint.checkpoint(15))
 FRESH = ["0", "2", "4", "1"]
 PERSISTENT = ["2 persistent", "0", "3 persistent", "1"]
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def cell(

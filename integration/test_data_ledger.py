@@ -27,8 +27,9 @@ from ledger_workloads import (
     STEPS_PER_EPOCH,
     train,
 )
+from preloads import TORCH
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+from resumekit.testing import Cell, KillPoint, Kit, Run
 
 # Where it is killed: what was saved is then 3 batches of epoch 0, 2 of epoch 1, a whole epoch, and
 # 3 and 5 batches of epoch 1. Two workers are in the middle of a turn, or at its start.
@@ -51,18 +52,7 @@ SLOW_CELLS = (("numpy", "in epoch 0"), ("torch", "in epoch 1"))
 
 TWO_RANKS = ("DistributedSampler", "DistributedResumableSampler")
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "datasets",
-    "torchdata.stateful_dataloader",
-    "resumekit.adapters.torch",
-)
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
+PRELOAD = (*TORCH, "datasets", "torchdata.stateful_dataloader")
 
 
 # ---------------------------------------------------------------- the ledger

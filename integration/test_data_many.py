@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from many_workloads import accumulate, accumulate_with_accelerate, train
+from preloads import ACCELERATE, TORCH
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*DEFAULT_PRELOAD, "sklearn.datasets", "resumekit.adapters.torch", "accelerate")
+PRELOAD = (*TORCH, *ACCELERATE)
 STEP, CHECKPOINT = KillPoint.step, KillPoint.checkpoint
 
 # Where each loop is killed: inside its first epoch, at a boundary, and later.
@@ -21,12 +21,6 @@ KILLS: dict[str, tuple[KillPoint, ...]] = {
     "rebuilt": (STEP(3), CHECKPOINT(4), STEP(9), CHECKPOINT(10), STEP(15)),
     "endless": (STEP(4), CHECKPOINT(6), STEP(12)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def cell(loop: str, *, world_size: int = 1, kills: Any = None, **options: Any) -> Cell:

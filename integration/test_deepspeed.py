@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloads import DEEPSPEED
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,8 +36,10 @@ from resumekit.errors import (
 )
 from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
+from resumekit.testing import Cell, Kit
 from resumekit.testing.ranks import free_port
+
+PRELOAD = DEEPSPEED
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration" / "scripts"
@@ -419,15 +422,6 @@ def test_the_loader_that_the_engine_makes_is_refused_when_strict(
         pytest.raises(InexactError, match="data: equivalent"),
     ):
         next(checkpointer.batches(loader, epochs=1))
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    # The second is what the first engine would import.
-    names = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-    preload = (*DEFAULT_PRELOAD, "sklearn.datasets", *names, "resumekit.adapters.deepspeed")
-    with Kit(tmp_path_factory.mktemp("kit"), preload=preload) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
@@ -16,23 +16,12 @@ from deepspeed_workloads import load_natively, save_natively, train
 
 from resumekit.prove.compare import compare
 from resumekit.storage import Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit, Run
+from resumekit.testing import Cell, Kit, Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "resumekit.adapters.deepspeed",
-)
+PRELOAD = DEEPSPEED
+PEERS_SECONDS = 10.0
 OPTIONS: dict[str, Any] = {"stage": 2, "epochs": 1, "save_every": 2}  # steps 2, 4 and 6
 SHARD = "state/rank-00001.safetensors"
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD, peers_seconds=10.0) as kit:
-        yield kit
 
 
 @pytest.fixture

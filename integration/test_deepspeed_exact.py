@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
@@ -67,12 +68,7 @@ class TestDeepSpeed(ConformanceSuite):
         "callbacks/deepspeed",
         "extras",
     )
-    preload = (
-        "sklearn.datasets",
-        "deepspeed",
-        "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-        "resumekit.adapters.deepspeed",
-    )
+    preload = DEEPSPEED
 
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("stage", STAGES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,14 @@ from typing import Any
 import pytest
 from group_workloads import share_data, train_on_hosts
 from pipeline_workloads import take_over, train
+from preloads import SHARDED, TORCH
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "torch.distributed.pipelining",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "resumekit.adapters.torch",
-)
+PRELOAD = (*TORCH, *SHARDED, "torch.distributed.pipelining")
 
 # Another number of micro-batches or of ranks adds up in another order; see test_sharded.py.
 LOSS_TOLERANCE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {

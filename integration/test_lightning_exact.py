@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from preloads import LIGHTNING
 
 pytest.importorskip("lightning")
 
@@ -70,7 +71,7 @@ class TestLightning(ConformanceSuite):
         "extras",
     )
     world_sizes = (1, 2)
-    preload = ("sklearn.datasets", "lightning.pytorch", "resumekit.adapters.lightning")
+    preload = LIGHTNING
     matrices = {"combination": {"kill": KILLS, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
 
     def test_every_way_to_feed_and_train_continues_exactly(

@@ -6,28 +6,22 @@ step, what the Trainer's metrics are, and the files of Lightning's own ``ModelCh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import LIGHTNING
 
 pytest.importorskip("lightning")
 
 from lightning_rows_workloads import LOGGED, RESULT, VALIDATED, read, train
 
 from resumekit.prove.compare import compare
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.kit import Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "torchdata.stateful_dataloader",
-    "lightning.pytorch",
-    "resumekit.adapters.lightning",
-)
+PRELOAD = (*LIGHTNING, "torchdata.stateful_dataloader")
 MIDDLE = (KillPoint.step(17),)  # of the second epoch; two steps are repeated
 TWICE = (KillPoint.step(5), KillPoint.step(17))
 BOUNDARY = (KillPoint.checkpoint(12),)
@@ -114,12 +108,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "a limit of time": ({"max_time": True}, TWICE),
     "a log of windows": ({"accumulate": 2, "log_every": 3}, (KillPoint.step(4),)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def logical(path: Path) -> dict[Any, Any]:

@@ -5,42 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from preloads import DEEPSPEED, LIGHTNING, SHARDED
 
 pytest.importorskip("lightning")
 pytest.importorskip("deepspeed")
 
 from lightning_sharded_workloads import GATHERED, train
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "lightning.pytorch",
-    "resumekit.adapters.lightning",
-)
+PRELOAD = (*LIGHTNING, *DEEPSPEED, *SHARDED)
 # An epoch has 6 steps on two ranks.
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
     "on the boundary": (KillPoint.checkpoint(6),),
     "twice in one epoch": (KillPoint.step(8), KillPoint.step(11)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:

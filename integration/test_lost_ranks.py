@@ -7,7 +7,6 @@ each, and lets it sleep for 60 seconds.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,14 +15,10 @@ from agreement_workloads import save_and_lose
 from resumekit.prove.compare import compare
 from resumekit.testing import Cell, Kit
 
+PEERS_SECONDS = 90.0
+
 NUM_TRIALS, ALL_TRIALS = 2, 20
 STOPPED_SECONDS, ALL_STOPPED_SECONDS = 6, 60  # the others wait for 3
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), peers_seconds=90.0) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])

@@ -6,27 +6,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from preemption_workloads import train_until_asked
+from preloads import TORCH
 
 from resumekit.prove.compare import compare
 from resumekit.testing import Cell, Kit, Run
 
+PRELOAD = TORCH
+
 NUM_TRIALS, ALL_TRIALS = 8, 50
 # A signal may come when the run is over; that shows nothing.
 MOST_LATE = 0.5
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    preload = ("torch", "torch._dynamo", "numpy", "sklearn.datasets", "resumekit.adapters.torch")
-    with Kit(tmp_path_factory.mktemp("kit"), preload=preload) as kit:
-        yield kit
 
 
 def asked(options: dict[str, Any], **when: Any) -> Cell:

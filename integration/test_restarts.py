@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from resumekit.prove.compare import compare
 from resumekit.testing import Cell, Kit
 
 SCRIPT = Path(__file__).with_name("restart_workload.py")
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit")) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize("kill", ["step:7", "checkpoint:6"])
@@ -41,5 +34,4 @@ def test_a_rank_that_dies_under_torchrun_is_started_again_and_continues(
     verdict = compare(whole.trace, tmp_path / "trace", expect_resume=True)
     assert verdict.exact, f"{verdict}"
     # An attempt may fail before it has trained: gloo does not always find its peers at once.
-    (resume,) = verdict.resumes
-    assert resume.step == 6
+    assert [resume.step for resume in verdict.resumes] == [6], done.stderr

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import SHARDED, TORCH
 from sharded_workloads import drift, take_over, train
 
 from resumekit.prove.compare import compare
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "resumekit.adapters.torch",
-)
+PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")
 
 LAYOUTS = (
     ("fsdp", 2),
@@ -43,12 +36,6 @@ LAYOUTS = (
 # Sums in another order differ in their last bits, and training widens that: by up to 2.4e-7 over 20
 # steps of this model, with losses between 1.7 and 0.01.
 LOSS_TOLERANCE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import TORCH
 from workloads import BATCH_SIZE, NUM_SAMPLES, train
 
 from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
@@ -71,7 +72,7 @@ class TestTorch(ConformanceSuite):
         "extras",
     )
     world_sizes = (1, 2)
-    preload = ("sklearn.datasets", "resumekit.adapters.torch")
+    preload = TORCH
     matrices = MATRICES
 
     @classmethod

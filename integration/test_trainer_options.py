@@ -5,10 +5,10 @@ Each value of each factor is there; with ``--full-matrix`` every two values of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from preloads import TRAINER
 
 pytest.importorskip("transformers")
 
@@ -16,14 +16,7 @@ from trainer_workloads import train
 
 from resumekit.testing import Cell, KillPoint, Kit, pairwise
 
-PRELOAD = (
-    "torch",
-    "numpy",
-    "transformers.trainer",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.t5.modeling_t5",
-    "resumekit.adapters.transformers",
-)
+PRELOAD = (*TRAINER, "transformers.models.t5.modeling_t5")
 STEPS_PER_EPOCH = 12
 KILLS = {
     "mid-epoch": (KillPoint.step(8), KillPoint.step(STEPS_PER_EPOCH + 5)),
@@ -81,12 +74,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "one" in metafunc.fixturenames:
         chosen = pairwise(FACTORS) if metafunc.config.getoption("--full-matrix") else each_value()
         metafunc.parametrize("one", chosen, ids=[", ".join(each.values()) for each in chosen])
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def test_a_killed_run_continues_exactly(kit: Kit, one: dict[str, str]) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from preloads import TRAINER
 
 pytest.importorskip("transformers")
 
@@ -26,15 +26,9 @@ from resumekit.testing import Cell, KillPoint, Kit
 
 OPTIONAL = tuple(name for name in ("peft", "trl") if importlib.util.find_spec(name))
 PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "numpy",
-    "datasets",
-    "transformers.trainer",
-    "transformers.models.gpt2.modeling_gpt2",
+    *TRAINER,
     "transformers.models.bert.modeling_bert",
     "transformers.models.t5.modeling_t5",
-    "resumekit.adapters.transformers",
     *OPTIONAL,
     *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward") if "trl" in OPTIONAL),
 )
@@ -83,12 +77,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
 # The loss falls, so nothing ever improves on the first one.
 NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 NEEDS = {"LoRA": "peft", **dict.fromkeys((row for row in ROWS if row.startswith("TRL")), "trl")}
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def cell(options: dict[str, Any], *kills: KillPoint, world_size: int = 1) -> Cell:

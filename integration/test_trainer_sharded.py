@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloads import SHARDED, TRAINER
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -19,30 +19,15 @@ from transformers import AutoModelForCausalLM
 
 from resumekit.export import export_model
 from resumekit.storage import Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "transformers.trainer",
-    "transformers.models.gpt2.modeling_gpt2",
-    "resumekit.adapters.transformers",
-)
+PRELOAD = (*TRAINER, *SHARDED)
 # An epoch has 6 steps on two ranks.
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
     "on the boundary": (KillPoint.checkpoint(6),),
     "twice in one epoch": (KillPoint.step(8), KillPoint.step(11)),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:

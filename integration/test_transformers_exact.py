@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from preloads import TRAINER
 
 pytest.importorskip("transformers")
 
@@ -53,7 +54,7 @@ class TestTransformers(ConformanceSuite):
         "extras",
     )
     world_sizes = (1, 2)
-    preload = ("transformers.trainer", "resumekit.adapters.transformers")
+    preload = TRAINER
     matrices = {
         "combination": {
             "kill": KILL_PLACES,

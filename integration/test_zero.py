@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from preloads import DEEPSPEED, TORCH
 
 pytest.importorskip("deepspeed")
 
 from zero_workloads import take_over
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit
+from resumekit.testing import Cell, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "resumekit.adapters.deepspeed",
-    "resumekit.adapters.torch",
-)
+PRELOAD = (*TORCH, *DEEPSPEED)
 
 # For each launch the stage, None for none, and the ranks.
 Chain = tuple[tuple[int | None, int], ...]
@@ -38,12 +31,6 @@ CHAINS: dict[str, tuple[Chain, dict[str, Any]]] = {
         {"precision": "bf16", "frozen": True, "tied": True},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def launched(kit: Kit, chain: Chain, **options: Any) -> list[dict[str, Any]]:

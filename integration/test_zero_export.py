@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from preloads import DEEPSPEED, TORCH
 
 pytest.importorskip("deepspeed")
 
@@ -20,16 +21,9 @@ from zero_workloads import MOMENTS, NATIVE, digest, take_over
 
 from resumekit.export import export_model
 from resumekit.storage import Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit, Run
+from resumekit.testing import Cell, Kit, Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "resumekit.adapters.deepspeed",
-    "resumekit.adapters.torch",
-)
+PRELOAD = (*TORCH, *DEEPSPEED)
 
 EXPORTED: tuple[dict[str, Any], ...] = (
     {"stage": 0, "tied": True},
@@ -51,12 +45,6 @@ IN_16_BITS: tuple[dict[str, Any], ...] = (
     {"stage": 3, "frozen": True, "tied": True, "precision": "bf16"},
     {"stage": 3, "tied": True, "precision": "fp16"},
 )
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 def exported(run: Run, file: Path, *, dtype: str = "fp32") -> dict[str, torch.Tensor]:

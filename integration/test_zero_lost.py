@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
@@ -22,27 +23,16 @@ from zero_workloads import save_natively_and_lose, train_and_lose
 from resumekit.errors import CorruptCheckpointError
 from resumekit.prove.compare import compare
 from resumekit.storage import StepName, Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, Kit, Run
+from resumekit.testing import Cell, Kit, Run
 
 RecordProperty = Callable[[str, object], None]
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # what the first engine would import
-    "resumekit.adapters.deepspeed",
-)
+PRELOAD = DEEPSPEED
+PEERS_SECONDS = 60.0
 
 NUM_TRIALS, ALL_TRIALS = 4, 20
 STEP = 3  # in whose save a rank is killed; by then a save lets an older checkpoint go
 TIMEOUT_SECONDS = 3  # of the agreement in the training function
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD, peers_seconds=60.0) as kit:
-        yield kit
 
 
 @dataclass(frozen=True)
