@@ -12,7 +12,11 @@ from resumekit.testing import DEFAULT_PRELOAD
 
 _BASE = (*DEFAULT_PRELOAD, "sklearn.datasets")
 _STATEFUL = "torchdata.stateful_dataloader"
-_ENGINE = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # for the first engine
+_ENGINE = (
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # for the first engine, as the next
+    "torch.utils.cpp_extension",
+)
 _ASKED_FOR = tuple(name for name in ("deepspeed", "datasets") if find_spec(name))
 
 SHARDED = ("torch.distributed.fsdp", "torch.distributed.checkpoint")

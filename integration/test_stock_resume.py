@@ -1,4 +1,7 @@
-"""The stock scripts run, die and go on by their framework's own means: what the table stands on."""
+"""The stock scripts run, die and go on by their framework's own means: what the table stands on.
+
+Plain PyTorch and Accelerate alone; ``--full-matrix`` takes all of them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,13 @@ from resumekit.prove import Outcome, prove
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration" / "scripts"
+SAMPLE = ("torch", "accelerate")
+FRAMEWORKS = (*SAMPLE, "transformers", "lightning", "deepspeed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    all_of_them = metafunc.config.getoption("--full-matrix")
+    metafunc.parametrize("framework", FRAMEWORKS if all_of_them else SAMPLE)
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +31,6 @@ def _as_the_benchmark_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.mark.parametrize(
-    "framework", ["torch", "accelerate", "transformers", "lightning", "deepspeed"]
-)
 def test_a_killed_stock_script_goes_on_from_its_frameworks_own_checkpoint(framework: str) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
