@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ class ResumeCallback(TrainerCallback):
         **options: Unpack[OptionKeywords],
     ) -> None:
         whole = Options.from_keywords(with_defaults(options, trainer.args, max_steps=1))
-        self._reports = whole.best_metric is not None
+        self._metric = whole.best_metric
         self._saves_each_epoch = saves_each_epoch(options, trainer.args)
         self._trainer = trainer
         self._directory = Path(directory)
@@ -91,6 +92,8 @@ class ResumeCallback(TrainerCallback):
             **with_defaults(options, trainer.args, max_steps),
         )
         self._checkpointer: Checkpointer
+        self._under_way = ExitStack()  # what an error in train() has to let go of
+        self._finished_on: Any = None  # the data set of a train() that has come to its end
         self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
@@ -127,24 +130,36 @@ class ResumeCallback(TrainerCallback):
     ) -> Any:
         """Trains, from the run directory; the Trainer is to look for nothing of its own."""
         args = self._trainer.args
-        require_own(resume_from_checkpoint, self._directory)
-        check_best_at_end(self._trainer, reports=self._reports)
+        require_own(resume_from_checkpoint, self._directory, args)
+        check_best_at_end(self._trainer, reports=self._metric is not None)
         if trial is not None:
             raise ConfigurationError(
                 "hyperparameter_search()",
                 found="several runs in one run directory",
                 remedy="Make a Trainer with a ResumeCallback and a directory for each trial",
             )
+        data = self._trainer.train_dataset
+        if self._finished_on is not None and self._finished_on is not data:
+            raise ConfigurationError(
+                "trainer.train()",
+                found=f"another train_dataset than that of the run in {self._directory}, which "
+                "is over",
+                remedy="Make a Trainer with a ResumeCallback and a directory for each training",
+            )
         changed = {"eval_on_start": args.eval_on_start, "save_total_limit": args.save_total_limit}
         try:
-            return train(None, None, *rest, **named)
+            with self._under_way:
+                result = train(None, None, *rest, **named)
         finally:
             vars(args).update(changed)
+        self._finished_on = data
+        return result
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""
         counts = Counts(*count(args, dataloader))
-        self._checkpointer = self._make_checkpointer(counts.max_steps)
+        checkpointer = self._make_checkpointer(counts.max_steps)
+        self._checkpointer = self._under_way.enter_context(checkpointer)
         self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
         under_way, place = loop.under_way(dataloader), loop.progress
@@ -231,9 +246,10 @@ class ResumeCallback(TrainerCallback):
             self._checkpointer.save()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Metrics of the step that is not settled yet."""
-        if self._reports and self._in_training:
-            self._checkpointer.report(**kwargs["metrics"])
+        """Metrics of the step that is not settled yet; beside numbers they may hold anything."""
+        metrics = kwargs["metrics"]
+        if self._in_training and self._metric in metrics:
+            self._checkpointer.report(**{self._metric: metrics[self._metric]})
             self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
