@@ -13,6 +13,7 @@ from resumekit.adapters._transformers_arguments import (
     saves_by_itself,
 )
 from resumekit.adapters._transformers_files import with_files
+from resumekit.adapters._transformers_own import attributes_of_libraries
 from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
@@ -57,6 +58,7 @@ _SETTINGS = (
 _CALLBACKS = Slot.CALLBACKS.value
 _OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
 _TRAINER = "the Trainer"  # whose own loop alone needs it
+_OF_THE_CLASS = "trainer"  # what a class derived from it holds
 
 
 class _OfTheJob(AttributeState):
@@ -143,8 +145,8 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
     )
 
 
-def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
-    """What the Trainer's other callbacks hold, from now on.
+def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
+    """What the Trainer's other callbacks hold, and a class derived from it, from now on.
 
     Args:
         trainer: the ``transformers.Trainer``.
@@ -158,8 +160,12 @@ def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
         own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
         return [*own, getattr(optimizer, "optimizer", None), trainer.accelerator.scaler, *others]
 
-    key = f"{_CALLBACKS}/attributes"
-    return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
+    return HeldState(
+        {**by_class_and_ordinal(callbacks), _OF_THE_CLASS: trainer},
+        key=f"{_CALLBACKS}/attributes",
+        foreign=foreign,
+        left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+    )
 
 
 def _fidelity(trainer: Any) -> tuple[Fidelity, str]:

@@ -35,7 +35,7 @@ from resumekit.adapters._transformers_arguments import (
 )
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
-from resumekit.adapters._transformers_state import held_by_callbacks, trainer_components
+from resumekit.adapters._transformers_state import held_by_user_code, trainer_components
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -186,7 +186,7 @@ class ResumeCallback(TrainerCallback):
         # The others are to see what was restored, so it comes first.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
-        self._held = held_by_callbacks(self._trainer, besides=self, others=self._not_held)
+        self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
         self._in_training = False
         if self._loop.finished:
             return num_train_epochs, 0
