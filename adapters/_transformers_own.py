@@ -1,4 +1,4 @@
-"""Which attributes of a Trainer are its own, and which those of the user's class derived from it."""
+"""Which attributes of a Trainer are set by the libraries, and which by a class of the user's."""
 
 from __future__ import annotations
 

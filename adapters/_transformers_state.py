@@ -14,7 +14,13 @@ from resumekit.adapters._transformers_arguments import (
 )
 from resumekit.adapters._transformers_files import with_files
 from resumekit.adapters._transformers_own import attributes_of_libraries
-from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
+from resumekit.capture import (
+    AttributeState,
+    FrozenParameters,
+    HeldState,
+    buckets_of,
+    by_class_and_ordinal,
+)
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.layout import WorldChange
@@ -108,12 +114,20 @@ class _TrainerState(_OfTheJob):
         return state
 
 
-def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[StateComponent, ...]:
+def frozen_parameters(trainer: Any) -> FrozenParameters:
+    """Which parameters of the Trainer's model are frozen, once that is prepared for training."""
+    return FrozenParameters(trainer.model, key=f"{_CALLBACKS}/frozen")
+
+
+def trainer_components(
+    trainer: Any, held: HeldState, frozen: FrozenParameters, *, ema: Any
+) -> tuple[StateComponent, ...]:
     """All that the Trainer holds, and what other callbacks do.
 
     Args:
         trainer: the ``transformers.Trainer``, prepared for training.
         held: what the other callbacks hold.
+        frozen: which parameters are frozen.
         ema: averaged models that the user gave.
     """
     scheduler = trainer.lr_scheduler
@@ -142,6 +156,9 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
         *(StateComponent(each.key, each, _OWN, required=False) for each in exported),
         StateComponent(held.key, held, _OWN, required=False),
+        StateComponent(
+            frozen.key, frozen, SharingPattern.GLOBAL, required=False, framework=_TRAINER
+        ),
     )
 
 

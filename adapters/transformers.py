@@ -35,12 +35,17 @@ from resumekit.adapters._transformers_arguments import (
 )
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
-from resumekit.adapters._transformers_state import held_by_user_code, trainer_components
+from resumekit.adapters._transformers_state import (
+    frozen_parameters,
+    held_by_user_code,
+    trainer_components,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.capture import HeldState
+    from resumekit.capture import FrozenParameters, HeldState
+    from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
 
 __all__ = ["ResumeCallback"]
@@ -84,9 +89,10 @@ class ResumeCallback(TrainerCallback):
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
         self._not_held = [*averages, *({} if extras is None else extras).values()]
         self._held: HeldState
+        self._frozen: FrozenParameters
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
-            components=lambda: trainer_components(trainer, self._held, ema=ema),
+            components=lambda: self._components(ema),
             extras=extras,
             generators=generators,
             **with_defaults(options, trainer.args, max_steps),
@@ -155,6 +161,11 @@ class ResumeCallback(TrainerCallback):
         self._finished_on = data
         return result
 
+    def _components(self, ema: Any) -> tuple[StateComponent, ...]:
+        """All that makes up the run, when the Trainer has prepared it."""
+        self._frozen = frozen_parameters(self._trainer)
+        return trainer_components(self._trainer, self._held, self._frozen, ema=ema)
+
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""
         counts = Counts(*count(args, dataloader))
@@ -205,6 +216,9 @@ class ResumeCallback(TrainerCallback):
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
             self._held.put_back()  # every callback has begun, and made what it keeps
+            other = self._frozen.put_back()
+            if other and state.is_world_process_zero:
+                tell(other)
             self._loop.next_epoch()
             self._in_training = True
 

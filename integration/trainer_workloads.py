@@ -182,6 +182,21 @@ class Norms(TrainerCallback):
                 self.sum += weight.detach().square().sum()
 
 
+class Freezing(TrainerCallback):
+    """Begins with the head alone, goes on with all, and then freezes the embeddings."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, weight in kwargs["model"].named_parameters():
+            weight.requires_grad = "ln_f" in name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, weight in kwargs["model"].named_parameters():
+            if state.global_step == 5:
+                weight.requires_grad = True
+            elif state.global_step == 14:
+                weight.requires_grad = "wte" not in name
+
+
 class Weighing(Trainer):
     """A class of a user's own: a mean teacher, learned weights of two losses, recent losses.
 
@@ -304,7 +319,11 @@ def train(
         log_level="error",
         **{"save_strategy": "no", **settings},
     )
-    known = {"averaging": [Averaging()], "two of a class": [Norms("weight"), Norms("bias")]}
+    known = {
+        "averaging": [Averaging()],
+        "freezing": [Freezing()],
+        "two of a class": [Norms("weight"), Norms("bias")],
+    }
     others: list[Any] = list(known.get(callbacks, []))
     if switch_at:
         others.append(Stance(switch_at=switch_at, eager_first=not compiled))

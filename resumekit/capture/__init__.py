@@ -27,6 +27,7 @@ from resumekit.capture.components import (
 )
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.frozen import FrozenParameters
 from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
 from resumekit.capture.gradients import (
@@ -50,6 +51,7 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
+    "FrozenParameters",
     "HeldState",
     "ModelState",
     "ObjectState",

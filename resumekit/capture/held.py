@@ -162,9 +162,7 @@ class _Foreign:
         return any(_place(tensor) in self._memory for tensor in _tensors_of(value))
 
 
-def _held(
-    holder: Any, foreign: _Foreign, left_out: Collection[str]
-) -> Iterator[tuple[str, Any]]:
+def _held(holder: Any, foreign: _Foreign, left_out: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The attributes that are state, by name."""
     for name, value in getattr(holder, "__dict__", {}).items():
         is_state = _is_stateful(value) or _is_data(value)
