@@ -18,10 +18,11 @@ from resumekit.capture import (
     AttributeState,
     FrozenParameters,
     HeldState,
+    PlainValues,
     buckets_of,
     by_class_and_ordinal,
 )
-from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent, Stateful
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.layout import WorldChange
 
@@ -182,6 +183,42 @@ def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
         key=f"{_CALLBACKS}/attributes",
         foreign=foreign,
         left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+    )
+
+
+def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainValues:
+    """The plain values of the user's callbacks, and of a class derived from the Trainer.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+        extras: the user's own values, which are saved.
+    """
+    named = by_class_and_ordinal(trainer.callback_handler.callbacks)
+    own = {name: each for name, each in named.items() if not _is_followed(each)}
+    holders = own if isinstance(trainer, Stateful) else {**own, _OF_THE_CLASS: trainer}
+    return PlainValues(
+        holders,
+        left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+        known=(extras, *extras.values()),
+    )
+
+
+def _is_followed(callback: Any) -> bool:
+    """Whether it says what its state is, or is of a library, which keeps none but what it says."""
+    libraries = ("transformers", "trl", "resumekit")
+    is_of_library = type(callback).__module__.partition(".")[0] in libraries
+    return is_of_library or isinstance(callback, (ExportableState, Stateful))
+
+
+def not_saved(counted: PlainValues, held: HeldState) -> str:
+    """What to tell of plain values that changed since the last call, and are in no checkpoint."""
+    changed = counted.changed()
+    lost = sorted(set(changed) - held.names()) if changed else []
+    if not lost:
+        return ""
+    return (
+        f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
+        "the script makes of it; give its class state_dict() and load_state_dict(), or use extras="
     )
 
 

@@ -36,15 +36,17 @@ from resumekit.adapters._transformers_arguments import (
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
 from resumekit.adapters._transformers_state import (
+    counted_by_user_code,
     frozen_parameters,
     held_by_user_code,
+    not_saved,
     trainer_components,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.capture import FrozenParameters, HeldState
+    from resumekit.capture import FrozenParameters, HeldState, PlainValues
     from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
 
@@ -87,13 +89,15 @@ class ResumeCallback(TrainerCallback):
         self._trainer = trainer
         self._directory = Path(directory)
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
-        self._not_held = [*averages, *({} if extras is None else extras).values()]
+        self._extras = {} if extras is None else extras
+        self._not_held = [*averages, *self._extras.values()]
         self._held: HeldState
         self._frozen: FrozenParameters
+        self._counted: PlainValues
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
             components=lambda: self._components(ema),
-            extras=extras,
+            extras=self._extras,
             generators=generators,
             **with_defaults(options, trainer.args, max_steps),
         )
@@ -103,7 +107,7 @@ class ResumeCallback(TrainerCallback):
         self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
-        self._num_epochs = 0
+        self._num_epochs = self._num_steps = 0
         self._in_training = False
         self.attach(trainer)
 
@@ -198,7 +202,8 @@ class ResumeCallback(TrainerCallback):
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
         self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
-        self._in_training = False
+        self._counted = counted_by_user_code(self._trainer, extras=self._extras)
+        self._in_training, self._num_steps = False, 0
         if self._loop.finished:
             return num_train_epochs, 0
         return self._plan.epoch, self._plan.batches_to_skip
@@ -237,6 +242,7 @@ class ResumeCallback(TrainerCallback):
             **(self._plan.epoch_under_way if continued else {}),
         }
         run(**{**rest, **resumed}, epoch=epoch)
+        self._tell_what_is_not_saved()
         state = self._trainer.state
         if state.global_step >= state.max_steps:
             self._loop.finish(f"steps={state.max_steps}")
@@ -246,13 +252,21 @@ class ResumeCallback(TrainerCallback):
             self._loop.next_epoch()
         self._best.point()
 
+    def _tell_what_is_not_saved(self) -> None:
+        lost = not_saved(self._counted, self._held)
+        if lost and self._trainer.is_world_process_zero():
+            tell(lost)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step before is settled."""
         self._best.point()
+        if self._num_steps == 1:
+            self._tell_what_is_not_saved()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
         self._checkpointer.step(loss=self._trainer._tr_loss)
+        self._num_steps += 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""

@@ -42,6 +42,7 @@ from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, 
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
@@ -56,6 +57,7 @@ __all__ = [
     "ModelState",
     "ObjectState",
     "OptimizerState",
+    "PlainValues",
     "RngState",
     "ScalerState",
     "SchedulerState",

@@ -94,6 +94,16 @@ class HeldState:
             if n not in others and (n not in settings or settings[n] != value)
         }
 
+    def names(self) -> set[str]:
+        """The attributes that are state just now, ``holder.attribute``."""
+        foreign = _Foreign(self._foreign())
+        found: set[str] = set()
+        for name, holder in self._holders.items():
+            held = dict(_held(holder, foreign, self._left_out.get(name, ())))
+            if held:
+                found.update(f"{name}.{attribute}" for attribute in (*held, *self._counters(name)))
+        return found
+
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be kept; changes nothing.
 
