@@ -275,9 +275,9 @@ class ResumeCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Metrics of the step that is not settled yet; beside numbers they may hold anything."""
-        metrics = kwargs["metrics"]
-        if self._in_training and self._metric in metrics:
-            self._checkpointer.report(**{self._metric: metrics[self._metric]})
+        metric, metrics = self._metric, kwargs["metrics"]
+        if self._in_training and metric is not None and metric in metrics:
+            self._checkpointer.report(**{metric: metrics[metric]})
             self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
