@@ -202,7 +202,6 @@ class ResumeCallback(TrainerCallback):
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
         self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
-        self._counted = counted_by_user_code(self._trainer, extras=self._extras)
         self._in_training, self._num_steps = False, 0
         if self._loop.finished:
             return num_train_epochs, 0
@@ -220,7 +219,9 @@ class ResumeCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
-            self._held.put_back()  # every callback has begun, and made what it keeps
+            # Every callback has begun, and made what it keeps.
+            self._held.put_back()
+            self._counted = counted_by_user_code(self._trainer, extras=self._extras)
             other = self._frozen.put_back()
             if other and state.is_world_process_zero:
                 tell(other)

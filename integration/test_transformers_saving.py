@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,10 @@ class Counting(TrainerCallback):
 
     def __init__(self, saved: dict[str, int]) -> None:
         self.num_steps, self.every, self.saved = 0, 2, saved
+        self.began_at: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began_at = time.time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_steps += 1
