@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from resumekit.adapters._transformers_arguments import saves_by_itself
 from resumekit.errors import ConfigurationError
-from resumekit.storage import Store
+from resumekit.storage import StepName, Store
 
 if TYPE_CHECKING:
     from resumekit import Checkpointer
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def require_own(resume_from_checkpoint: Any, directory: Path) -> None:
+def require_own(resume_from_checkpoint: Any, directory: Path, args: Any) -> None:
     """Returns when ``train(resume_from_checkpoint=...)`` asks for what ``train()`` does anyway.
 
     True means the run directory, which need not hold a checkpoint yet. So does the word, which is
-    what a script has from its command line, and the path of the run directory.
+    what a script has from its command line, and the path of the run directory. Scripts that ask
+    ``get_last_checkpoint(output_dir)`` give what the run has saved beside.
 
     Args:
         resume_from_checkpoint: what the user gave.
         directory: the run directory.
+        args: the ``TrainingArguments``.
 
     Raises:
         ConfigurationError: it is the path of a checkpoint.
@@ -35,11 +37,13 @@ def require_own(resume_from_checkpoint: Any, directory: Path) -> None:
     path = Path(resume_from_checkpoint)
     if path.resolve() == directory.resolve() or str(path).lower() == "true":
         return
+    if saves_by_itself(args) and _held(directory) and path == _newest(args.output_dir):
+        return
     _refuse(resume_from_checkpoint, path, directory)
 
 
 def _refuse(given: Any, path: Path, directory: Path) -> NoReturn:
-    held = Store(directory).step_names() if directory.is_dir() else []
+    held = _held(directory)
     found = "a checkpoint that is not of this run"
     remedy = (
         "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
@@ -64,15 +68,28 @@ def passed_over(output_dir: str, step: int, directory: Path) -> str | None:
         step: the step that the run continues from.
         directory: the run directory.
     """
-    folders = Path(output_dir).glob("checkpoint-*")
-    numbers = [int(match[1]) for each in folders if (match := _CHECKPOINT.fullmatch(each.name))]
-    newest = max(numbers, default=0)
-    if newest <= step:
+    newest = _newest(output_dir)
+    if newest is None or _number(newest) <= step:
         return None
     return (
-        f"{Path(output_dir, f'checkpoint-{newest}')} is the Trainer's own and newer than step "
-        f"{step}: it is not read, train() resumes from {directory} alone"
+        f"{newest} is the Trainer's own and newer than step {step}: it is not read, train() "
+        f"resumes from {directory} alone"
     )
+
+
+def _held(directory: Path) -> list[StepName]:
+    return Store(directory).step_names() if directory.is_dir() else []
+
+
+def _newest(output_dir: str) -> Path | None:
+    """The newest of the Trainer's own checkpoints, if there is one."""
+    folders = Path(output_dir).glob("checkpoint-*")
+    return max((each for each in folders if _number(each)), key=_number, default=None)
+
+
+def _number(folder: Path) -> int:
+    match = _CHECKPOINT.fullmatch(folder.name)
+    return int(match[1]) if match else 0
 
 
 class BestModel:

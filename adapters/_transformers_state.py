@@ -13,8 +13,16 @@ from resumekit.adapters._transformers_arguments import (
     saves_by_itself,
 )
 from resumekit.adapters._transformers_files import with_files
-from resumekit.capture import AttributeState, HeldState, buckets_of, by_class_and_ordinal
-from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.adapters._transformers_own import attributes_of_libraries
+from resumekit.capture import (
+    AttributeState,
+    FrozenParameters,
+    HeldState,
+    PlainValues,
+    buckets_of,
+    by_class_and_ordinal,
+)
+from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent, Stateful
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.layout import WorldChange
 
@@ -57,6 +65,7 @@ _SETTINGS = (
 _CALLBACKS = Slot.CALLBACKS.value
 _OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
 _TRAINER = "the Trainer"  # whose own loop alone needs it
+_OF_THE_CLASS = "trainer"  # what a class derived from it holds
 
 
 class _OfTheJob(AttributeState):
@@ -106,12 +115,20 @@ class _TrainerState(_OfTheJob):
         return state
 
 
-def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[StateComponent, ...]:
+def frozen_parameters(trainer: Any) -> FrozenParameters:
+    """Which parameters of the Trainer's model are frozen, once that is prepared for training."""
+    return FrozenParameters(trainer.model, key=f"{_CALLBACKS}/frozen")
+
+
+def trainer_components(
+    trainer: Any, held: HeldState, frozen: FrozenParameters, *, ema: Any
+) -> tuple[StateComponent, ...]:
     """All that the Trainer holds, and what other callbacks do.
 
     Args:
         trainer: the ``transformers.Trainer``, prepared for training.
         held: what the other callbacks hold.
+        frozen: which parameters are frozen.
         ema: averaged models that the user gave.
     """
     scheduler = trainer.lr_scheduler
@@ -140,11 +157,14 @@ def trainer_components(trainer: Any, held: HeldState, *, ema: Any) -> tuple[Stat
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
         *(StateComponent(each.key, each, _OWN, required=False) for each in exported),
         StateComponent(held.key, held, _OWN, required=False),
+        StateComponent(
+            frozen.key, frozen, SharingPattern.GLOBAL, required=False, framework=_TRAINER
+        ),
     )
 
 
-def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
-    """What the Trainer's other callbacks hold, from now on.
+def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
+    """What the Trainer's other callbacks hold, and a class derived from it, from now on.
 
     Args:
         trainer: the ``transformers.Trainer``.
@@ -158,8 +178,48 @@ def held_by_callbacks(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
         own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
         return [*own, getattr(optimizer, "optimizer", None), trainer.accelerator.scaler, *others]
 
-    key = f"{_CALLBACKS}/attributes"
-    return HeldState(by_class_and_ordinal(callbacks), key=key, foreign=foreign)
+    return HeldState(
+        {**by_class_and_ordinal(callbacks), _OF_THE_CLASS: trainer},
+        key=f"{_CALLBACKS}/attributes",
+        foreign=foreign,
+        left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+    )
+
+
+def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainValues:
+    """The plain values of the user's callbacks, and of a class derived from the Trainer.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+        extras: the user's own values, which are saved.
+    """
+    named = by_class_and_ordinal(trainer.callback_handler.callbacks)
+    own = {name: each for name, each in named.items() if not _is_followed(each)}
+    holders = own if isinstance(trainer, Stateful) else {**own, _OF_THE_CLASS: trainer}
+    return PlainValues(
+        holders,
+        left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+        known=(extras, *extras.values()),
+    )
+
+
+def _is_followed(callback: Any) -> bool:
+    """Whether it says what its state is, or is of a library, which keeps none but what it says."""
+    libraries = ("transformers", "trl", "resumekit")
+    is_of_library = type(callback).__module__.partition(".")[0] in libraries
+    return is_of_library or isinstance(callback, (ExportableState, Stateful))
+
+
+def not_saved(counted: PlainValues, held: HeldState) -> str:
+    """What to tell of plain values that changed since the last call, and are in no checkpoint."""
+    changed = counted.changed()
+    lost = sorted(set(changed) - held.names()) if changed else []
+    if not lost:
+        return ""
+    return (
+        f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
+        "the script makes of it; give its class state_dict() and load_state_dict(), or use extras="
+    )
 
 
 def _fidelity(trainer: Any) -> tuple[Fidelity, str]:

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,19 @@ from resumekit.adapters._transformers_arguments import (
 )
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
-from resumekit.adapters._transformers_state import held_by_callbacks, trainer_components
+from resumekit.adapters._transformers_state import (
+    counted_by_user_code,
+    frozen_parameters,
+    held_by_user_code,
+    not_saved,
+    trainer_components,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.capture import HeldState
+    from resumekit.capture import FrozenParameters, HeldState, PlainValues
+    from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
 
 __all__ = ["ResumeCallback"]
@@ -76,25 +84,30 @@ class ResumeCallback(TrainerCallback):
         **options: Unpack[OptionKeywords],
     ) -> None:
         whole = Options.from_keywords(with_defaults(options, trainer.args, max_steps=1))
-        self._reports = whole.best_metric is not None
+        self._metric = whole.best_metric
         self._saves_each_epoch = saves_each_epoch(options, trainer.args)
         self._trainer = trainer
         self._directory = Path(directory)
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
-        self._not_held = [*averages, *({} if extras is None else extras).values()]
+        self._extras = {} if extras is None else extras
+        self._not_held = [*averages, *self._extras.values()]
         self._held: HeldState
+        self._frozen: FrozenParameters
+        self._counted: PlainValues
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
-            components=lambda: trainer_components(trainer, self._held, ema=ema),
-            extras=extras,
+            components=lambda: self._components(ema),
+            extras=self._extras,
             generators=generators,
             **with_defaults(options, trainer.args, max_steps),
         )
         self._checkpointer: Checkpointer
+        self._under_way = ExitStack()  # what an error in train() has to let go of
+        self._finished_on: Any = None  # the data set of a train() that has come to its end
         self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
-        self._num_epochs = 0
+        self._num_epochs = self._num_steps = 0
         self._in_training = False
         self.attach(trainer)
 
@@ -127,24 +140,41 @@ class ResumeCallback(TrainerCallback):
     ) -> Any:
         """Trains, from the run directory; the Trainer is to look for nothing of its own."""
         args = self._trainer.args
-        require_own(resume_from_checkpoint, self._directory)
-        check_best_at_end(self._trainer, reports=self._reports)
+        require_own(resume_from_checkpoint, self._directory, args)
+        check_best_at_end(self._trainer, reports=self._metric is not None)
         if trial is not None:
             raise ConfigurationError(
                 "hyperparameter_search()",
                 found="several runs in one run directory",
                 remedy="Make a Trainer with a ResumeCallback and a directory for each trial",
             )
+        data = self._trainer.train_dataset
+        if self._finished_on is not None and self._finished_on is not data:
+            raise ConfigurationError(
+                "trainer.train()",
+                found=f"another train_dataset than that of the run in {self._directory}, which "
+                "is over",
+                remedy="Make a Trainer with a ResumeCallback and a directory for each training",
+            )
         changed = {"eval_on_start": args.eval_on_start, "save_total_limit": args.save_total_limit}
         try:
-            return train(None, None, *rest, **named)
+            with self._under_way:
+                result = train(None, None, *rest, **named)
         finally:
             vars(args).update(changed)
+        self._finished_on = data
+        return result
+
+    def _components(self, ema: Any) -> tuple[StateComponent, ...]:
+        """All that makes up the run, when the Trainer has prepared it."""
+        self._frozen = frozen_parameters(self._trainer)
+        return trainer_components(self._trainer, self._held, self._frozen, ema=ema)
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""
         counts = Counts(*count(args, dataloader))
-        self._checkpointer = self._make_checkpointer(counts.max_steps)
+        checkpointer = self._make_checkpointer(counts.max_steps)
+        self._checkpointer = self._under_way.enter_context(checkpointer)
         self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
         under_way, place = loop.under_way(dataloader), loop.progress
@@ -171,8 +201,8 @@ class ResumeCallback(TrainerCallback):
         # The others are to see what was restored, so it comes first.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
-        self._held = held_by_callbacks(self._trainer, besides=self, others=self._not_held)
-        self._in_training = False
+        self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
+        self._in_training, self._num_steps = False, 0
         if self._loop.finished:
             return num_train_epochs, 0
         return self._plan.epoch, self._plan.batches_to_skip
@@ -189,7 +219,12 @@ class ResumeCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
-            self._held.put_back()  # every callback has begun, and made what it keeps
+            # Every callback has begun, and made what it keeps.
+            self._held.put_back()
+            self._counted = counted_by_user_code(self._trainer, extras=self._extras)
+            other = self._frozen.put_back()
+            if other and state.is_world_process_zero:
+                tell(other)
             self._loop.next_epoch()
             self._in_training = True
 
@@ -208,6 +243,7 @@ class ResumeCallback(TrainerCallback):
             **(self._plan.epoch_under_way if continued else {}),
         }
         run(**{**rest, **resumed}, epoch=epoch)
+        self._tell_what_is_not_saved()
         state = self._trainer.state
         if state.global_step >= state.max_steps:
             self._loop.finish(f"steps={state.max_steps}")
@@ -217,13 +253,21 @@ class ResumeCallback(TrainerCallback):
             self._loop.next_epoch()
         self._best.point()
 
+    def _tell_what_is_not_saved(self) -> None:
+        lost = not_saved(self._counted, self._held)
+        if lost and self._trainer.is_world_process_zero():
+            tell(lost)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step before is settled."""
         self._best.point()
+        if self._num_steps == 1:
+            self._tell_what_is_not_saved()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
         self._checkpointer.step(loss=self._trainer._tr_loss)
+        self._num_steps += 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""
@@ -231,9 +275,10 @@ class ResumeCallback(TrainerCallback):
             self._checkpointer.save()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Metrics of the step that is not settled yet."""
-        if self._reports and self._in_training:
-            self._checkpointer.report(**kwargs["metrics"])
+        """Metrics of the step that is not settled yet; beside numbers they may hold anything."""
+        metric, metrics = self._metric, kwargs["metrics"]
+        if self._in_training and metric is not None and metric in metrics:
+            self._checkpointer.report(**{metric: metrics[metric]})
             self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

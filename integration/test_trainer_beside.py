@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from small_trainer import STEPS_PER_EPOCH, attach, interrupted, make_trainer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from resumekit.errors import ConfigurationError
 
@@ -82,6 +83,20 @@ def test_a_path_is_refused_before_anything_is_loaded(
     with pytest.raises(ConfigurationError, match=remedy):
         trainer.train(resume_from_checkpoint=str(tmp_path / path))
     require_equal(trainer, untouched.model)
+
+
+def test_the_newest_that_was_saved_beside_is_what_scripts_give(tmp_path: Path) -> None:
+    own = {"save_strategy": "steps", "save_steps": 4}
+    whole = continued(tmp_path / "whole", **own)
+    whole.train()
+    interrupted(tmp_path, 17, **own)
+    newest = get_last_checkpoint(str(tmp_path / "output"))
+    assert newest is not None
+    trainer = continued(tmp_path, **own)
+    with pytest.raises(ConfigurationError, match=r"Call trainer\.train\(\) alone"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-12"))
+    trainer.train(resume_from_checkpoint=newest)
+    require_equal(trainer, whole.model)
 
 
 def test_trials_of_a_search_are_not_taken_for_one_run(tmp_path: Path) -> None:

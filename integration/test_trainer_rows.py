@@ -52,6 +52,9 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "an unseeded sampler": ({"seedable": False}, TWICE),
     "averages in a callback": ({"callbacks": "averaging"}, TWICE),
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
+    "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
+    "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
+    "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
     "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
     "evaluated at the end of epochs": ({"eval_strategy": "epoch"}, (BOUNDARY,)),
     "evaluated before the start": (
@@ -106,6 +109,20 @@ def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
 @pytest.mark.parametrize("component", ["callbacks/attributes", "callbacks/trainer_state", "model"])
 def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(cell({"callbacks": "averaging"}, MIDDLE), component)
+
+
+@pytest.mark.parametrize(
+    ("options", "component"),
+    [
+        ({"kind": "weighed"}, "callbacks/attributes"),
+        ({"callbacks": "freezing"}, "callbacks/frozen"),
+    ],
+    ids=["held", "frozen"],
+)
+def test_what_user_code_has_set_is_caught_when_it_is_left_out(
+    kit: Kit, options: dict[str, Any], component: str
+) -> None:
+    kit.assert_caught(cell(options, MIDDLE), component)
 
 
 @pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")

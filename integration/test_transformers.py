@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,10 @@ from small_trainer import (
     make_trainer,
     without_clock,
 )
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import speed_metrics
-from transformers_workloads import BATCH_SIZE, NUM_BLOCKS
+from transformers_workloads import BATCH_SIZE, NUM_BLOCKS, Blocks
 
 from resumekit.adapters._transformers_plan import Counts
 from resumekit.adapters._transformers_state import CLOCK_SUFFIXES, STATE, SUMS
@@ -85,6 +86,53 @@ def test_training_again_after_the_end_does_nothing(tmp_path: Path) -> None:
         assert recorder.num_steps == (2 * STEPS_PER_EPOCH if launch == 0 else 0)
         assert trainer.state.global_step == 2 * STEPS_PER_EPOCH
         assert all(torch.equal(weights[k], v) for k, v in trainer.model.state_dict().items())
+
+
+def test_a_second_data_set_is_not_taken_for_the_run_that_is_over(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2)
+    attach(trainer, tmp_path)
+    trainer.train()
+    trainer.train_dataset = Blocks(augment=True)
+    with pytest.raises(ConfigurationError, match="a directory for each training"):
+        trainer.train()
+
+
+class Fails(TrainerCallback):
+    """As an error in the evaluation would, the first time."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 10:
+            raise KeyError("of the user")
+
+
+def test_after_an_error_the_same_trainer_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole")
+    attach(whole, tmp_path / "whole")
+    whole.train()
+    trainer = make_trainer(tmp_path, fails := Fails())
+    attach(trainer, tmp_path, save_every=3)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == handler
+    trainer.remove_callback(fails)
+    trainer.train()
+    assert without_clock(trainer.state.log_history) == without_clock(whole.state.log_history)
+    state = whole.model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in trainer.model.state_dict().items())
+
+
+def test_a_metric_may_be_anything_but_the_one_that_selects(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, eval_strategy="steps", eval_steps=2, max_steps=4, metric_for_best_model="loss"
+    )
+    trainer.compute_metrics = lambda _: {"f1": [0.5, 0.25], "by_class": {"a": 1}, "name": "x"}
+    attach(trainer, tmp_path, save_every=2)
+    trainer.train()
+    again = make_trainer(tmp_path, max_steps=4)
+    attach(again, tmp_path)
+    again.train()
+    assert again.state.log_history[1]["eval_f1"] == [0.5, 0.25]
 
 
 def test_a_run_that_a_callback_stops_early_is_finished(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from small_trainer import (
     make_trainer,
     without_clock,
 )
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.generation import GenerationConfig
 
 from resumekit.errors import NoUsableCheckpointError, Preempted
@@ -199,3 +206,31 @@ def test_the_checkpoint_says_what_the_callbacks_hold(tmp_path: Path) -> None:
     trained(tmp_path)
     index = tmp_path / "run" / f"step-{END:08}" / "state" / "rank-00000.json"
     assert "callbacks/attributes" in json.loads(index.read_text(encoding="utf-8"))["states"]
+
+
+class Counting(TrainerCallback):
+    """Counts in a number of its own, and in a dict that is saved."""
+
+    def __init__(self, saved: dict[str, int]) -> None:
+        self.num_steps, self.every, self.saved = 0, 2, saved
+        self.began_at: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began_at = time.time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+        self.saved["steps"] += 1
+
+
+def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = {"eval_strategy": "epoch", "metric_for_best_model": "eval_loss"}
+    patient = EarlyStoppingCallback(early_stopping_patience=9)
+    extras = {"steps": 0}
+    trainer = make_trainer(tmp_path, Counting(extras), patient, **evaluated)
+    attach(trainer, tmp_path, extras=extras)
+    trainer.train()
+    told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
+    assert [line.split(": ")[1] for line in told] == ["Counting-0.num_steps"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.optimization import Adafactor, AdafactorSchedule
 from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, NUM_BLOCKS, Blocks
 
 from resumekit.adapters.transformers import ResumeCallback
@@ -180,6 +182,55 @@ class Norms(TrainerCallback):
                 self.sum += weight.detach().square().sum()
 
 
+class Freezing(TrainerCallback):
+    """Begins with the head alone, goes on with all, and then freezes the embeddings."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, weight in kwargs["model"].named_parameters():
+            weight.requires_grad = "ln_f" in name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, weight in kwargs["model"].named_parameters():
+            if state.global_step == 5:
+                weight.requires_grad = True
+            elif state.global_step == 14:
+                weight.requires_grad = "wte" not in name
+
+
+class Weighing(Trainer):
+    """A class of a user's own: a mean teacher, learned weights of two losses, recent losses.
+
+    The teacher is averaged through ``.data``, and its fixed copy never changes.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean_teacher = deepcopy(self.model).requires_grad_(False)
+        self.first_teacher = deepcopy(self.mean_teacher)
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+        self.recent = torch.zeros(4)
+        self.num_seen = 0
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        optimizer.add_param_group({"params": list(self.weights), "lr": 0.1})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.weights.zero_grad()
+        (weights,) = self.weights
+        found = model(**inputs)
+        with torch.no_grad():
+            wanted = self.mean_teacher(**inputs).logits - self.first_teacher(**inputs).logits
+            self.recent = torch.cat([self.recent[1:], found.loss.detach()[None]])
+            for mine, its in zip(self.mean_teacher.parameters(), model.parameters(), strict=True):
+                mine.data.lerp_(its.data, 0.1)
+        self.num_seen += 1
+        losses = torch.stack([found.loss, (found.logits - wanted).square().mean()])
+        seen = self.recent.mean() / self.num_seen
+        return (losses * torch.exp(-weights) + weights).sum() * (1 + seen)
+
+
 class Stance(TrainerCallback):
     """Calls a compiled model as it was written, up to a step or from that step on."""
 
@@ -209,6 +260,8 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
     if kind in TRL:
         model, data = (judge if kind == "reward" else causal)(), preferences()
         return (model, table() if kind == "sft" else data, None, *trl_classes(TRL[kind]))
+    if kind == "weighed":
+        return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
     model = with_lora() if kind == "lora" else causal()
     return (model, Sentences(lambda tokens: tokens), None, *usual)
 
@@ -234,6 +287,7 @@ def train(
     switch_at: int = 0,
     seedable: bool = True,
     sampled: bool = False,
+    scaled: bool = False,
     scheduler: str = "cosine",
     logging_steps: int = 1,
     allow: list[str] | None = None,
@@ -265,7 +319,11 @@ def train(
         log_level="error",
         **{"save_strategy": "no", **settings},
     )
-    known = {"averaging": [Averaging()], "two of a class": [Norms("weight"), Norms("bias")]}
+    known = {
+        "averaging": [Averaging()],
+        "freezing": [Freezing()],
+        "two of a class": [Norms("weight"), Norms("bias")],
+    }
     others: list[Any] = list(known.get(callbacks, []))
     if switch_at:
         others.append(Stance(switch_at=switch_at, eager_first=not compiled))
@@ -275,6 +333,9 @@ def train(
     if kind in ("preferences", "unknown"):
         given["ref_model"] = make(kind)[0]
     evaluated = data if kind == "seq2seq" else Sentences(lambda tokens: tokens)
+    if scaled:
+        own = Adafactor(model.parameters(), warmup_init=True)
+        given["optimizers"] = (own, AdafactorSchedule(own))
     trainer = trainer_class(
         model,
         args=arguments,

@@ -27,6 +27,7 @@ from resumekit.capture.components import (
 )
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.frozen import FrozenParameters
 from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
 from resumekit.capture.gradients import (
@@ -41,6 +42,7 @@ from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, 
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
@@ -50,10 +52,12 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
+    "FrozenParameters",
     "HeldState",
     "ModelState",
     "ObjectState",
     "OptimizerState",
+    "PlainValues",
     "RngState",
     "ScalerState",
     "SchedulerState",

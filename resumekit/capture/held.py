@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from resumekit.capture.names import unwrapped
 from resumekit.contract import Stateful
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
+from resumekit.sharding import local_part
+
+# Of as many bytes as a tensor's elements.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -32,13 +37,22 @@ class HeldState:
         key: the component's key, for errors.
         foreign: gives what is not theirs, as a model or an optimizer that they refer to; what
             shares memory with it is left out as well.
+        left_out: of some of the objects, the attributes that are others' as well. Their modules
+            count only once they change: what stays as it was made, as a teacher, is no state.
     """
 
     def __init__(
-        self, holders: Mapping[str, Any], *, key: str, foreign: Callable[[], Iterable[Any]]
+        self,
+        holders: Mapping[str, Any],
+        *,
+        key: str,
+        foreign: Callable[[], Iterable[Any]],
+        left_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
         self._holders = dict(holders)
         self._foreign = foreign
+        self._left_out = dict(left_out)
+        self._as_made = {name: _modules_of(holders[name], left_out[name]) for name in left_out}
         self._settings = {name: _numbers(holder) for name, holder in holders.items()}
         self._pending: dict[str, Any] = {}
         self.key = key
@@ -53,7 +67,9 @@ class HeldState:
             if isinstance(holder, Stateful):
                 states[name] = {"own": holder.state_dict()}
                 continue
-            held = dict(_held(holder, foreign))
+            held = dict(_held(holder, foreign, self._left_out.get(name, ())))
+            for attribute in self._unchanged(name, held):
+                del held[attribute]
             if held:
                 states[name] = {
                     "objects": {n: v.state_dict() for n, v in held.items() if _is_stateful(v)},
@@ -62,10 +78,31 @@ class HeldState:
                 }
         return states
 
+    def _unchanged(self, name: str, held: Mapping[str, Any]) -> list[str]:
+        made = self._as_made.get(name, {})
+        for attribute in [each for each in made if each in held]:
+            if _checksums(held[attribute]) != made[attribute]:
+                del made[attribute]  # from now on it is state, without a look
+        return [each for each in made if each in held]
+
     def _counters(self, name: str) -> dict[str, Any]:
         settings = self._settings[name]
-        numbers = _numbers(self._holders[name]).items()
-        return {n: value for n, value in numbers if n not in settings or settings[n] != value}
+        others = self._left_out.get(name, ())
+        return {
+            n: value
+            for n, value in _numbers(self._holders[name]).items()
+            if n not in others and (n not in settings or settings[n] != value)
+        }
+
+    def names(self) -> set[str]:
+        """The attributes that are state just now, ``holder.attribute``."""
+        foreign = _Foreign(self._foreign())
+        found: set[str] = set()
+        for name, holder in self._holders.items():
+            held = dict(_held(holder, foreign, self._left_out.get(name, ())))
+            if held:
+                found.update(f"{name}.{attribute}" for attribute in (*held, *self._counters(name)))
+        return found
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be kept; changes nothing.
@@ -135,11 +172,34 @@ class _Foreign:
         return any(_place(tensor) in self._memory for tensor in _tensors_of(value))
 
 
-def _held(holder: Any, foreign: _Foreign) -> Iterator[tuple[str, Any]]:
+def _held(holder: Any, foreign: _Foreign, left_out: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The attributes that are state, by name."""
     for name, value in getattr(holder, "__dict__", {}).items():
-        if (_is_stateful(value) or _is_data(value)) and value not in foreign:
+        is_state = _is_stateful(value) or _is_data(value)
+        if is_state and name not in left_out and value not in foreign:
             yield name, value
+
+
+def _modules_of(holder: Any, left_out: Collection[str]) -> dict[str, list[int]]:
+    """What its modules hold now, by attribute."""
+    own = ((n, v) for n, v in getattr(holder, "__dict__", {}).items() if n not in left_out)
+    return {name: _checksums(value) for name, value in own if isinstance(value, nn.Module)}
+
+
+def _checksums(module: nn.Module) -> list[int]:
+    """A number for each tensor, in one pass and where it lies; another one when it has changed.
+
+    torch 2.13 counts no write through ``.data``, nor those of a fused optimizer.
+    """
+    return [_checksum(local_part(each)) for each in _tensors_of(module)]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.is_meta:
+        return id(tensor)
+    words = tensor.detach().contiguous().view(_WORDS[min(tensor.element_size(), 8)])
+    return int(words.sum(dtype=torch.int64))
 
 
 def _is_stateful(value: Any) -> bool:

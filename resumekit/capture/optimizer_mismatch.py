@@ -39,7 +39,19 @@ def optimizer_mismatches(
         where = f"param_groups[{index}]"
         if is_order_bound and group_then["params"] != group_now["params"]:
             yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
-        yield from _value_mismatches(where, group_then, group_now)
+        differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
+        yield from _value_mismatches(where, differing, group_now)
+
+
+def _scaled(then: Group, now: Group) -> str | None:
+    """The hyperparameter that stands as a number until a first step makes a tensor of it.
+
+    transformers 5.23 optimization.py AdafactorSchedule writes down the learning rate that Adafactor
+    has scaled by the parameters.
+    """
+    rate = then.get("lr")
+    is_scaled = bool(now.get("scale_parameter")) and not isinstance(now.get("lr"), Tensor)
+    return "lr" if is_scaled and isinstance(rate, Tensor) and rate.dim() == 0 else None
 
 
 def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Iterator[Mismatch]:

@@ -18,12 +18,12 @@ from resumekit.data.orders import Batching, order_name
 from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
 from resumekit.data.source import Source, announce_epoch
 from resumekit.data.tape import (
-    PaddedDataset,
     Padding,
     Taped,
     TapingCollate,
     TapingInit,
     WorkerRandomState,
+    padded,
 )
 
 # What cannot be followed for ever, or not at all.
@@ -190,9 +190,10 @@ class MapSource(Source):
         if self.loader.num_workers:
             self._copy.collate_fn = TapingCollate(self.loader.collate_fn, num_padding)
             self._copy.worker_init_fn = TapingInit(self.loader.worker_init_fn, states)
-            if not self._collates:
-                dataset = self.loader.dataset
-                self._copy.__dict__["dataset"] = PaddedDataset(dataset) if num_padding else dataset
+            dataset: Any = self.loader.dataset
+            if num_padding:
+                dataset = padded(dataset, collates=self._collates)
+            self._copy.__dict__["dataset"] = dataset
 
     def next_batch(self) -> Any:
         """The next batch as the user's loader would give it.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
 from resumekit.data.sampler import PaddingIndices
@@ -50,8 +50,6 @@ class Padding:
 class PaddedDataset:
     """Stands for a dataset in workers that start with padding, and passes over that.
 
-    For a loader that does not collate: where one does, padding is a list of no samples.
-
     Args:
         dataset: the user's own.
     """
@@ -61,6 +59,30 @@ class PaddedDataset:
 
     def __getitem__(self, index: Any) -> Any:
         return None if isinstance(index, PaddingIndices) else self.dataset[index]
+
+
+class PaddedBatches(PaddedDataset):
+    """The same for a dataset that gives whole batches; it is not to be asked for one of no samples.
+
+    torch 2.13 utils/data/_utils/fetch.py _MapDatasetFetcher asks for whole batches where it can.
+    """
+
+    def __getitems__(self, indices: Any) -> Any:
+        return [] if isinstance(indices, PaddingIndices) else self.dataset.__getitems__(indices)
+
+
+def padded(dataset: Any, *, collates: bool) -> Any:
+    """A dataset for workers that start with padding, which the user's own never sees.
+
+    Args:
+        dataset: the user's own.
+        collates: whether the loader makes batches of samples. Where it asks for them one by one,
+            padding is a list of no samples anyway.
+    """
+    if not collates:
+        return PaddedDataset(dataset)
+    gives_batches = getattr(dataset, "__getitems__", None) and not isinstance(dataset, MapDataPipe)
+    return PaddedBatches(dataset) if gives_batches else dataset
 
 
 class TapingCollate:

@@ -133,3 +133,24 @@ def test_an_object_that_says_its_own_state_is_asked(stored: Any) -> None:
 def test_another_state_is_refused() -> None:
     with pytest.raises(StateMismatchError):
         held().check_state_dict({"one": 3})
+
+
+def test_what_others_set_and_a_module_that_never_changes_are_left_out(stored: Any) -> None:
+    def trainer() -> Holder:
+        return Holder(mean=nn.Linear(1, 1), teacher=nn.Linear(1, 1), sum=torch.ones(1), num=0)
+
+    def of(holder: Holder) -> HeldState:
+        names = {"one": {"sum", "num"}}
+        return HeldState({"one": holder}, key=KEY, foreign=lambda: (), left_out=names)
+
+    old, new = trainer(), trainer()
+    saved, untouched = of(old), new.teacher.weight.item()
+    assert saved.state_dict() == {}
+    old.num = 5
+    old.mean.weight.data.add_(1.0)  # torch counts no such change
+    assert saved.state_dict()["one"]["objects"].keys() == {"mean"}
+    live = of(new)
+    passed_on(saved, live, stored)
+    assert torch.equal(new.mean.weight, old.mean.weight)
+    assert (new.num, new.teacher.weight.item()) == (0, untouched)
+    assert live.state_dict()["one"]["objects"].keys() == {"mean"}

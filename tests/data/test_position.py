@@ -49,6 +49,14 @@ class Noisy(Dataset[Any]):
         return index, random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
+class InBatches(Noisy):
+    """Gives whole batches, as ``datasets`` does, and cannot make one of nothing."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        first, *_ = noisy = [self[index] for index in indices]
+        return [(*each, first[0]) for each in noisy]
+
+
 class Halves(Sampler[int]):
     """A user's sampler with a private generator, written as a generator function."""
 
@@ -246,6 +254,20 @@ def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str)
     expected, stops = uninterrupted(kind, workers)
     for stop in places(stops):
         assert continued(kind, workers, stops[stop]) == expected[stop:], stop
+
+
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+def test_a_dataset_in_workers_is_never_asked_for_a_batch_of_nothing(workers: str) -> None:
+    def loop(saved: dict[str, Any] | None = None) -> Loop:
+        loader = DataLoader(InBatches(), BATCH_SIZE, shuffle=True, **WORKERS[workers])
+        return Loop(loader, saved)
+
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    expected = loop().run(stops)
+    for stop in (1, 3, 7):
+        seed_everything(1234)
+        assert loop(stops[stop]).run() == expected[stop:], stop
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine may have two cores

@@ -1,0 +1,34 @@
+"""Plain values that change in user code, and that nobody saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resumekit.capture import PlainValues
+
+
+class Holder:
+    """An object with attributes of its own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def test_what_changed_is_named_once() -> None:
+    one = Holder(num=0, sums={"a": 1.0}, rows=[], done=False, every=5, model=object())
+    values = PlainValues({"one": one})
+    assert values.changed() == []
+    one.num, one.done, one.late = 1, True, "x"
+    one.sums["a"] = 2.0
+    assert values.changed() == ["one.num", "one.sums", "one.done", "one.late"]
+    one.num = 2
+    one.rows.extend([0] * 100)
+    assert values.changed() == ["one.rows"]
+
+
+def test_what_is_others_or_saved_elsewhere_is_not_looked_at() -> None:
+    extras = {"steps": 0}
+    one = Holder(num=0, extras=extras)
+    values = PlainValues({"one": one}, left_out={"one": {"num"}}, known=[extras])
+    one.num = extras["steps"] = 1
+    assert values.changed() == []
