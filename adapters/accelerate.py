@@ -81,7 +81,13 @@ class Checkpointer(_Checkpointer):
         _check(accelerator)
         self._accelerator = accelerator
         extras = {} if extras is None else extras
-        held = Held(accelerator, lr_scheduler=lr_scheduler, ema=ema, extras=extras)
+        held = Held(
+            accelerator,
+            lr_scheduler=lr_scheduler,
+            ema=ema,
+            extras=extras,
+            drawn=lambda: self._run.position.sources.values(),
+        )
         super().__init__(
             directory, components=held.components(), extras=extras, generators=generators, **options
         )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import xxhash
 
 from resumekit.capture import (
-    AccumulatedGradients,
     Extras,
     bucket_components,
     fingerprint,
@@ -273,8 +272,9 @@ class Run:
         for remark in self.rng.restore():
             self.account.tell(remark)
         for component in self.components:
-            if isinstance(component.stateful, AccumulatedGradients):
-                component.stateful.put_back()
+            put_back = getattr(component.stateful, "put_back_with_random", None)
+            if put_back is not None:
+                put_back()
         if self._resumed_from is not None:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
