@@ -13,6 +13,7 @@ import xxhash
 
 from resumekit.capture import (
     Extras,
+    ModelState,
     bucket_components,
     fingerprint,
     gradient_components,
@@ -332,11 +333,19 @@ class Run:
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
-                fingerprint=self._fingerprint,
+                fingerprint={**self._fingerprint, **self._models_now()},
                 details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")
+
+    def _models_now(self) -> dict[str, Any]:
+        """What describes the models at this place: a script may freeze parameters as it goes."""
+        then = self._fingerprint
+        every = {each.key: each.stateful for each in self.components if each.key in then}
+        now = {key: it.fingerprint() for key, it in every.items() if type(it) is ModelState}
+        size = "num_parameters"  # lazy ones are counted when they have been made
+        return {key: each for key, each in now.items() if each[size] == then[key][size]}
 
     def close(self) -> None:
         """Gives the directory back."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from resumekit.capture import generator_state, set_generator_state
 from resumekit.capture.mismatch import require_fields
 from resumekit.contract import Slot
-from resumekit.data import Source
-from resumekit.data.generators import loader_generators, samplers_of
+from resumekit.data import Source, stateful_generators
+from resumekit.data.generators import samplers_of
 from resumekit.data.kinds import is_seeded_by_epoch
 from resumekit.layout import WorldChange
 
@@ -90,14 +89,11 @@ class LoadersBeside:
 
 
 def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
-    """Those that have a state, by name, without those that were taken or are seeded each time."""
+    """By name, without those that were taken or are seeded each time."""
     seeded = [each for _, each in samplers_of(loader) if is_seeded_by_epoch(each)]
     others = {*taken, *(id(sampler.generator) for sampler in seeded)}
-    return {
-        name: each
-        for name, each in loader_generators(loader).items()
-        if id(each) not in others and not isinstance(each, random.SystemRandom)
-    }
+    found = stateful_generators(loader).items()
+    return {name: each for name, each in found if id(each) not in others}
 
 
 def _state(loader: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
