@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from digits import Digits
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
@@ -64,6 +65,29 @@ def train(
             checkpointer.step(loss=loss)
         if evaluates:
             extras["evaluated"] += some_of(accelerator, model, held_out, evaluates)
+    checkpointer.close()
+
+
+def joined(directory: str, *, num_samples: int) -> None:
+    """Ranks that may have unlike numbers of batches.
+
+    accelerate 1.15 accelerator.py: ``join_uneven_inputs`` is this ``Join``, but not on the CPU.
+    """
+    set_seed(0)
+    configuration = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    model: Any = nn.Linear(64, 10)
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled(num_samples))
+    checkpointer = Checkpointer(accelerator, directory, save_every=1)
+    for _ in checkpointer.epochs(2):
+        with Join([model]):
+            for images, labels in checkpointer.batches(loader):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step(loss=loss)
     checkpointer.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from accelerate_loops_workloads import train
+from accelerate_loops_workloads import joined, train
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
@@ -42,3 +42,9 @@ def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
 def test_the_turn_of_an_evaluation_left_out_is_caught_and_named(kit: Kit) -> None:
     cell = Cell(train, {"evaluates": 2}, 2, (KillPoint.step(8),))
     kit.assert_caught(cell, "callbacks/loaders")
+
+
+def test_ranks_that_wait_for_those_with_more_batches_are_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(joined, {"num_samples": 40}, 2)))
+    assert "batches of an epoch: train: rank 0: 3; rank 1: 2" in run.failure
+    kit.assert_exact(Cell(joined, {"num_samples": 48}, 2, (KillPoint.step(2),)))

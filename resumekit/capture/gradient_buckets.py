@@ -101,6 +101,12 @@ class GradientBuckets:
                 return Fidelity.EQUIVALENT, f"{obstacle}: {reason}"
         return Fidelity.EXACT, ""
 
+    @property
+    def waits_for_batches(self) -> bool:
+        """Whether ranks with fewer batches wait for the others, inside ``join()``."""
+        # torch 2.13 distributed/algorithms/join.py Join sets it.
+        return any(module._join_config.enable for module in self._wrappers.values())
+
     def before_save(self) -> None:
         """Lets DDP do now what it would do when the next iteration begins. Collective."""
         for module in self._wrappers.values():

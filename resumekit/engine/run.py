@@ -285,7 +285,14 @@ class Run:
 
         Raises:
             InexactError: ``strict=True`` and a part would not come back exactly.
+            RankDisagreementError: ranks with fewer batches would wait where others save.
         """
+        if any(getattr(each.stateful, "waits_for_batches", False) for each in self.components):
+            self.world.require_equal(
+                "batches of an epoch:",
+                {feed.name: feed.num_batches},
+                remedy="A save needs all ranks: give them as many batches each, without join()",
+            )
         self.account.tell_changed_loaders()
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
