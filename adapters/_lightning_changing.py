@@ -61,10 +61,8 @@ def prepare_epoch(trainer: Any) -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def frozen(trainer: Any) -> dict[str, list[str]] | None:
-    """What such a callback has frozen, or let go, by name; None where there is none."""
-    if not any(isinstance(each, callbacks.BaseFinetuning) for _, each in _changing(trainer)):
-        return None
+def frozen(trainer: Any) -> dict[str, list[str]]:
+    """What is frozen, by name: a hook that did it, or let it go, is not called again."""
     module = trainer.lightning_module
     norms = [(name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
     return {
@@ -73,19 +71,30 @@ def frozen(trainer: Any) -> dict[str, list[str]] | None:
     }
 
 
-def freeze(trainer: Any, names: dict[str, list[str]] | None) -> None:
-    """Freezes what was frozen, and lets go the rest."""
+def freeze(trainer: Any, names: dict[str, list[str]] | None) -> tuple[str, ...]:
+    """Freezes what was frozen, and lets go the rest.
+
+    Args:
+        trainer: the Trainer.
+        names: what ``frozen`` gave; None in a checkpoint that does not tell.
+
+    Returns:
+        The names of the parameters for which that is another than this launch has made it.
+    """
     if names is None:
-        return
-    module = trainer.lightning_module
+        return ()
+    module, changed = trainer.lightning_module, []
     for name, parameter in module.named_parameters():
-        parameter.requires_grad = name not in names["parameters"]
+        if parameter.requires_grad == (name in names["parameters"]):
+            parameter.requires_grad = not parameter.requires_grad
+            changed.append(name)
     for name, each in module.named_modules():
         if isinstance(each, _BatchNorm):
             each.track_running_stats = name not in names["norms"]
     for _, callback in _changing(trainer):
         if isinstance(callback, callbacks.BaseFinetuning):
             callback._restarting = False  # or the next fit would get these param groups
+    return tuple(changed)
 
 
 def _see_groups(component: Any, saved: Any) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from resumekit.adapters._lightning_changing import freeze, frozen
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
-from resumekit.capture import RngState
+from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import SharingPattern, StateComponent
+from resumekit.data import stateful_generators
 
 
 class Place:
@@ -47,11 +48,17 @@ class Place:
             "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
+            "validation": [_states(each) for each in self._validation()],
             # torch 2.13 nn/parallel/distributed.py: not in the forward pass after a validation.
             "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Puts all but what the first batch decides in its place.
+
+        Returns:
+            What this launch had made otherwise.
+        """
         trainer, loop = self._trainer, self._trainer.fit_loop
         loop.load_state_dict(dict(state["loops"]))
         loop.epoch_loop.restarting = False
@@ -60,12 +67,16 @@ class Place:
         trainer.should_stop = state["should_stop"]
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
-        freeze(trainer, state["frozen"])
+        changed = freeze(trainer, state["frozen"])
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
         trainer.num_sanity_val_steps = 0
         epoch = loop.epoch_progress.current
         self._again = state if epoch.processed < epoch.started else None
+        if not changed:
+            return ()
+        what = ", ".join(changed[:3]) + (" and others" if len(changed) > 3 else "")
+        return (f"frozen, or trained, as in the checkpoint: {what}",)
 
     @property
     def was_requested(self) -> bool:
@@ -123,7 +134,20 @@ class Place:
             loop.epoch_loop.val_loop.setup_data()
             for each in self._validation():
                 iter(each)
+        saved = state.get("validation", [])  # an older checkpoint has none
+        if any(saved):
+            loop.epoch_loop.val_loop.setup_data()
+        for each, states in zip(self._validation(), saved, strict=False):
+            for name, generator in stateful_generators(each).items():
+                if name in states:
+                    set_generator_state(generator, states[name])
 
     def _validation(self) -> list[Any]:
         loader = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return [] if loader is None else list(loader.flattened)
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    """Of the generators of a loader for validation: they decide the next order."""
+    found = stateful_generators(loader).items()
+    return {name: generator_state(each) for name, each in found}

@@ -14,13 +14,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture.overlooked import overlooked
+from resumekit.capture.overlooked import overlooked, variables_of
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate_held import Held
 from resumekit.frameworks.accelerate_states import StatesBeside
@@ -81,11 +80,17 @@ class Checkpointer(_Checkpointer):
         _check(accelerator)
         self._accelerator = accelerator
         extras = {} if extras is None else extras
-        held = Held(accelerator, lr_scheduler=lr_scheduler, ema=ema, extras=extras)
+        held = Held(
+            accelerator,
+            lr_scheduler=lr_scheduler,
+            ema=ema,
+            extras=extras,
+            drawn=lambda: self._run.position.sources.values(),
+        )
         super().__init__(
             directory, components=held.components(), extras=extras, generators=generators, **options
         )
-        self._run.account.overlooked = overlooked(_variables(sys._getframe(1)), held.everything)
+        self._run.account.overlooked = overlooked(variables_of(sys._getframe(1)), held.everything)
         self._steps = StepsTaken(accelerator, held.optimizers)
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to
@@ -131,9 +136,3 @@ def _check(accelerator: Accelerator) -> None:
             found="no model was prepared",
             remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
         )
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """Of the function that makes the Checkpointer, and of the object whose method it is."""
-    own = frame.f_locals
-    return {**getattr(own.get("self"), "__dict__", {}), **own}

@@ -11,11 +11,14 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
+from resumekit.capture.overlooked import REMEDIES, overlooked, variables_of
+from resumekit.contract import Slot
 from resumekit.frameworks.deepspeed import engine_components, require_resumable
 
 if TYPE_CHECKING:
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from resumekit.engine.options import OptionKeywords
 
 __all__ = ["Checkpointer"]
+
+_REMEDIES = {
+    **REMEDIES,
+    Slot.LR_SCHEDULER: 'that the engine does not step; pass extras={{"{name}": {name}}}',
+}
 
 
 class Checkpointer(_Checkpointer):
@@ -63,6 +71,12 @@ class Checkpointer(_Checkpointer):
             extras=extras,
             generators=generators,
             **options,
+        )
+        averages = [*ema.values()] if isinstance(ema, Mapping) else [ema]
+        self._run.account.overlooked = overlooked(
+            variables_of(sys._getframe(1)),
+            [engine, engine.lr_scheduler, *averages, *(extras or {}).values()],
+            remedies=_REMEDIES,
         )
 
     def _at_step_boundary(self) -> bool:

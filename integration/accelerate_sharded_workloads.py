@@ -141,3 +141,13 @@ def train(
             accelerator.save_state(str(folder))
     checkpointer.close()
     destroy_process_group()
+
+
+def two_engines(directory: str) -> None:
+    """Two models that one Accelerator makes engines of."""
+    accelerator = make_accelerator("ZeRO-1", 1)
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        loader = DataLoader(Digits(NUM_SAMPLES, augment=False), batch_size=BATCH_SIZE)
+        accelerator.prepare(model, AdamW(model.parameters()), loader)
+    Checkpointer(accelerator, directory)

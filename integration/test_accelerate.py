@@ -144,6 +144,7 @@ def test_single_objects_get_the_slot_and_several_their_class_and_ordinal(
         "optimizer/SGD-2",
         "lr_scheduler",
         "callbacks/accelerator",
+        "callbacks/loaders",
         "callbacks/Counting-0",
         "callbacks/Weighing-0",
         "callbacks/Counting-1",
@@ -170,6 +171,7 @@ def test_what_was_given_by_name_or_prepared_is_not_taken_twice(
         "lr_scheduler",
         "ema",
         "callbacks/accelerator",
+        "callbacks/loaders",
     ]
 
 

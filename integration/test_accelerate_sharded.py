@@ -12,7 +12,7 @@ from preloads import ACCELERATE, DEEPSPEED, SHARDED
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
 
-from accelerate_sharded_workloads import train
+from accelerate_sharded_workloads import train, two_engines
 
 from resumekit.prove.compare import compare
 from resumekit.testing import Cell, KillPoint, Kit
@@ -76,6 +76,11 @@ def test_a_window_that_the_framework_keeps_to_itself_is_refused_by_name(
     options = {"spread": spread, "mid_accumulation": "gradients"}
     run = kit.run_again(kit.new_run(Cell(train, options, 2)))
     assert "ConfigurationError: mid_accumulation: 'gradients', and" in run.failure
+
+
+def test_a_second_engine_is_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(two_engines, {}, 2)))
+    assert "ConfigurationError: accelerator: more than one DeepSpeed engine" in run.failure
 
 
 @pytest.mark.parametrize(("before", "after"), [("FSDP2", "FSDP2"), ("FSDP1", "FSDP2")])

@@ -290,6 +290,31 @@ def test_a_resume_brings_the_counters_back_and_tells_a_changed_setting(
     assert "callbacks/deepspeed.config.gradient_clipping: was None, now 0.5" in told
 
 
+def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former, engine, critic, average = make_engine(), make_engine(), make_engine(), nn.Linear(1, 1)
+    one_step(former, torch.ones(2, 4))
+    decay, warmup = (
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1)
+        for _ in range(2)
+    )
+    extras = {"warmup": warmup}
+    with Checkpointer(engine, tmp_path / "told", extras=extras, ema=average) as checkpointer:
+        next(checkpointer.batches(make_loader(), epochs=1))
+    told = capsys.readouterr().err
+    lost = [part.partition(" (")[0] for part in told.split("; ") if ": lost" in part]
+    assert lost == ["model/critic: lost", "lr_scheduler/decay: lost"]
+    assert "one Checkpointer takes one engine" in told
+    assert 'pass extras={"decay": decay}' in told
+    assert (critic.global_steps, decay.last_epoch) == (0, 0)
+    with (
+        Checkpointer(engine, tmp_path / "strict", strict=True) as checkpointer,
+        pytest.raises(InexactError, match="model/critic"),
+    ):
+        next(checkpointer.batches(make_loader(), epochs=1))
+
+
 class WithExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -175,6 +175,13 @@ class WithLoader(Classifier):
         return make_loader(True, "shuffle", "0", NUM_SAMPLES)
 
 
+class FreezesByEpoch(Classifier):
+    """Its first layer is trained from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.layers[0].requires_grad_(self.current_epoch > 0)
+
+
 class WithCollection(Classifier):
     """Its metrics keep their state once for both, and have it computed at the end of an epoch."""
 
@@ -497,6 +504,15 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: {"check_val_every_n_epoch": None, "val_check_interval": 7, "val": validation()},
         (17,),
     ),
+    "a validation that shuffles by itself": (
+        lambda: {
+            "val": make_loader(False, "generator", "0", NUM_SAMPLES),
+            "limit_val_batches": 2,
+            "max_epochs": 3,
+        },
+        (17,),
+    ),
+    "a layer that a hook has frozen": (lambda: {"module": FreezesByEpoch}, (5,)),
     "a validation and a plateau at each saved step": (
         lambda: {"module": PlateauInSteps, "val_check_interval": 2, "val": validation()},
         (5, 10),

@@ -226,12 +226,19 @@ class World:
             raise mine[0].error if self.is_first else from_rank(self.ranks[0], mine[0].error)
         return mine[0].value  # type: ignore[no-any-return]
 
-    def require_equal(self, what: str, values: Mapping[str, Any]) -> None:
+    def require_equal(
+        self,
+        what: str,
+        values: Mapping[str, Any],
+        *,
+        remedy: str = "Give every rank the same arguments",
+    ) -> None:
         """Returns when all ranks give the same values. Collective.
 
         Args:
             what: what they are, for the error.
             values: by name; plain, and the same keys may be missing on some ranks.
+            remedy: what to do about it, for the error.
 
         Raises:
             RankDisagreementError: on every rank, naming the first value that differs and who said
@@ -245,7 +252,7 @@ class World:
                     f"{what} {name}",
                     found=who_said(said),
                     expected="the same on all ranks",
-                    remedy="Give every rank the same arguments",
+                    remedy=remedy,
                 )
 
     def _attempt(self, action: Callable[[], Any]) -> _Outcome:

@@ -306,6 +306,18 @@ def test_what_belongs_to_another_framework_is_left_out_and_told_by_name(
     assert [f"resumekit: {line}" for line in told] == capsys.readouterr().err.splitlines()[:2]
 
 
+def test_parameters_that_the_run_has_frozen_since_it_began_are_told(tmp_path: Path) -> None:
+    first = Job(tmp_path)
+    for _ in first.checkpointer.epochs(1):
+        for batch in first.checkpointer.batches(first.loader):
+            first.on_batch(batch)
+            first.checkpointer.step()
+        first.model.bias.requires_grad_(False)
+    first.checkpointer.close()
+    (difference,) = Job(tmp_path).checkpointer.resume().differences
+    assert str(difference) == "model.num_trainable_parameters: was 6, now 8"
+
+
 def test_what_belongs_to_the_framework_in_use_is_needed(tmp_path: Path) -> None:
     with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
         checkpointer.save()

@@ -10,6 +10,8 @@ back exactly, in words; it is empty when all did. Some have more:
 - ``after_resume()``: called on every rank when all components are loaded; may be collective; gives
   remarks;
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
+- ``put_back_with_random()``: called when the random state is set, the last act of a resume, for
+  what code before the next batch may change;
 - ``comparable_state()``: the state without what was read from a clock, for the judge;
 - ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
   changes. ``states`` holds the states of some former ranks by rank: always rank 0's, that of

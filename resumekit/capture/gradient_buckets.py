@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.names import clean_names
@@ -89,11 +90,22 @@ class GradientBuckets:
     def fidelity(self) -> tuple[Fidelity, str]:
         """How exactly the sums of gradients continue, and why not where they do not."""
         for module in self._wrappers.values():
+            kept = _kept_by_hooks(module)
+            if kept:
+                reason = "errors, counts and random numbers that it keeps begin anew"
+                return Fidelity.LOST, f"the {kept} of a communication hook: {reason}"
+        for module in self._wrappers.values():
             obstacle = _obstacle(module)
             if obstacle:
                 reason = "the first step sums gradients in another order"
                 return Fidelity.EQUIVALENT, f"{obstacle}: {reason}"
         return Fidelity.EXACT, ""
+
+    @property
+    def waits_for_batches(self) -> bool:
+        """Whether ranks with fewer batches wait for the others, inside ``join()``."""
+        # torch 2.13 distributed/algorithms/join.py Join sets it.
+        return any(module._join_config.enable for module in self._wrappers.values())
 
     def before_save(self) -> None:
         """Lets DDP do now what it would do when the next iteration begins. Collective."""
@@ -169,6 +181,16 @@ def _obstacle(module: DistributedDataParallel) -> str:
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "sparse gradients"
     return ""
+
+
+def _kept_by_hooks(module: DistributedDataParallel) -> str:
+    """The class of what a communication hook keeps from step to step; empty where it does not.
+
+    torch's own that DDP registers by itself, for mixed precision and the like, keep nothing.
+    """
+    states = [state for _, state in module._comm_hooks if state is not None]
+    kept = [type(state).__name__ for state in states if not isinstance(state, ProcessGroup)]
+    return next((name for name in kept if not name.startswith("_")), "")
 
 
 def _logged(module: DistributedDataParallel) -> Mapping[str, Any]:

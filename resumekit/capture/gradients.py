@@ -66,7 +66,7 @@ class AccumulatedGradients:
         refuse(self.key, problems, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keeps the gradients until ``put_back``: code before the next batch may clear them."""
+        """Keeps them until ``put_back_with_random``: code before the next batch may clear them."""
         self._pending = dict(state)
         return ()
 
@@ -93,7 +93,7 @@ class AccumulatedGradients:
         """A checkpoint that was written between two windows lacks nothing."""
         return ()
 
-    def put_back(self) -> None:
+    def put_back_with_random(self) -> None:
         """Gives every parameter the gradient that it had; a no-op when there is none."""
         pending, self._pending = self._pending, {}
         if not pending:

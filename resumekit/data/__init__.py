@@ -2,6 +2,7 @@
 
 from resumekit.data.ahead import AheadSource, AskedAhead
 from resumekit.data.combined import Together
+from resumekit.data.generators import stateful_generators
 from resumekit.data.map_source import MapSource
 from resumekit.data.position import (
     DataPosition,
@@ -34,4 +35,5 @@ __all__ = [
     "announce_epoch",
     "epoch_under_way",
     "open_source",
+    "stateful_generators",
 ]

@@ -69,3 +69,9 @@ def loader_generators(loader: Any) -> dict[str, Any]:
     for name, generator in found.items():
         unique.setdefault(id(generator), name)
     return {name: found[name] for name in unique.values()}
+
+
+def stateful_generators(loader: Any) -> dict[str, Any]:
+    """Those of them whose state can be taken out, of a loader that no loop of ours draws from."""
+    found = loader_generators(loader).items()
+    return {name: each for name, each in found if not isinstance(each, random.SystemRandom)}

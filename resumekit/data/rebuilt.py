@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from resumekit.data.kinds import INNER
+
 # What the garbage collector can find. It does not know torch's generators.
 _KINDS = (DataLoader, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -31,6 +33,7 @@ class Witness:
 
     def saw(self, thing: Any) -> bool:
         """Whether it existed, as far as this can be known."""
+        thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
         if not isinstance(thing, _KINDS):
             return True
         reference = self._there.get(id(thing), _nobody)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import xxhash
 
 from resumekit.capture import (
-    AccumulatedGradients,
     Extras,
+    ModelState,
     bucket_components,
     fingerprint,
     gradient_components,
@@ -273,8 +273,9 @@ class Run:
         for remark in self.rng.restore():
             self.account.tell(remark)
         for component in self.components:
-            if isinstance(component.stateful, AccumulatedGradients):
-                component.stateful.put_back()
+            put_back = getattr(component.stateful, "put_back_with_random", None)
+            if put_back is not None:
+                put_back()
         if self._resumed_from is not None:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
@@ -284,7 +285,14 @@ class Run:
 
         Raises:
             InexactError: ``strict=True`` and a part would not come back exactly.
+            RankDisagreementError: ranks with fewer batches would wait where others save.
         """
+        if any(getattr(each.stateful, "waits_for_batches", False) for each in self.components):
+            self.world.require_equal(
+                "batches of an epoch:",
+                {feed.name: feed.num_batches},
+                remedy="A save needs all ranks: give them as many batches each, without join()",
+            )
         self.account.tell_changed_loaders()
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
@@ -332,11 +340,19 @@ class Run:
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
-                fingerprint=self._fingerprint,
+                fingerprint={**self._fingerprint, **self._models_now()},
                 details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")
+
+    def _models_now(self) -> dict[str, Any]:
+        """What describes the models at this place: a script may freeze parameters as it goes."""
+        then = self._fingerprint
+        every = {each.key: each.stateful for each in self.components if each.key in then}
+        now = {key: it.fingerprint() for key, it in every.items() if type(it) is ModelState}
+        size = "num_parameters"  # lazy ones are counted when they have been made
+        return {key: each for key, each in now.items() if each[size] == then[key][size]}
 
     def close(self) -> None:
         """Gives the directory back."""

@@ -48,6 +48,7 @@ def accelerator_components(
     require_supported(accelerator)
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
+        _require_one_engine(accelerator, wrapped.engine)
         return tuple(_engine_components(wrapped.engine, lr_scheduler=lr_scheduler, ema=ema))
     return state_components(
         model=model,
@@ -78,6 +79,13 @@ def require_supported(accelerator: Any) -> None:
     for name, what in _SIZES.items():
         if getattr(sizes, name, 1) > 1:
             _refuse(f"{what} ({name}={getattr(sizes, name)})")
+
+
+def _require_one_engine(accelerator: Any, engine: Any) -> None:
+    # accelerate 1.15 accelerator.py _prepare_deepspeed lists all, and backward() knows the first.
+    engines = [each for each in accelerator._models if isinstance(each, type(engine))]
+    if any(each is not engine and each.optimizer is not None for each in engines):
+        _refuse("more than one DeepSpeed engine that is trained")
 
 
 def _keeps_parameters(accelerator: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from resumekit.capture import (
     one_or_named,
     registered_components,
 )
-from resumekit.contract import Slot, StateComponent
+from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.data import Source
 from resumekit.frameworks.accelerate import accelerator_components
+from resumekit.frameworks.accelerate_loaders import KEY as LOADERS
+from resumekit.frameworks.accelerate_loaders import LoadersBeside
 from resumekit.frameworks.accelerate_states import AcceleratorCounts
 
 
@@ -31,6 +34,7 @@ class Held:
         lr_scheduler: schedulers that it may not know: one, or a dict of named ones.
         ema: averaged models: one, or a dict of named ones.
         extras: the user's own values.
+        drawn: gives what the loops draw from.
 
     Attributes:
         optimizers: those inside the wrappers, and the registered ones.
@@ -38,10 +42,17 @@ class Held:
     """
 
     def __init__(
-        self, accelerator: Any, *, lr_scheduler: Any, ema: Any, extras: Mapping[str, Any]
+        self,
+        accelerator: Any,
+        *,
+        lr_scheduler: Any,
+        ema: Any,
+        extras: Mapping[str, Any],
+        drawn: Callable[[], Collection[Source]],
     ) -> None:
         self._accelerator = accelerator
         self._ema = ema
+        self._loaders = LoadersBeside([*accelerator._dataloaders], drawn)
         self.optimizers = [each.optimizer for each in accelerator._optimizers]
         self._schedulers = [each.scheduler for each in accelerator._schedulers]
         self.everything = [
@@ -64,7 +75,7 @@ class Held:
         schedulers = one_or_named(self._schedulers)
         if self._named:
             schedulers = {**by_class_and_ordinal(self._schedulers), **self._named}
-        counts = AcceleratorCounts(self._accelerator)
+        counts, per_rank = AcceleratorCounts(self._accelerator), SharingPattern.PER_RANK
         return (
             *accelerator_components(
                 self._accelerator,
@@ -75,6 +86,9 @@ class Held:
             ),
             *self._gradient_buckets(),
             StateComponent(counts.key, counts, required=False, framework="Accelerate"),
+            StateComponent(
+                LOADERS, self._loaders, per_rank, required=False, framework="Accelerate"
+            ),
             *registered_components(self._others),
         )
 

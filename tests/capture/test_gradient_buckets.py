@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_buckets import GradientBuckets, bucket_components
@@ -119,6 +119,14 @@ def _with_a_hook() -> DistributedDataParallel:
     module = wrapped()
     module.register_comm_hook(None, default_hooks.allreduce_hook)
     return module
+
+
+def test_what_a_communication_hook_keeps_is_told_to_be_lost() -> None:
+    module = wrapped()
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    fidelity, reason = buckets_of(module).fidelity
+    assert (fidelity, "PowerSGDState" in reason) == (Fidelity.LOST, True)
 
 
 def _with_a_step_in_backward() -> DistributedDataParallel:

@@ -1,0 +1,50 @@
+"""Accelerate: loops as its examples write them continue exactly when they are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from accelerate_loops_workloads import joined, train
+
+from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+
+PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "sklearn.datasets",
+    "accelerate",
+    "resumekit.adapters.accelerate",
+)
+# An epoch has 6 steps on two ranks and 12 on one; the other loader has 8 batches on one.
+ROWS: dict[str, tuple[dict[str, Any], int, tuple[int, ...]]] = {
+    "a loader made in each epoch": ({"anew": True}, 2, (7, 9)),
+    "some batches of an evaluation that shuffles": ({"evaluates": 2}, 2, (8, 17)),
+    "an evaluation in the order of its turn": ({"evaluates": 100, "seedable": True}, 1, (17,)),
+}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
+    options, world_size, steps = ROWS[row]
+    kit.assert_exact(Cell(train, options, world_size, tuple(map(KillPoint.step, steps))))
+
+
+def test_the_turn_of_an_evaluation_left_out_is_caught_and_named(kit: Kit) -> None:
+    cell = Cell(train, {"evaluates": 2}, 2, (KillPoint.step(8),))
+    kit.assert_caught(cell, "callbacks/loaders")
+
+
+def test_ranks_that_wait_for_those_with_more_batches_are_refused_by_name(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(joined, {"num_samples": 40}, 2)))
+    assert "batches of an epoch: train: rank 0: 3; rank 1: 2" in run.failure
+    kit.assert_exact(Cell(joined, {"num_samples": 48}, 2, (KillPoint.step(2),)))

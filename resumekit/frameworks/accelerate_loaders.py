@@ -1,0 +1,101 @@
+"""The prepared loaders that no loop of ours draws from: those of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from resumekit.capture import generator_state, set_generator_state
+from resumekit.capture.mismatch import require_fields
+from resumekit.contract import Slot
+from resumekit.data import Source, stateful_generators
+from resumekit.data.generators import samplers_of
+from resumekit.data.kinds import is_seeded_by_epoch
+from resumekit.layout import WorldChange
+
+KEY = f"{Slot.CALLBACKS.value}/loaders"
+
+
+class LoadersBeside:
+    """How often each was gone through, and its generators, which decide its next order.
+
+    accelerate 1.15 data_loader.py: ``DataLoaderShard`` counts in ``iteration`` what it tells its
+    sampler as the epoch; for several ranks ``prepare_data_loader`` gives a sampler that shuffles a
+    generator of its own.
+
+    Args:
+        loaders: all that were prepared.
+        drawn: gives what the loops draw from.
+    """
+
+    def __init__(self, loaders: list[Any], drawn: Callable[[], Collection[Source]]) -> None:
+        self._loaders = loaders
+        self._drawn = drawn
+        self._drawn_before: frozenset[int] = frozenset()  # and perhaps not asked for yet
+        self._pending: dict[str, Any] | None = None  # to be put back with the random state
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the place in which they were prepared; without generators that a loop draws from."""
+        if self._pending is not None:
+            return self._pending
+        beside = {str(number): _state(*each) for number, each in self._beside()}
+        return {"num_loaders": len(self._loaders), "beside": beside}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: it is none of loaders.
+        """
+        require_fields(KEY, state, {"num_loaders": int, "beside": dict})
+        for each in state["beside"].values():
+            require_fields(KEY, each, {"iteration": int, "generators": dict})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Keeps the state until ``put_back_with_random``: a script may evaluate before it trains.
+
+        Returns:
+            What did not come back exactly: nothing.
+        """
+        self._pending = dict(state)
+        numbers = {str(number) for number in range(state["num_loaders"])}
+        self._drawn_before = frozenset(map(int, numbers - state["beside"].keys()))
+        return ()
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """That of the same rank; a new rank has what the first one has, as Accelerate sees to."""
+        return dict(states.get(change.rank, states[0])), ()
+
+    def put_back_with_random(self) -> None:
+        """Their next turn is that of the interrupted run; a no-op when there is none."""
+        pending, self._pending = self._pending, None
+        states = {} if pending is None else pending["beside"]
+        for number, (loader, generators) in self._beside():
+            state = states.get(str(number))
+            if state is not None:
+                loader.iteration = state["iteration"]
+                for name in generators.keys() & state["generators"].keys():
+                    set_generator_state(generators[name], state["generators"][name])
+
+    def _beside(self) -> Iterator[tuple[int, tuple[Any, dict[str, Any]]]]:
+        drawn = self._drawn()
+        taken = {id(each) for source in drawn for each in source.private.values()}
+        for number, loader in enumerate(self._loaders):
+            is_drawn = any(loader is source.loader for source in drawn)
+            if not is_drawn and number not in self._drawn_before:
+                yield number, (loader, _generators(loader, taken))
+
+
+def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
+    """By name, without those that were taken or are seeded each time."""
+    seeded = [each for _, each in samplers_of(loader) if is_seeded_by_epoch(each)]
+    others = {*taken, *(id(sampler.generator) for sampler in seeded)}
+    found = stateful_generators(loader).items()
+    return {name: each for name, each in found if id(each) not in others}
+
+
+def _state(loader: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
+    states = {name: generator_state(each) for name, each in generators.items()}
+    return {"iteration": loader.iteration, "generators": states}
