@@ -85,7 +85,9 @@ class ResumeCallback(TrainerCallback):
         self._held: HeldState
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
-            components=lambda: trainer_components(trainer, self._held, ema=ema),
+            components=lambda: trainer_components(
+                trainer, self._held, lambda: self._loop.progress, ema=ema
+            ),
             extras=extras,
             generators=generators,
             **with_defaults(options, trainer.args, max_steps),
