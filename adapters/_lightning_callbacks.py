@@ -21,8 +21,13 @@ def overrides(callback: Any, hook: str) -> bool:
 
 
 def as_kept(component: StateComponent) -> StateComponent:
-    """The component of a callback, with what Lightning's own state of it leaves out."""
+    """The component of a callback, with what Lightning's own state of it leaves out.
+
+    Lightning's own callbacks are for its loop alone.
+    """
     given = getattr(component.stateful, "given", None)
+    if type(given).__module__.startswith(f"{callbacks.__name__}."):
+        component = replace(component, framework="Lightning")
     if isinstance(given, callbacks.Timer):
         return replace(component, stateful=Clock(given, key=component.key))
     if isinstance(given, callbacks.ModelCheckpoint):

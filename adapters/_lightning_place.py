@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resumekit.adapters._lightning_changing import freeze, frozen
+from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.data import stateful_generators
+from resumekit.engine.driven import DrivenLoop
 
 
 class Place:
@@ -21,8 +23,9 @@ class Place:
     lightning 2.6 loops/fit_loop.py ``reset``, loops/training_epoch_loop.py ``reset``, ``advance``.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, ask: Callable[[], DrivenLoop]) -> None:
         self._trainer = trainer
+        self._ask = ask  # where the run is; known when it has found its checkpoint
         self._again: Mapping[str, Any] | None = None  # until the first batch of this launch
         self._keeps_workers = False  # of a loader for validation
         # Of the last request for training loaders, where there will be others.
@@ -77,6 +80,19 @@ class Place:
             return ()
         what = ", ".join(changed[:3]) + (" and others" if len(changed) > 3 else "")
         return (f"frozen, or trained, as in the checkpoint: {what}",)
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """Goes on where a run under another framework was left."""
+        loop, trainer, state = self._ask(), self._trainer, self.state_dict()
+        place = loop.progress
+        is_automatic = trainer.lightning_module.automatic_optimization
+        each_step = 1 if is_automatic else len(trainer.optimizers)
+        begun = place.epoch + (loop.finished is None)
+        state["loops"] = counted(state["loops"], place, begun=begun, optimizers=each_step)
+        state["is_first_batch"] = place.batch == 1 if place.batch else None
+        self.load_state_dict(state)
+        where = f"batch {place.batch} of epoch {place.epoch}"
+        return (f"Lightning's loops go on at {where}; averages over this epoch begin there",)
 
     @property
     def was_requested(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
+from resumekit import Progress
 from resumekit.adapters._transformers_arguments import (
     evaluates_in_persistent_workers,
     saves_by_itself,
@@ -79,6 +80,17 @@ class _OfTheJob(AttributeState):
 
 
 class _Sums(AttributeState):
+    def __init__(
+        self, trainer: Any, names: Iterable[str], *, key: str, progress: Callable[[], Progress]
+    ) -> None:
+        super().__init__(trainer, names, key=key)
+        self._progress = progress
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """The next line of the log is about the steps from here on."""
+        self._given._globalstep_last_logged = self._progress().step
+        return ()
+
     def resplit_state_dict(
         self, states: Mapping[int, Any], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -90,9 +102,17 @@ class _Sums(AttributeState):
 
 
 class _TrainerState(_OfTheJob):
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
         super().__init__(trainer.state, STATE, key=f"{_CALLBACKS}/trainer_state")
         self._trainer = trainer
+        self._progress = progress
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """The Trainer counts on from where a run under another framework was left."""
+        state, place = self._given, self._progress()
+        state.global_step, state.epoch = place.step, float(place.epoch)
+        state.num_input_tokens_seen = place.tokens
+        return (f"the Trainer counts on from step {place.step}; its log begins there",)
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that people change between two launches."""
@@ -121,7 +141,12 @@ def frozen_parameters(trainer: Any) -> FrozenParameters:
 
 
 def trainer_components(
-    trainer: Any, held: HeldState, frozen: FrozenParameters, *, ema: Any
+    trainer: Any,
+    held: HeldState,
+    frozen: FrozenParameters,
+    progress: Callable[[], Progress],
+    *,
+    ema: Any,
 ) -> tuple[StateComponent, ...]:
     """All that the Trainer holds, and what other callbacks do.
 
@@ -129,6 +154,7 @@ def trainer_components(
         trainer: the ``transformers.Trainer``, prepared for training.
         held: what the other callbacks hold.
         frozen: which parameters are frozen.
+        progress: tells where the run is.
         ema: averaged models that the user gave.
     """
     scheduler = trainer.lr_scheduler
@@ -141,26 +167,30 @@ def trainer_components(
         ema=ema,
     )
     callbacks = trainer.callback_handler.callbacks
-    exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
-    trainer_state = _TrainerState(trainer)
+    trainer_state = _TrainerState(trainer, progress)
     present = [name for name in SUMS_OF_TRL if hasattr(trainer, name)]
-    sums = _Sums(trainer, (*SUMS, *present), key=f"{_CALLBACKS}/trainer")
-    exported = [
-        _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
-        for name, callback in exporting.items()
-    ]
+    sums = _Sums(trainer, (*SUMS, *present), key=f"{_CALLBACKS}/trainer", progress=progress)
     fidelity, reason = _fidelity(trainer)
     return (
         *(with_files(each, trainer.model) for each in components),
         *buckets_of(trainer.model_wrapped),
         StateComponent(trainer_state.key, trainer_state, _OWN, framework=_TRAINER),
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
-        *(StateComponent(each.key, each, _OWN, required=False) for each in exported),
+        *_exported(callbacks),
         StateComponent(held.key, held, _OWN, required=False),
         StateComponent(
             frozen.key, frozen, SharingPattern.GLOBAL, required=False, framework=_TRAINER
         ),
     )
+
+
+def _exported(callbacks: Iterable[Any]) -> Iterator[StateComponent]:
+    """The state of callbacks that export it; those of transformers are for the Trainer alone."""
+    exporting = by_class_and_ordinal(c for c in callbacks if isinstance(c, ExportableState))
+    for name, callback in exporting.items():
+        state = _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
+        framework = _TRAINER if type(callback).__module__.startswith("transformers.") else ""
+        yield StateComponent(state.key, state, _OWN, required=False, framework=framework)
 
 
 def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:

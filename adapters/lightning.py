@@ -90,7 +90,7 @@ class ResumeCallback(Callback):
         """Every object exists."""
         if not trainer.fast_dev_run:
             check_path(trainer.ckpt_path)
-            self._place = Place(trainer)
+            self._place = Place(trainer, self._under_way)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
@@ -100,6 +100,10 @@ class ResumeCallback(Callback):
             if self._place.was_requested:  # before it was known for which epoch
                 trainer.fit_loop._combined_loader = None
             self._global_step = trainer.global_step
+
+    def _under_way(self) -> DrivenLoop:
+        assert self._loop is not None
+        return self._loop
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The signals are ours again; Lightning's handler calls a collective from inside."""

@@ -168,7 +168,9 @@ class ResumeCallback(TrainerCallback):
     def _components(self, ema: Any) -> tuple[StateComponent, ...]:
         """All that makes up the run, when the Trainer has prepared it."""
         self._frozen = frozen_parameters(self._trainer)
-        return trainer_components(self._trainer, self._held, self._frozen, ema=ema)
+        return trainer_components(
+            self._trainer, self._held, self._frozen, lambda: self._loop.progress, ema=ema
+        )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""

@@ -1,4 +1,4 @@
-"""One training in two frameworks: the model, the data, the optimizer and the schedule are the same.
+"""One training in three frameworks: model, data, optimizer and schedule are the same.
 
 Each run notes the loss of every step, so that a run that changed its framework on the way can be
 compared with one that did not.
@@ -12,11 +12,13 @@ from typing import Any
 
 import deepspeed
 import torch
+from accelerate import Accelerator
 from deepspeed_workloads import start_ranks
 from torch.utils.data import DataLoader
 from trainer_workloads import Sentences, causal
 from transformers import default_data_collator, get_constant_schedule, set_seed
 
+from resumekit.adapters.accelerate import Checkpointer as AccelerateCheckpointer
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
 
@@ -25,17 +27,19 @@ EPOCHS = 2
 SAVE_EVERY = 2
 
 
-def train(directory: str, *, stage: int | None) -> None:
+def train(directory: str, *, stage: int | str | None) -> None:
     """Trains with dropout and AdamW on one rank.
 
     Args:
         directory: the run directory.
-        stage: of ZeRO; None for plain PyTorch.
+        stage: of ZeRO; None for plain PyTorch, ``"accelerate"`` for Accelerate.
     """
     set_seed(0)
     losses = Losses(Path(directory).parent / "losses.jsonl")
     if stage is None:
         in_plain_pytorch(directory, losses)
+    elif isinstance(stage, str):
+        in_accelerate(directory, losses)
     else:
         in_deepspeed(directory, losses, stage)
 
@@ -76,6 +80,28 @@ def in_plain_pytorch(directory: str, losses: Losses) -> None:
         optimizer.zero_grad()
         checkpointer.step(loss=loss)
     checkpointer.close()
+
+
+def in_accelerate(directory: str, losses: Losses) -> None:
+    """The same with an Accelerator."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, scheduler = _prepared(accelerator)
+    checkpointer = AccelerateCheckpointer(accelerator, directory, save_every=SAVE_EVERY)
+    for batch in checkpointer.batches(loader, epochs=EPOCHS):
+        loss = model(**batch).loss
+        losses.note(checkpointer.progress.step, loss)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        checkpointer.step(loss=loss)
+    checkpointer.close()
+
+
+def _prepared(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
+    model, optimizer, scheduler, loader = make()
+    prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
+    return tuple(prepared)  # type: ignore[return-value]
 
 
 def in_deepspeed(directory: str, losses: Losses, stage: int) -> None:

@@ -296,9 +296,10 @@ def test_what_belongs_to_another_framework_is_left_out_and_told_by_name(
         f"step-00000000 has callbacks/{key}, which belongs to Somebody: not needed here"
         for key in ("counts", "place")
     ]
-    with of_framework(tmp_path, other="Another") as checkpointer, pytest.raises(StateMismatchError):
-        checkpointer.resume()  # which has counts of its own
-    capsys.readouterr()
+    with of_framework(tmp_path, other="Another") as checkpointer:
+        assert list(checkpointer.resume().not_needed) == told
+    started = "step-00000000 has no callbacks/other: it starts from its live state"
+    assert f"resumekit: {started}" in capsys.readouterr().err
     with of_framework(tmp_path) as checkpointer:
         report = checkpointer.resume()
     assert list(report.not_needed) == told
@@ -319,13 +320,94 @@ def test_parameters_that_the_run_has_frozen_since_it_began_are_told(tmp_path: Pa
 
 
 def test_what_belongs_to_the_framework_in_use_is_needed(tmp_path: Path) -> None:
-    with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
+    both = {"counts": "Somebody", "place": "Somebody"}
+    with of_framework(tmp_path / "two", **both) as checkpointer:
         checkpointer.save()
     with (
-        of_framework(tmp_path, counts="Somebody") as checkpointer,
+        of_framework(tmp_path / "two", counts="Somebody") as checkpointer,
         pytest.raises(StateMismatchError, match="has callbacks/place, and this run has none"),
     ):
         checkpointer.resume()
+    with of_framework(tmp_path / "one", counts="Somebody") as checkpointer:
+        checkpointer.save()
+    with (
+        of_framework(tmp_path / "one", **both) as checkpointer,
+        pytest.raises(StateMismatchError, match="has no callbacks/place"),
+    ):
+        checkpointer.resume()
+
+
+class Noted:
+    """What a callback keeps."""
+
+    def __init__(self, **notes: Any) -> None:
+        self.notes = notes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"notes": self.notes, "lines": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.notes = state["notes"]
+
+
+def with_callbacks(directory: Path, **callbacks: Noted) -> BaseCheckpointer:
+    model = StateComponent("model", ModelState(nn.Linear(1, 1)))
+    kept = [
+        StateComponent(f"callbacks/{key}", each, SharingPattern.PER_RANK)
+        for key, each in callbacks.items()
+    ]
+    return BaseCheckpointer(directory, components=[model, *kept])
+
+
+def test_a_callback_that_keeps_nothing_stops_no_run(tmp_path: Path) -> None:
+    with with_callbacks(tmp_path / "empty", hooks=Noted()) as checkpointer:
+        checkpointer.save()
+    with with_callbacks(tmp_path / "empty", others=Noted()) as checkpointer:
+        assert checkpointer.resume().resumed
+    with with_callbacks(tmp_path / "full", hooks=Noted(best=1.0)) as checkpointer:
+        checkpointer.save()
+    with (
+        with_callbacks(tmp_path / "full") as checkpointer,
+        pytest.raises(StateMismatchError, match="has callbacks/hooks, and this run has none"),
+    ):
+        checkpointer.resume()
+    with (
+        with_callbacks(tmp_path / "empty", others=Noted(best=1.0)) as checkpointer,
+        pytest.raises(StateMismatchError, match="has no callbacks/others"),
+    ):
+        checkpointer.resume()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "frameworks", "is_same"),
+    [
+        ({"epochs": 2}, {"epochs": 2}, ("", ""), True),
+        ({"epochs": 2}, {"steps": 9, "epochs": 2}, ("", "Somebody"), True),
+        ({"steps": 9, "epochs": 2}, {"epochs": 2}, ("Somebody", ""), True),
+        ({"steps": 9, "epochs": 2}, {"epochs": 2}, ("Somebody", "Another"), True),
+        ({"steps": 9, "epochs": 2}, {"epochs": 2}, ("Somebody", "Somebody"), False),
+        ({"steps": 9, "epochs": 2}, {"epochs": 3}, ("Somebody", ""), False),
+        ({"steps": 9}, {"epochs": 2}, ("Somebody", ""), False),
+    ],
+)
+def test_frameworks_that_count_otherwise_agree_in_what_both_count(
+    tmp_path: Path,
+    then: dict[str, int],
+    now: dict[str, int],
+    frameworks: tuple[str, str],
+    is_same: bool,
+) -> None:
+    first, second = ({"place": name} if name else {} for name in frameworks)
+    with of_framework(tmp_path, **first) as checkpointer:
+        checkpointer.drive(**then)
+        checkpointer.save()
+    with of_framework(tmp_path, **second) as checkpointer:
+        if is_same:
+            checkpointer.drive(**now)
+            assert checkpointer.progress.epoch == 0
+            return
+        with pytest.raises(DriftError, match="allow_changes"):
+            checkpointer.drive(**now)
 
 
 class Renamed(nn.Module):

@@ -136,6 +136,9 @@ class GradientBuckets:
             buckets = self._saved.pop(name, None)
             if buckets is None or _obstacle(module) or _buckets(module) == buckets:
                 continue
+            if module.find_unused_parameters:  # it keeps its first buckets for ever
+                remarks.append(f"{self.key}: with find_unused_parameters=True they stay the first")
+                continue
             parameters = _parameters(module)
             order = [fqn for bucket in buckets for fqn in bucket]
             if sorted(order) != sorted(parameters):

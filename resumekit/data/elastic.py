@@ -13,6 +13,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from resumekit.data.inheritance import (
+    inherited_order,
+    inherits_order,
+    is_reshared,
+    of_the_order,
+)
 from resumekit.data.orders import DRAWN, NAMED, Batching, draw_again
 from resumekit.data.sampler import Begin, Order, PassBatches, PassSamples, WayIn, require_order
 from resumekit.errors import DataPositionError
@@ -39,12 +45,14 @@ class Fitted:
         changes: the names of what changed.
         words: the same in words.
         num_batches: the batches of the epoch under way, None where they are as many as ever.
+        free: what of the geometry may be another one, because the sampler is another one.
     """
 
     state: dict[str, Any]
     changes: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     num_batches: int | None = None
+    free: frozenset[str] = frozenset()
 
 
 def needed_changes(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -61,6 +69,7 @@ def require_allowed(
     *,
     needed: Sequence[str] = (),
     allowed: frozenset[str] = frozenset(),
+    free: frozenset[str] = frozenset(),
     where: str,
 ) -> None:
     """Raises DataPositionError when a loader's geometry changed in a way that is not allowed.
@@ -70,10 +79,11 @@ def require_allowed(
         geometry: this loader's geometry.
         needed: the changes that this kind of loader may follow.
         allowed: those that the user allows.
+        free: what of the geometry may be another one anyway.
         where: the loader's name.
     """
     then = state["geometry"]
-    follows = frozenset[str]().union(*(_FOLLOWS[change] for change in needed))
+    follows = free.union(*(_FOLLOWS[change] for change in needed))
     changed = [key for key in then if then[key] != geometry.get(key)]
     fixed = [key for key in changed if key not in follows]
     missing = [change for change in needed if change not in allowed]
@@ -116,9 +126,11 @@ def fit(
         DataPositionError: something changed that is not allowed, or that cannot be followed.
     """
     needed = needed_changes(state, geometry)
-    require_allowed(state, geometry, needed=needed, allowed=allowed, where=where)
+    inherits = inherits_order(state, live_name, where)
+    free = of_the_order(state, geometry) if inherits else frozenset[str]()
+    require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
     under_way = state["batch"] > 0
-    if not needed:
+    if not needed and not inherits:
         return Fitted(dict(state), num_batches=_num_batches(state, batching) if under_way else None)
     moved = {key: value for key, value in state.items() if key != RANKS}
     moved["geometry"] = dict(geometry)
@@ -127,7 +139,10 @@ def fit(
     for change in needed:
         before, now = _values(change, state, geometry)
         words.append(f"{where}: {_NOUNS[change]} was {before}, now {now}; {place}")
-    if WORLD_SIZE in needed:
+    if inherits:
+        words.append(inherited_order(state, live_name, where))
+        moved["reshared"] = True
+    if inherits or WORLD_SIZE in needed:
         _keep_known_generators(moved, geometry["generators"])
     if not under_way:
         return Fitted(moved, needed, tuple(words))
@@ -140,9 +155,10 @@ def fit(
     if WORLD_SIZE in needed or batching.by_batches:
         _require_shared(state, batching, live_name, where)
         moved["reshared"] = True
-    per_step = batching.batch_size * batching.num_replicas
-    moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
-    return Fitted(moved, needed, tuple(words), _num_batches(moved, batching))
+    if needed:
+        per_step = batching.batch_size * batching.num_replicas
+        moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
+    return Fitted(moved, needed, tuple(words), _num_batches(moved, batching), free)
 
 
 def follow(
@@ -150,6 +166,7 @@ def follow(
     geometry: Mapping[str, Any],
     *,
     needed: Sequence[str],
+    free: frozenset[str] = frozenset(),
     where: str,
 ) -> dict[str, Any]:
     """The place of a loader around another one, which followed these changes already.
@@ -157,9 +174,10 @@ def follow(
     Raises:
         DataPositionError: something else changed.
     """
-    require_allowed(state, geometry, needed=needed, allowed=frozenset(needed), where=where)
+    allowed = frozenset(needed)
+    require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
     moved = {key: value for key, value in state.items() if key != RANKS}
-    if needed:
+    if needed or free:
         moved["geometry"] = dict(geometry)
         _keep_known_generators(moved, geometry["generators"])
     return moved
@@ -270,11 +288,6 @@ def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
 def used_here(state: Mapping[str, Any]) -> int:
     """The samples that one rank used in the epoch under way."""
     return int(state["samples"]) // int(state["geometry"]["num_replicas"])
-
-
-def is_reshared(state: Mapping[str, Any]) -> bool:
-    """Whether the rest of the epoch is not the one that the loader's own sampler gives."""
-    return bool(state.get("reshared")) or state["used"]["since"] > 0
 
 
 # ---------------------------------------------------------------- the way to the place

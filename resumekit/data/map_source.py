@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
 from resumekit.contract import Fidelity
-from resumekit.data.elastic import fit, is_reshared, way_in
+from resumekit.data.crossing import fetched_from, out_of
+from resumekit.data.elastic import fit, way_in
 from resumekit.data.generators import private_generators
+from resumekit.data.inheritance import CROSSED, is_reshared
 from resumekit.data.orders import Batching, order_name
 from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
 from resumekit.data.source import Source, announce_epoch
@@ -76,6 +78,7 @@ class MapSource(Source):
         self._samples = 0  # used in this epoch, by all ranks that share its order
         self._since = 0  # where this rank's share of it began
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
+        self._has_crossed = False  # the epoch under way was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, WorkerRandomState] = {}
@@ -106,6 +109,11 @@ class MapSource(Source):
             return Fidelity.EQUIVALENT, (
                 f"num_workers was {self._former_workers} and is {workers}, so samples draw other "
                 "random numbers, if they draw any; exact with randomness='keyed'"
+            )
+        if self._has_crossed and not workers:
+            return Fidelity.EQUIVALENT, (
+                "the framework that began the epoch fetches batches at other moments, so samples "
+                "draw other random numbers, if they draw any; exact with randomness='keyed'"
             )
         return Fidelity.EXACT, ""
 
@@ -156,6 +164,14 @@ class MapSource(Source):
         self._iterator = iter(self._copy)
         self._drop_padding(num_padding)
         self._attach_tape({}, num_padding=0)
+        if "ahead" in pending:
+            # What fetches ahead has seen the end of the epoch before it handed out the last batch.
+            left = iter(()) if self.used_up else self._iterator
+            self._iterator = fetched_from(pending["ahead"], left)
+
+    def _crossed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same place without the framework that had prepared the loader."""
+        return out_of(state, self.kind, where=self.name)
 
     def _start_again(self, pending: Mapping[str, Any]) -> EpochStart:
         """What the loader's own sampler is to draw the epoch under way from."""
@@ -292,8 +308,8 @@ class MapSource(Source):
             allowed=self.allowed_changes,
             where=self.name,
         )
-        self._former_workers = state.get("num_workers")
-        self.changed, self.changes = fitted.changes, fitted.words
+        self._former_workers, self._has_crossed = state.get("num_workers"), CROSSED in state
+        self.changed, self.changes, self.free = fitted.changes, fitted.words, fitted.free
         self._epoch_batches = fitted.num_batches
         return fitted.state
 

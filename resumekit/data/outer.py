@@ -56,6 +56,7 @@ class OuterSource(Source):
             {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
             self._geometry(),
             needed=inner.changed,
+            free=inner.free,
             where=self.name,
         )
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import Fidelity
+from resumekit.data.crossing import refuse
 from resumekit.data.elastic import fit_boundary
 from resumekit.data.generators import loader_generators, samplers_of
-from resumekit.errors import DataPositionError
 
 
 class Source(ABC):
@@ -25,6 +25,7 @@ class Source(ABC):
         allowed_changes: what of the loader's geometry the user allows to change.
         changed: which of it did change, once a checkpoint's place was taken.
         changes: the same in words.
+        free: what of its geometry goes with its sampler, where that is another one now.
     """
 
     kind: ClassVar[str]
@@ -40,6 +41,7 @@ class Source(ABC):
         self.allowed_changes: frozenset[str] = frozenset()
         self.changed: tuple[str, ...] = ()
         self.changes: tuple[str, ...] = ()
+        self.free: frozenset[str] = frozenset()
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
         self._made_anew: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
@@ -171,11 +173,10 @@ class Source(ABC):
         Raises:
             DataPositionError: nothing in this loader can be that place.
         """
-        within, is_of_kind = state["batch"] > 0, state["kind"] == self.kind
-        if within and not is_of_kind:
-            raise DataPositionError(
-                self.name, found=f"a {self.kind} loader", expected=f"a {state['kind']} loader"
-            )
+        within = state["batch"] > 0
+        if within and state["kind"] != self.kind:
+            state = self._crossed(state)
+        is_of_kind = state["kind"] == self.kind
         self._is_endless = within and state["endless"]
         state = self._fitted(state) if is_of_kind else state
         self._epoch_batches = None if self._is_endless else self._epoch_batches
@@ -200,6 +201,14 @@ class Source(ABC):
             DataPositionError: the geometry changed, and it is not allowed or cannot be followed.
         """
         return fit_boundary(state, self._geometry(), allowed=self.allowed_changes, where=self.name)
+
+    def _crossed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A place inside an epoch that another kind of loader began, as a place of this one.
+
+        Raises:
+            DataPositionError: it cannot be found by this kind.
+        """
+        refuse(state, self.kind, where=self.name)
 
     def comparable_state(self) -> dict[str, Any]:
         """What two equal runs have in common: the state, without how far ahead workers are."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from resumekit.data.crossing import WRAPPED, into
+from resumekit.data.inheritance import CROSSED
 from resumekit.data.kinds import INNER, around
 from resumekit.data.map_source import MapSource, Mark
 from resumekit.data.outer import OuterSource
@@ -46,7 +48,7 @@ class WrappedSource(OuterSource):
         open_inner: gives the source of the loader inside.
     """
 
-    kind = "wrapped"
+    kind = WRAPPED
     _inner: MapSource
 
     def __init__(
@@ -71,17 +73,20 @@ class WrappedSource(OuterSource):
             self._begin_again(pending)
         else:
             self._epoch_batches = None
-        # An outer loader that has handed out everything has seen the end of the inner one.
-        self._iterator = iter(()) if self._is_at_end() else iter(self._outer)
+        self._iterator = iter(()) if self._is_at_end(pending) else iter(self._outer)
 
-    def _is_at_end(self) -> bool:
-        return self.epoch_batches is not None and 0 < self.epoch_batches <= self.batch
+    def _is_at_end(self, pending: Mapping[str, Any] | None) -> bool:
+        """Whether nothing is left, and the inner loader has come to its end."""
+        if self.epoch_batches is None or not 0 < self.epoch_batches <= self.batch:
+            return False
+        # An outer loader that has handed out everything has seen the end of the inner one.
+        return pending is None or CROSSED not in pending["inner"]
 
     def _begin_again(self, pending: Mapping[str, Any]) -> None:
         """Fetches anew what was ahead; the generators are set afterwards."""
         self._continues = True
         self.batch = pending["batch"]
-        if self._is_at_end():
+        if self._is_at_end(pending):
             return
         self._inner.begin(self.epoch)
         for random in pending["ahead"]:
@@ -138,6 +143,12 @@ class WrappedSource(OuterSource):
         """Moves the place to the start of the next epoch."""
         self._ahead.clear()
         super().end_epoch()
+
+    def _crossed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The place of the loader inside, before a framework had prepared it."""
+        inner = {id(generator): name for name, generator in self._inner.private.items()}
+        names = {inner[id(each)]: name for name, each in self._private.items() if id(each) in inner}
+        return into(state, self._inner.kind, self._geometry(), names, where=self.name)
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         fitted = super()._fitted(state)

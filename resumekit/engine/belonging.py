@@ -24,15 +24,51 @@ def of_other_frameworks(manifest: Manifest, components: Sequence[StateComponent]
         manifest: of the checkpoint; an older one does not tell frameworks, and nothing is found.
         components: of this run.
     """
-    recorded = manifest.details.get(_DETAIL)
-    used = {component.framework for component in components}
+    used = frameworks_in(components)
     live = {component.key for component in components}
     saved = {record.key for record in manifest.components}
     return {
-        key: str(framework)
-        for key, framework in (recorded if isinstance(recorded, Mapping) else {}).items()
+        key: framework
+        for key, framework in _recorded(manifest).items()
         if key in saved - live and framework not in used
     }
+
+
+def frameworks_in(components: Sequence[StateComponent]) -> frozenset[str]:
+    """The frameworks that keep some of the components for their own loop."""
+    return frozenset(each.framework for each in components if each.framework)
+
+
+def frameworks_of(manifest: Manifest) -> frozenset[str]:
+    """The frameworks whose own loop wrote the checkpoint; none for plain PyTorch."""
+    return frozenset(_recorded(manifest).values())
+
+
+def _recorded(manifest: Manifest) -> dict[str, str]:
+    recorded = manifest.details.get(_DETAIL)
+    found = recorded if isinstance(recorded, Mapping) else {}
+    return {key: str(framework) for key, framework in found.items()}
+
+
+def is_same_horizon(then: Mapping[str, int], now: Mapping[str, int], *, elsewhere: bool) -> bool:
+    """Whether a run is to go as far as it was; frameworks count it in steps, in epochs or in both.
+
+    Args:
+        then: the horizon in the checkpoint by unit; empty where there was none.
+        now: that of this run.
+        elsewhere: another framework may have written the checkpoint: what both count must agree.
+    """
+    common = then.keys() & now.keys()
+    if elsewhere and common:
+        return all(then[unit] == now[unit] for unit in common)
+    return not then or then == now
+
+
+def is_empty(state: Any) -> bool:
+    """Whether there is nothing in a state, however its containers are nested."""
+    if isinstance(state, Mapping):
+        return all(map(is_empty, state.values()))
+    return isinstance(state, (list, tuple)) and not state
 
 
 def not_needed(manifest: Manifest, others: Mapping[str, str]) -> tuple[str, ...]:

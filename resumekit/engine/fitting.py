@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from resumekit.capture.buffers import RANK_BUFFERS
 from resumekit.capture.gradient_buckets import GRADIENT_BUCKETS
 from resumekit.contract import Slot, StateComponent
-from resumekit.engine.belonging import of_other_frameworks
+from resumekit.engine.belonging import frameworks_of, of_other_frameworks
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
 from resumekit.errors import StateMismatchError
@@ -25,6 +25,7 @@ def check_fit(
     membership: Membership,
     *,
     world_size: int,
+    empty: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The components that start from their live state because the checkpoint has none.
 
@@ -34,6 +35,7 @@ def check_fit(
         options: of this run.
         membership: of the components.
         world_size: the ranks of this run.
+        empty: the components on one side only in which there is nothing.
 
     Raises:
         StateMismatchError: a component on one side only, and nothing allows it.
@@ -41,7 +43,7 @@ def check_fit(
     regrouped = regrouped_buffers(manifest, components, membership)
     saved = {record.key for record in manifest.components} - regrouped
     live = {component.key for component in components}
-    others = of_other_frameworks(manifest, components)
+    others, former = of_other_frameworks(manifest, components), frameworks_of(manifest)
     checkpoint = str(StepName(manifest.step, manifest.revision))
     fresh: list[str] = []
     for component in components:
@@ -50,6 +52,9 @@ def check_fit(
             continue
         allowed = names_component(options.allow_missing, key)
         allowed = allowed or key in regrouped
+        # What a framework needs for its own loop, it begins anew where another one was left.
+        is_others = component.framework != "" and component.framework not in former
+        allowed = allowed or is_others or key in empty
         allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
         if not (allowed or component.slot in _MAY_START_FRESH or not component.required):
             raise StateMismatchError(
@@ -62,7 +67,7 @@ def check_fit(
     for key in sorted(saved - live):
         goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
         goes_without = goes_without or key.rpartition("/")[2] == GRADIENT_BUCKETS
-        goes_without = goes_without or key in others
+        goes_without = goes_without or key in others or key in empty
         if not (names_component(options.exclude, key) or goes_without):
             raise StateMismatchError(
                 key,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from resumekit.capture import Difference, differences
-from resumekit.contract import StateComponent
+from resumekit.contract import Slot, StateComponent
 from resumekit.data.keys import SEED, check_randomness
 from resumekit.distributed import World
-from resumekit.engine.belonging import not_needed, of_other_frameworks
+from resumekit.engine.belonging import is_empty, not_needed, of_other_frameworks
 from resumekit.engine.drift import accept_drift
 from resumekit.engine.fitting import check_fit, check_states, regrouped_buffers
 from resumekit.engine.membership import Membership
@@ -74,11 +74,34 @@ class Loading:
         changed = differences(then, live)
         accept_drift(changed, components, options)
         num_ranks = self.world.world_size
-        fresh = check_fit(manifest, components, options, self.membership, world_size=num_ranks)
+        fresh = check_fit(
+            manifest,
+            components,
+            options,
+            self.membership,
+            world_size=num_ranks,
+            empty=self._empty(found),
+        )
         found.leave(regrouped_buffers(manifest, components, self.membership))
         found.leave(set(found.states) - {each.key for each in components})
         found.leave(others)
         return Fit(tuple(changed), not_needed(manifest, others), fresh)
+
+    def _empty(self, found: Found) -> frozenset[str]:
+        """The keys of callbacks' states on one side only in which there is nothing. Collective."""
+        live = {each.key: each for each in self.components if each.slot == Slot.CALLBACKS.value}
+        saved = {each.key for each in found.manifest.components}
+        saved = {key for key in saved if key.partition("/")[0] == Slot.CALLBACKS.value}
+        if saved == live.keys():
+            return frozenset()
+
+        def empty_here() -> frozenset[str]:
+            states = {key: found.states.get(key) for key in saved - live.keys()}
+            for key in live.keys() - saved:
+                states[key] = live[key].stateful.state_dict()
+            return frozenset(key for key, state in states.items() if is_empty(state))
+
+        return frozenset.intersection(*self.world.everywhere(empty_here))
 
     def divide(self, found: Found) -> tuple[str, ...]:
         """Divides the ranks' own states anew where their number has changed; says how.

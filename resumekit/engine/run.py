@@ -30,6 +30,7 @@ from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed
 from resumekit.distributed import World
 from resumekit.engine.account import Account
+from resumekit.engine.belonging import frameworks_in, frameworks_of, is_same_horizon
 from resumekit.engine.loading import Loading
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options
@@ -92,6 +93,7 @@ class Run:
         self._membership: Membership | None = None  # of the components as they are now
         self._looked = False
         self._found: Found | None = None  # until it is loaded
+        self._former_frameworks: frozenset[str] | None = None  # under which that was saved
         self._report: ResumeReport | None = None
         self._resumed_from: Manifest | None = None  # until the trace was told
         self._fingerprint: dict[str, Any] = {}
@@ -156,6 +158,8 @@ class Run:
         sources = self._sources(membership)
         finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
+        if self._found is not None:
+            self._former_frameworks = frameworks_of(self._found.manifest)
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
@@ -305,7 +309,7 @@ class Run:
         """
         self.world.require_equal("horizon", horizon)
         then = self.counters.horizon
-        if then and then != horizon:
+        if not is_same_horizon(then, horizon, elsewhere=self._is_from_elsewhere):
             if "horizon" not in self.options.allow_changes:
                 raise DriftError(
                     "horizon",
@@ -316,6 +320,14 @@ class Run:
             self.account.tell(f"the horizon changes from {_words(then)} to {_words(horizon)}")
             self.counters.finished = None
         self.counters.horizon = horizon
+
+    @property
+    def _is_from_elsewhere(self) -> bool:
+        """Whether another framework may have written the checkpoint."""
+        if self._former_frameworks is None:
+            return False
+        is_known = self._report is not None or not callable(self._given)
+        return not is_known or frameworks_in(self.components) != self._former_frameworks
 
     def finish_again(self) -> None:
         """A finished run was started again: all state is back, and there is nothing to do."""

@@ -106,6 +106,17 @@ def test_a_module_that_never_forms_new_buckets_has_none_to_keep() -> None:
     assert component.fidelity == (Fidelity.EXACT, "")
 
 
+def test_buckets_of_a_module_that_formed_some_are_left_out_where_none_are_formed() -> None:
+    module = wrapped()
+    iterate(module, 3)
+    resumed = wrapped(find_unused_parameters=True)
+    component = buckets_of(resumed)
+    component.load_state_dict(buckets_of(module).state_dict())
+    (remark,) = component.after_resume()
+    assert "with find_unused_parameters=True they stay the first" in remark
+    iterate(resumed, 2)
+
+
 def test_other_parameters_are_told() -> None:
     module = wrapped()
     iterate(module, 3)
