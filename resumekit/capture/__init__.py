@@ -28,7 +28,13 @@ from resumekit.capture.components import (
     state_components,
 )
 from resumekit.capture.extras import Extras
-from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.fingerprint import (
+    Difference,
+    Severity,
+    differences,
+    fingerprint,
+    fingerprint_now,
+)
 from resumekit.capture.frozen import FrozenParameters
 from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
@@ -73,6 +79,7 @@ __all__ = [
     "ddp_around",
     "differences",
     "fingerprint",
+    "fingerprint_now",
     "generator_state",
     "gradient_components",
     "holds_gradients",

@@ -50,20 +50,6 @@ def _recorded(manifest: Manifest) -> dict[str, str]:
     return {key: str(framework) for key, framework in found.items()}
 
 
-def is_same_horizon(then: Mapping[str, int], now: Mapping[str, int], *, elsewhere: bool) -> bool:
-    """Whether a run is to go as far as it was; frameworks count it in steps, in epochs or in both.
-
-    Args:
-        then: the horizon in the checkpoint by unit; empty where there was none.
-        now: that of this run.
-        elsewhere: another framework may have written the checkpoint: what both count must agree.
-    """
-    common = then.keys() & now.keys()
-    if elsewhere and common:
-        return all(then[unit] == now[unit] for unit in common)
-    return not then or then == now
-
-
 def is_empty(state: Any) -> bool:
     """Whether there is nothing in a state, however its containers are nested."""
     if isinstance(state, Mapping):

@@ -13,9 +13,9 @@ import xxhash
 
 from resumekit.capture import (
     Extras,
-    ModelState,
     bucket_components,
     fingerprint,
+    fingerprint_now,
     gradient_components,
     holds_gradients,
 )
@@ -30,7 +30,8 @@ from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed
 from resumekit.distributed import World
 from resumekit.engine.account import Account
-from resumekit.engine.belonging import frameworks_in, frameworks_of, is_same_horizon
+from resumekit.engine.belonging import frameworks_in, frameworks_of
+from resumekit.engine.horizon import HORIZON, changed_horizon
 from resumekit.engine.loading import Loading
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options
@@ -44,7 +45,6 @@ from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
 from resumekit.engine.shares import agreed_shares, described
 from resumekit.engine.sources import Sources
-from resumekit.errors import DriftError
 from resumekit.layout import Shares
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
@@ -307,17 +307,12 @@ class Run:
         Raises:
             DriftError: the interrupted run had another one, and no policy allows it.
         """
-        self.world.require_equal("horizon", horizon)
-        then = self.counters.horizon
-        if not is_same_horizon(then, horizon, elsewhere=self._is_from_elsewhere):
-            if "horizon" not in self.options.allow_changes:
-                raise DriftError(
-                    "horizon",
-                    found=_words(horizon),
-                    expected=f"{_words(then)}, as in the checkpoint",
-                    remedy="Restore it, or pass allow_changes={'horizon'}",
-                )
-            self.account.tell(f"the horizon changes from {_words(then)} to {_words(horizon)}")
+        self.world.require_equal(HORIZON, horizon)
+        then, allowed = self.counters.horizon, HORIZON in self.options.allow_changes
+        elsewhere = self._is_from_elsewhere
+        change = changed_horizon(then, horizon, allowed=allowed, elsewhere=elsewhere)
+        if change:
+            self.account.tell(change)
             self.counters.finished = None
         self.counters.horizon = horizon
 
@@ -352,19 +347,11 @@ class Run:
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
-                fingerprint={**self._fingerprint, **self._models_now()},
+                fingerprint=fingerprint_now(self._fingerprint, self.components),
                 details={**self.account.details(), **described(self._shares)},
             )
         )
         self.trace_state("checkpoint")
-
-    def _models_now(self) -> dict[str, Any]:
-        """What describes the models at this place: a script may freeze parameters as it goes."""
-        then = self._fingerprint
-        every = {each.key: each.stateful for each in self.components if each.key in then}
-        now = {key: it.fingerprint() for key, it in every.items() if type(it) is ModelState}
-        size = "num_parameters"  # lazy ones are counted when they have been made
-        return {key: each for key, each in now.items() if each[size] == then[key][size]}
 
     def close(self) -> None:
         """Gives the directory back."""
@@ -401,10 +388,6 @@ class Run:
 def _comparable(stateful: Any) -> Any:
     """What two equal runs have in common: the state, without what was read from a clock."""
     return getattr(stateful, "comparable_state", stateful.state_dict)()
-
-
-def _words(horizon: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={count}" for name, count in horizon.items())
 
 
 def _relocated(directory: Path) -> Path:
