@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from resumekit import Progress
@@ -46,6 +48,11 @@ SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_fl
 # own. Its others hold more from step to step: completions, buffers, counts.
 SUMS_OF_TRL = ("_metrics", "_total_train_tokens")
 _FOLLOWED_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer"})
+
+# Whose objects count nothing that would have to be saved beside what is.
+_LIBRARIES = frozenset(
+    {"transformers", "trl", "peft", "torch", "datasets", "accelerate", "resumekit", "builtins"}
+)
 
 # transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
 CLOCK_SUFFIXES = ("_runtime", "_per_second")
@@ -217,27 +224,39 @@ def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
 
 
 def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainValues:
-    """The plain values of the user's callbacks, and of a class derived from the Trainer.
+    """The plain values of all code of the user's that the Trainer holds: what nobody saves yet.
 
     Args:
         trainer: the ``transformers.Trainer``.
         extras: the user's own values, which are saved.
     """
     named = by_class_and_ordinal(trainer.callback_handler.callbacks)
-    own = {name: each for name, each in named.items() if not _is_followed(each)}
-    holders = own if isinstance(trainer, Stateful) else {**own, _OF_THE_CLASS: trainer}
+    holders = {name: each for name, each in named.items() if not isinstance(each, ExportableState)}
+    given = ("train_dataset", "data_collator")
+    holders |= {_OF_THE_CLASS: trainer} | {name: getattr(trainer, name) for name in given}
+    holders = {name: each for name, each in holders.items() if not isinstance(each, Stateful)}
+    modules = {f"model/{n}".rstrip("/"): each for n, each in trainer.model.named_modules()}
+    modules = {n: m for n, m in modules.items() if not _has_extra_state(m)}
+    left_out = {_OF_THE_CLASS: attributes_of_libraries(trainer), "train_dataset": _EPOCH}
     return PlainValues(
-        holders,
-        left_out={_OF_THE_CLASS: attributes_of_libraries(trainer)},
+        {name: each for name, each in {**holders, **modules}.items() if _is_of_user(each)},
+        left_out={**left_out, **dict.fromkeys(modules, frozenset(vars(nn.Module())))},
         known=(extras, *extras.values()),
     )
 
 
-def _is_followed(callback: Any) -> bool:
-    """Whether it says what its state is, or is of a library, which keeps none but what it says."""
-    libraries = ("transformers", "trl", "resumekit")
-    is_of_library = type(callback).__module__.partition(".")[0] in libraries
-    return is_of_library or isinstance(callback, (ExportableState, Stateful))
+# A data set is told its epoch, and so need not keep it.
+_EPOCH = frozenset({"epoch", "_epoch"})
+
+
+def _is_of_user(holder: Any) -> bool:
+    """A Trainer always may: what its libraries set is left out by name."""
+    library = type(holder).__module__.partition(".")[0]
+    return isinstance(holder, Trainer) or library not in _LIBRARIES
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def not_saved(counted: PlainValues, held: HeldState) -> str:
@@ -248,7 +267,8 @@ def not_saved(counted: PlainValues, held: HeldState) -> str:
         return ""
     return (
         f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
-        "the script makes of it; give its class state_dict() and load_state_dict(), or use extras="
+        "the script makes of it; keep it in extras=, in a buffer of the model, or in state_dict() "
+        "and load_state_dict() of the callback or of your Trainer"
     )
 
 

@@ -38,7 +38,7 @@ class PlainValues:
         now = self._values()
         names = [n for n, value in now.items() if n not in self._before or self._before[n] != value]
         for name in names:
-            holder, _, attribute = name.partition(".")
+            holder, _, attribute = name.rpartition(".")
             self._left_out[holder] = {*self._left_out.get(holder, ()), attribute}
         return names
 

@@ -16,14 +16,14 @@ class Holder:
 
 def test_what_changed_is_named_once() -> None:
     one = Holder(num=0, sums={"a": 1.0}, rows=[], done=False, every=5, model=object())
-    values = PlainValues({"one": one})
+    values = PlainValues({"a.one": one})
     assert values.changed() == []
     one.num, one.done, one.late = 1, True, "x"
     one.sums["a"] = 2.0
-    assert values.changed() == ["one.num", "one.sums", "one.done", "one.late"]
+    assert values.changed() == [f"a.one.{n}" for n in ("num", "sums", "done", "late")]
     one.num = 2
     one.rows.extend([0] * 100)
-    assert values.changed() == ["one.rows"]
+    assert values.changed() == ["a.one.rows"]
 
 
 def test_what_is_others_or_saved_elsewhere_is_not_looked_at() -> None:
