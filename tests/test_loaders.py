@@ -440,6 +440,25 @@ def test_without_the_position_or_the_random_state_the_same_check_fails(
         assert_every_kill_is_survived(loop, tmp_path)
 
 
+@pytest.mark.parametrize("crash_at", [3, 5])  # inside an epoch, and between two
+def test_a_loop_under_a_name_that_the_checkpoint_does_not_know_is_refused(
+    tmp_path: Path, crash_at: int
+) -> None:
+    def under(**name: str) -> Loop:
+        def loop(training: Training) -> None:
+            for batch in training.checkpointer.batches(loader(8), epochs=2, **name):
+                training.on(batch)
+
+        return loop
+
+    launch(under(name="digits"), tmp_path, crash_at=crash_at)
+    with pytest.raises(DataPositionError, match=r"name='train'.*one of 'digits'.*exclude"):
+        launch(under(), tmp_path)
+    anew = launch(under(), tmp_path, exclude={"data"})
+    assert anew.checkpointer.finished
+    assert len(anew.seen) == 8
+
+
 def test_a_repeated_loader_counts_its_own_epochs_and_moves_no_progress(tmp_path: Path) -> None:
     told: list[int] = []
 

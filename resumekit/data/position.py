@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, keeps_its_own_place
 from resumekit.data.wrapped import WrappedSource
 from resumekit.data.zipped import Zipped
-from resumekit.errors import ConfigurationError
+from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.layout import WorldChange
 
 # What one loop draws from.
@@ -65,6 +65,7 @@ class DataPosition:
         self._opened_in: dict[str, int] = {}
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
+        self._in_checkpoint: frozenset[str] = frozenset()
         self._witness: Witness | None = None
 
     def empty_copy(self) -> DataPosition:
@@ -201,6 +202,22 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the places; each is found when its epoch begins."""
         self._pending = dict(state)
+        self._in_checkpoint = frozenset(state)
+
+    def require_known(self, names: Sequence[str]) -> None:
+        """Returns when the checkpoint, if there was one, holds a place of these loaders.
+
+        Raises:
+            DataPositionError: it holds those of others only.
+        """
+        if self._in_checkpoint.isdisjoint(names) and self._in_checkpoint:
+            raise DataPositionError(
+                f"batches(name={names[0]!r})",
+                found="a name that the checkpoint does not know",
+                expected=f"one of {', '.join(map(repr, sorted(self._in_checkpoint)))}",
+                remedy="Give the loader its former name, or begin its epochs anew with "
+                "exclude={'data'}",
+            )
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange

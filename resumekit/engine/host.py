@@ -120,6 +120,7 @@ class LoopHost:
                 expected="one such loop in a run",
                 remedy="Write several loops as: for epoch in checkpointer.epochs(...)",
             )
+        self._run.position.require_known(feed.names)
         self._main, self._turns.main = feed, feed.names
 
     def _open_epoch(self, epoch: int) -> None:
