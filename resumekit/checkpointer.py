@@ -221,7 +221,7 @@ class Checkpointer(LoopHost):
         counters.count_step()
         self._stepped = True
         if not self._cadence.needs_agreement:
-            self._due = self._due or self._cadence.is_due(counters.progress.step)
+            self._due = self._due or self._cadence.is_due(counters.step)
         if self._run.trace is not None:
             self._trace_step(values)
 

@@ -46,6 +46,8 @@ class Source(ABC):
         self._made_anew: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
         self._epoch_batches: int | None = None  # of the epoch under way, if not as many as ever
+        self._length_in = -1  # the epoch for which the loader was asked its length last
+        self._length: int | None = None
         self._private = loader_generators(loader)
         self._rng = RngState(self._private)  # all that the order may be drawn from
         self._iterator: Iterator[Any] | None = None
@@ -89,7 +91,13 @@ class Source(ABC):
     @property
     def epoch_batches(self) -> int | None:
         """The batches of the epoch under way; they may differ after a change of geometry."""
-        return self.num_batches if self._epoch_batches is None else self._epoch_batches
+        if self._epoch_batches is not None:
+            return self._epoch_batches
+        if self._is_endless or not self.begun:
+            return self.num_batches
+        if self._length_in != self.epoch:  # a framework's loader takes long to tell
+            self._length_in, self._length = self.epoch, self.num_batches
+        return self._length
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,7 +129,7 @@ class Source(ABC):
         """Whether the epoch under way is known to have no more batches."""
         if not (self.begun or self.continues):
             return False
-        num_batches = self.epoch_batches  # a framework's loader may take long to tell
+        num_batches = self.epoch_batches
         return num_batches is not None and self.batch >= num_batches
 
     def has_no_end(self) -> None:
@@ -136,6 +144,7 @@ class Source(ABC):
         self.batch = 0
         self._epoch_batches = None
         self._pending = None
+        self._length_in = -1
 
     def follow(self, former: Source) -> None:
         """Takes the place of the loader that had this name before; its iterator is let go.
@@ -173,6 +182,7 @@ class Source(ABC):
         Raises:
             DataPositionError: nothing in this loader can be that place.
         """
+        self._length_in = -1
         within = state["batch"] > 0
         if within and state["kind"] != self.kind:
             state = self._crossed(state)

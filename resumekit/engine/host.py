@@ -223,7 +223,7 @@ class LoopHost:
         common = self._wishes.hear(own)
         if not common.leave:
             left = own._replace(save=0) if common.save else own
-            self._wishes.say(left, self.progress.step)
+            self._wishes.say(left, self._run.counters.step)
         return common
 
     def _is_clock_due(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from resumekit.contract import Progress
@@ -24,7 +23,7 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._progress = Progress()
+        self._counts = Progress().as_dict()
         self._local_samples = 0
         self._local_tokens = 0
         self.finished: str | None = None
@@ -37,12 +36,17 @@ class Counters:
     @property
     def progress(self) -> Progress:
         """The counts; samples and tokens as of the last ``fold``."""
-        return self._progress
+        return Progress(**self._counts)
+
+    @property
+    def step(self) -> int:
+        """The optimizer-step boundaries that were passed."""
+        return self._counts["step"]
 
     def count_batch(self, num_samples: int, *, follows: bool = False) -> None:
         """One batch was handed to the loop, or to what draws from a loader beside it."""
         if not follows:
-            self._progress = replace(self._progress, micro_step=self._progress.micro_step + 1)
+            self._counts["micro_step"] += 1
         self._local_samples += num_samples
         self._is_within_window = True
 
@@ -52,7 +56,7 @@ class Counters:
 
     def count_step(self) -> None:
         """One optimizer-step boundary was passed."""
-        self._progress = replace(self._progress, step=self._progress.step + 1)
+        self._counts["step"] += 1
         self._is_within_window = False
 
     def is_within_window(self) -> bool:
@@ -73,23 +77,20 @@ class Counters:
 
     def move_to(self, epoch: int, batch: int) -> None:
         """The place of the next batch."""
-        self._progress = replace(self._progress, epoch=epoch, batch=batch)
+        self._counts["epoch"], self._counts["batch"] = epoch, batch
 
     def fold(self, world: World, shares: Shares) -> None:
         """Adds what was used since the last fold, once for ranks of the same data. Collective."""
         used = world.gather((self._local_samples, self._local_tokens))
         counted = [used[rank] for rank in shares.first_ranks]
-        self._progress = replace(
-            self._progress,
-            samples=self._progress.samples + sum(samples for samples, _ in counted),
-            tokens=self._progress.tokens + sum(tokens for _, tokens in counted),
-        )
+        self._counts["samples"] += sum(samples for samples, _ in counted)
+        self._counts["tokens"] += sum(tokens for _, tokens in counted)
         self._local_samples = self._local_tokens = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, the horizon, and why the run is over if it is."""
         return {
-            "progress": self._progress.as_dict(),
+            "progress": dict(self._counts),
             "horizon": dict(self.horizon),
             "finished": self.finished,
             "loops": self.turns.state_dict(),
@@ -98,7 +99,7 @@ class Counters:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the counts of a checkpoint."""
-        self._progress = Progress.from_dict(state["progress"])
+        self._counts = Progress.from_dict(state["progress"]).as_dict()
         self._local_samples = self._local_tokens = 0
         self.horizon = dict(state["horizon"])
         self.finished = state["finished"]
