@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from resumekit.adapters._lightning_changing import freeze, frozen
@@ -28,6 +28,7 @@ class Place:
         self._ask = ask  # where the run is; known when it has found its checkpoint
         self._again: Mapping[str, Any] | None = None  # until the first batch of this launch
         self._keeps_workers = False  # of a loader for validation
+        self._validated: Sequence[Mapping[str, Any]] = ()  # until the loaders for it are there
         # Of the last request for training loaders, where there will be others.
         self._requested: dict[str, Any] | None = None
 
@@ -51,7 +52,7 @@ class Place:
             "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
-            "validation": [_states(each) for each in self._validation()],
+            "validation": self._validated or [_states(each) for each in self._validation()],
             # torch 2.13 nn/parallel/distributed.py: not in the forward pass after a validation.
             "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
         }
@@ -73,6 +74,7 @@ class Place:
         changed = freeze(trainer, state["frozen"])
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
+        self._validated = state.get("validation", [])  # an older checkpoint has none
         trainer.num_sanity_val_steps = 0
         epoch = loop.epoch_progress.current
         self._again = state if epoch.processed < epoch.started else None
@@ -133,9 +135,13 @@ class Place:
 
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""
-        if self._again is None:
-            return
-        state, loop = self._again, self._trainer.fit_loop
+        if self._again is not None:
+            self._go_on(self._again)
+        self._put_back_validation()
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Puts the loops into the interrupted epoch."""
+        loop = self._trainer.fit_loop
         self.load_state_dict(state)
         self._again = None
         loop._restarting = False  # or plateau schedulers would miss this epoch
@@ -150,9 +156,12 @@ class Place:
             loop.epoch_loop.val_loop.setup_data()
             for each in self._validation():
                 iter(each)
-        saved = state.get("validation", [])  # an older checkpoint has none
+
+    def _put_back_validation(self) -> None:
+        """The order of the next validation is that of the interrupted run."""
+        saved, self._validated = self._validated, ()
         if any(saved):
-            loop.epoch_loop.val_loop.setup_data()
+            self._trainer.fit_loop.epoch_loop.val_loop.setup_data()
         for each, states in zip(self._validation(), saved, strict=False):
             for name, generator in stateful_generators(each).items():
                 if name in states:
