@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
@@ -28,7 +29,9 @@ def disagree(directory: str, *, about: str) -> None:
     torch.manual_seed(0)
     is_odd = torch.distributed.get_rank() == 1
     model = nn.Linear(2, 1)
-    where = Path(directory) / ("b" if about == "directory" and is_odd else "a")
+    where = Path(directory) / ("b" if about in ("directory", "staging") and is_odd else "a")
+    if about == "staging" and is_odd:
+        where.symlink_to("a")  # the same directory, until this rank sees a copy of it
     options: dict[str, Any] = {"save_every": 4 if about == "option" and is_odd else 3}
     if about == "component" and is_odd:
         options["ema"] = nn.Linear(2, 1)
@@ -43,6 +46,9 @@ def disagree(directory: str, *, about: str) -> None:
     epochs = 3 if about == "horizon" and is_odd else 2
     for (batch,) in checkpointer.batches(loader, epochs=epochs):
         model(batch).sum().backward()
+        if about == "staging" and is_odd and checkpointer.progress.step == 2:
+            where.unlink()
+            shutil.copytree(where.with_name("a"), where)
         if about == "replicas" and is_odd and checkpointer.progress.step == 1:
             model.bias.data += 1
         if about == "step" and is_odd and checkpointer.progress.step == 1:

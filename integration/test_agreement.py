@@ -14,6 +14,7 @@ SAID = {
     "component": "components ema: rank 0: nothing; rank 1: ",
     "horizon": "horizon epochs: rank 0: 2; rank 1: 3",
     "directory": "SharedDirectoryError",
+    "staging": "this rank does not see what rank 0 has made",
     "step": "the ranks together from 2 to 3",
     "replicas": "model: bias: replicated, and not alike (rank 0: ",
 }

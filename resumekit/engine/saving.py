@@ -6,7 +6,7 @@ of them: the staging is removed and the previous checkpoint is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -86,19 +86,21 @@ class Saver:
         Raises:
             UnsupportedValueError: a value cannot be stored; nothing was written.
             InsufficientSpaceError: there is no room; nothing was written.
+            SharedDirectoryError: a rank does not see what rank 0 has made.
+            RankLostError: a rank has died, or does not answer.
             SaveError: writing failed; nothing was committed.
             OwnershipLostError: another attempt owns the directory now.
         """
         payloads = self._payloads()
         name, staging = self._stage(description.step, payloads)
         try:
-            written = self._world.everywhere(lambda: self._write(staging, payloads))
+            written = self._world.everywhere(lambda: self._write(staging(), payloads))
             files = tuple(entry for entries in written for entry in entries)
             manifest = self._manifest(name, description, files)
-            self._world.on_first(lambda: str(self._store.commit(staging, manifest)))
+            self._world.on_first(lambda: str(self._store.commit(staging(), manifest)))
         except ResumekitError:
             if self._world.is_first:
-                self._store.abandon(staging)
+                self._store.abandon(staging())
             raise
         self.parent = str(name)
         self._world.on_first(self._retain)
@@ -131,7 +133,8 @@ class Saver:
             for directory, states in by_directory.items()
         ]
 
-    def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Staging]:
+    def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Callable[[], Staging]]:
+        """Its name, and what looks for the staging: a rank may find that it does not see it."""
         demands = self._world.gather(
             (sum(p.num_bytes for p in payloads), sum(p.num_files for p in payloads))
         )
@@ -150,7 +153,7 @@ class Saver:
             return name, staging.name
 
         name, staging_name = self._world.on_first(stage)
-        return name, mine[0] if mine else self._store.attach(staging_name)
+        return name, lambda: mine[0] if mine else self._store.attach(staging_name)
 
     def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
         return [entry for payload in payloads for entry in payload.write(staging)]
