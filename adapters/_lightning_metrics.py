@@ -1,0 +1,92 @@
+"""The torchmetrics of a module, and those that it and callbacks keep in dicts, lists and attributes.
+
+torchmetrics 1.9: what a metric has summed up is in no ``state_dict``, unless it is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from resumekit.capture.inplace import Restorer
+
+# Beside what it has declared: metric.py; wrappers/running.py; wrappers/minmax.py.
+_COUNTED = ("_update_count", "_num_vals_seen", "min_val", "max_val")
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class Metrics:
+    """What the metrics have summed up, by name.
+
+    Args:
+        module: whose submodules are metrics, or hold some.
+        holders: objects whose attributes are looked through as well, by name.
+    """
+
+    def __init__(self, module: nn.Module, holders: Mapping[str, Any]) -> None:
+        self._module = module
+        self._holders = dict(holders)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live values, not copies."""
+        return {name: _state_of(each) for name, each in self._found() if _has_state(each)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives each metric that has a state what it had summed up."""
+        restore = Restorer()
+        for name, each in self._found():
+            if _is_tracker(each) and name in state:
+                _make_steps(each, state[name]["n_steps"])
+        for name, each in self._found():
+            if name in state and not _is_tracker(each):
+                vars(each).update(restore(None, state[name]))
+                each.to(each.device)
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for name, each in self._named():
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield name, each
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        yield from self._module.named_modules()
+        for holder, value in self._holders.items():
+            for attribute, each in vars(value).items():
+                if attribute not in _OF_MODULES:
+                    yield from _modules_in(each, f"{holder}/{attribute}")
+
+
+def _modules_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield from value.named_modules(prefix=name)
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from _modules_in(each, f"{name}.{key}")
+
+
+def _has_state(module: Any) -> bool:
+    return hasattr(module, "_update_count") or _is_tracker(module)
+
+
+def _is_tracker(module: Any) -> bool:
+    return hasattr(module, "n_steps") and hasattr(module, "increment")
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    if _is_tracker(metric):
+        return {"n_steps": metric.n_steps}
+    counted = {name: vars(metric)[name] for name in _COUNTED if name in vars(metric)}
+    return {**metric.metric_state, **counted}
+
+
+def _make_steps(tracker: Any, num_steps: int) -> None:
+    """torchmetrics 1.9 wrappers/tracker.py: a metric more for each ``increment()``."""
+    while tracker.n_steps < num_steps:
+        tracker.increment()
+    while tracker.n_steps > num_steps:
+        tracker._modules.popitem()
