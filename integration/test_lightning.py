@@ -590,6 +590,7 @@ def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
         "ema",
         "callbacks/lightning",
         "callbacks/hooks",
+        "callbacks/held",
         "callbacks/Counting-0",
         "callbacks/EarlyStopping-0",
         "callbacks/EMAWeightAveraging-0",
