@@ -62,7 +62,7 @@ class Hooked:
         for owner, arguments in self._owners:
             owner.on_load_checkpoint(*arguments, checkpoint)
         self._pending = state["metrics"]
-        self._metrics.load_state_dict(self._pending)
+        self._metrics.load_state_dict(state["metrics"])
 
     def put_back(self) -> None:
         """Gives the metrics their sums again, for hooks such as ``on_train_start`` clear some."""

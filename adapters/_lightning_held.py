@@ -37,10 +37,10 @@ def held_by_user_code(trainer: Any, *, others: Iterable[Any]) -> HeldState:
         beside = [trainer, trainer.datamodule, *trainer.callbacks, *trainer.loggers]
         return [trainer.lightning_module, trainer.model, *optimizers, *schedulers, *beside, *given]
 
-    left_out = frozenset({*vars(LightningModule()), *_HYPERPARAMETERS})
-    return HeldState(
-        of_user_code(trainer), key=KEY, foreign=foreign, left_out={_MODULE: left_out}
-    )
+    holders = of_user_code(trainer)
+    of_lightning = frozenset({*vars(LightningModule()), *_HYPERPARAMETERS})
+    left_out = {**dict.fromkeys(holders, frozenset[str]()), _MODULE: of_lightning}
+    return HeldState(holders, key=KEY, foreign=foreign, left_out=left_out)
 
 
 class _Attributes:

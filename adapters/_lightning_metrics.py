@@ -1,4 +1,4 @@
-"""The torchmetrics of a module, and those that it and callbacks keep in dicts, lists and attributes.
+"""The torchmetrics of a module, and those that it and callbacks keep in containers of their own.
 
 torchmetrics 1.9: what a metric has summed up is in no ``state_dict``, unless it is told so.
 """
@@ -85,7 +85,7 @@ def _state_of(metric: Any) -> dict[str, Any]:
 
 
 def _make_steps(tracker: Any, num_steps: int) -> None:
-    """torchmetrics 1.9 wrappers/tracker.py: a metric more for each ``increment()``."""
+    """Makes or drops metrics: ``increment()`` appends one. torchmetrics 1.9 wrappers/tracker.py."""
     while tracker.n_steps < num_steps:
         tracker.increment()
     while tracker.n_steps > num_steps:
