@@ -171,6 +171,11 @@ class _Driver:
         return any(each is self._callback for each in self._trainer.callbacks)
 
     @property
+    def is_before_start(self) -> bool:
+        """Whether ``on_fit_start`` has not come."""
+        return self._callback._loop is None
+
+    @property
     def is_at_start(self) -> bool:
         """Whether nothing was restored, and nothing trained."""
         loop = self._callback._loop

@@ -20,6 +20,7 @@ pytest.importorskip("lightning")
 
 import lightning
 import torch
+from digits import Digits
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -36,6 +37,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_rows_workloads import EachEpochAnother, OfTwoLoaders, make_loaders
 from lightning_workloads import (
@@ -105,6 +107,15 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.events.append("end")
+
+
+class OfSize(LightningDataModule):
+    """Its loader has batches of a size that a tuner finds."""
+
+    batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Digits(NUM_SAMPLES, augment=True), self.batch_size, shuffle=True)
 
 
 class Planned(Classifier):
@@ -589,6 +600,37 @@ def test_a_tuner_tries_batches_before_the_run_begins(tmp_path: Path, kind: str) 
     fit(finder, recorder, saving, loader=loader, module=WithRate)
     assert len(recorder.losses) == (12 if kind == "stream" else 24)
     assert saved_steps(tmp_path)[0] == len(recorder.losses)
+
+
+class PlannedAndDraws(Planned):
+    """Draws between the first request for its loader and the first batch."""
+
+    def on_fit_start(self) -> None:
+        torch.rand(1)
+
+
+@pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
+def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
+    tmp_path: Path, finder: str
+) -> None:
+    def losses(*saving: ResumeCallback) -> list[float]:
+        recorder = Recorder()
+        if finder == "before fit":
+            seed_everything(0, verbose=False)
+            own: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": False}
+            trainer = Trainer(callbacks=[recorder, *saving], max_epochs=1, **own, **QUIET)
+            data = OfSize()
+            module = Classifier()
+            Tuner(trainer).scale_batch_size(module, datamodule=data, max_trials=1)
+            trainer.fit(module, datamodule=data)
+            return recorder.losses
+        finders = [LearningRateFinder(num_training_steps=5, attr_name="rate")]
+        others = finders if finder == "in fit" else []
+        module = WithRate if finder == "in fit" else PlannedAndDraws
+        fit(*others, recorder, *saving, module=module, max_epochs=1)
+        return recorder.losses
+
+    assert losses(ResumeCallback(tmp_path / "run")) == losses()
 
 
 def test_what_a_tuner_has_logged_is_not_taken_for_what_the_run_has(tmp_path: Path) -> None:
