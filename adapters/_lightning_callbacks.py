@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from resumekit.adapters._lightning_held import of_user_code
-from resumekit.adapters._lightning_metrics import Metrics
 from resumekit.adapters._lightning_package import Callback, callbacks
 from resumekit.capture import ObjectState
 from resumekit.contract import StateComponent
@@ -38,37 +36,24 @@ def as_kept(component: StateComponent) -> StateComponent:
 
 
 class Hooked:
-    """What the module and callbacks put into a checkpoint by hooks, and the torchmetrics."""
+    """What the module and callbacks put into a checkpoint by hooks."""
 
     def __init__(self, trainer: Any) -> None:
         self._module = module = trainer.lightning_module
         hooked = [each for each in trainer.callbacks if overrides(each, "on_save_checkpoint")]
         hooked = [each for each in hooked if not isinstance(each, callbacks.WeightAveraging)]
         self._owners: list[Any] = [*((each, (trainer, module)) for each in hooked), (module, ())]
-        self._metrics = Metrics(module, of_user_code(trainer))
-        self._pending: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         checkpoint = {"state_dict": self._module.state_dict()}
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
-        return {
-            "checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"},
-            "metrics": self._metrics.state_dict() if self._pending is None else self._pending,
-        }
+        return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}
         for owner, arguments in self._owners:
             owner.on_load_checkpoint(*arguments, checkpoint)
-        self._pending = state["metrics"]
-        self._metrics.load_state_dict(state["metrics"])
-
-    def put_back(self) -> None:
-        """Gives the metrics their sums again, for hooks such as ``on_train_start`` clear some."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._metrics.load_state_dict(pending)
 
 
 class Clock(ObjectState):

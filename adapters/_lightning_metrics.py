@@ -1,4 +1,4 @@
-"""The torchmetrics of a module, and those that it and callbacks keep in containers of their own.
+"""torchmetrics that are no submodule from the start: in dicts, in lists, in callbacks, of trackers.
 
 torchmetrics 1.9: what a metric has summed up is in no ``state_dict``, unless it is told so.
 """
@@ -12,38 +12,52 @@ from torch import nn
 
 from resumekit.capture.inplace import Restorer
 
-# Beside what it has declared: metric.py; wrappers/running.py; wrappers/minmax.py.
-_COUNTED = ("_update_count", "_num_vals_seen", "min_val", "max_val")
+# Beside what it has declared as its sums: wrappers/minmax.py, wrappers/running.py.
+_BESIDE_SUMS = ("min_val", "max_val", "_num_vals_seen")
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Metrics:
-    """What the metrics have summed up, by name.
+    """What the metrics have summed up, by name, as far as it is not saved with the module.
 
     Args:
-        module: whose submodules are metrics, or hold some.
-        holders: objects whose attributes are looked through as well, by name.
+        module: the sums of its submodules are saved elsewhere, if they are there now.
+        holders: objects whose attributes are looked through, by name.
     """
 
     def __init__(self, module: nn.Module, holders: Mapping[str, Any]) -> None:
         self._module = module
         self._holders = dict(holders)
+        self._with_module = {id(each) for each in module.modules()}
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies."""
-        return {name: _state_of(each) for name, each in self._found() if _has_state(each)}
+        states = {name: self._state_of(each) for name, each in self._found()}
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives each metric that has a state what it had summed up."""
         restore = Restorer()
-        for name, each in self._found():
+        for name, each in [*self._found()]:
             if _is_tracker(each) and name in state:
                 _make_steps(each, state[name]["n_steps"])
         for name, each in self._found():
             if name in state and not _is_tracker(each):
                 vars(each).update(restore(None, state[name]))
                 each.to(each.device)
+
+    def _state_of(self, metric: Any) -> dict[str, Any]:
+        if _is_tracker(metric):
+            return {"n_steps": metric.n_steps}
+        if not hasattr(metric, "_update_count"):
+            return {}
+        beside = {name: vars(metric)[name] for name in _BESIDE_SUMS if name in vars(metric)}
+        # A Running begins with the defaults of another metric, which nobody may write into: so it
+        # is given sums of its own before those of the module are put back in place.
+        if id(metric) in self._with_module and not beside:
+            return {}
+        return {**metric.metric_state, "_update_count": metric._update_count, **beside}
 
     def _found(self) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
@@ -69,19 +83,8 @@ def _modules_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _modules_in(each, f"{name}.{key}")
 
 
-def _has_state(module: Any) -> bool:
-    return hasattr(module, "_update_count") or _is_tracker(module)
-
-
 def _is_tracker(module: Any) -> bool:
     return hasattr(module, "n_steps") and hasattr(module, "increment")
-
-
-def _state_of(metric: Any) -> dict[str, Any]:
-    if _is_tracker(metric):
-        return {"n_steps": metric.n_steps}
-    counted = {name: vars(metric)[name] for name in _COUNTED if name in vars(metric)}
-    return {**metric.metric_state, **counted}
 
 
 def _make_steps(tracker: Any, num_steps: int) -> None:

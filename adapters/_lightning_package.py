@@ -19,7 +19,7 @@ def _is_lightning() -> bool:
 
 
 if TYPE_CHECKING or _is_lightning():
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, strategies
+    from lightning.pytorch import Callback, Trainer, callbacks, strategies
     from lightning.pytorch.loops.fetchers import _DataFetcher
     from lightning.pytorch.trainer.connectors.logger_connector.result import (
         _Metadata,
@@ -30,7 +30,7 @@ if TYPE_CHECKING or _is_lightning():
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.combined_loader import _ModeIterator
 else:
-    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks, strategies
+    from pytorch_lightning import Callback, Trainer, callbacks, strategies
     from pytorch_lightning.loops.fetchers import _DataFetcher
     from pytorch_lightning.trainer.connectors.logger_connector.result import (
         _Metadata,
@@ -52,7 +52,6 @@ __all__ = [
     "Callback",
     "CombinedLoader",
     "DataFetcher",
-    "LightningModule",
     "Metadata",
     "ModeIterator",
     "ResultCollection",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annealed import Annealed
 from digits import Digits
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
@@ -32,6 +33,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, MinMetric
+from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 
@@ -118,6 +120,7 @@ class KeepsOutputs(Classifier):
         self.tracker = MetricTracker(MeanMetric(), maximize=False)
         self.largest = MinMaxMetric(MeanMetric())
         self.best = MinMetric()
+        self.latest = Running(MeanMetric(), window=3)
 
     def on_train_start(self) -> None:
         self.best.reset()  # of the sanity check
@@ -130,9 +133,9 @@ class KeepsOutputs(Classifier):
         loss = super().training_step(batch, batch_idx)
         self.log("in the progress bar", float(len(self.trainer.progress_bar_metrics)))
         self.outputs.append(loss)
-        for metric in (self.kept["mean"], self.tracker, self.best):
+        for metric in (self.kept["mean"], self.tracker, self.best, self.latest):
             metric.update(loss)
-        self.log("largest", self.largest(loss)["max"])
+        self.log_dict({"largest": self.largest(loss)["max"], "latest": self.latest.compute()})
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -211,7 +214,26 @@ class Validated(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Gathering(Classifier):
+    """Gathers what its steps gave until the epoch is over, beside a layer that anneals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = Annealed(32)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("gathered", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
 MODULES = {
+    "gathering": Gathering,
     "plain": Classifier,
     "bare": Bare,
     "by epoch": EachEpoch,

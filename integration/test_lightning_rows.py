@@ -30,6 +30,8 @@ LAST = (KillPoint.step(24),)
 EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in windows of 5, 5 and 2 batches
 
 ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
+    "what its steps gave in a list, and a layer that anneals": ({"module": "gathering"}, TWICE),
+    "the same on the boundary": ({"module": "gathering"}, BOUNDARY),
     "a stateful loader": ({"loader": "stateful"}, TWICE),
     "a stateful loader, on the boundary": ({"loader": "stateful"}, BOUNDARY),
     "a stateful loader with 2 workers": ({"loader": "stateful", "workers": "2"}, TWICE),
@@ -182,7 +184,7 @@ def test_the_place_in_other_loaders_left_out_is_caught_and_named(
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 
-@pytest.mark.parametrize("component", ["callbacks/held", "callbacks/hooks"])
+@pytest.mark.parametrize("component", ["callbacks/held", "model/attributes"])
 def test_what_the_module_keeps_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     options = {"module": "keeps outputs", "changing": "keeping"}
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)

@@ -53,6 +53,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "averages in a callback": ({"callbacks": "averaging"}, TWICE),
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
+    "a layer that anneals": ({"kind": "annealed"}, TWICE),
     "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
     "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
     "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
@@ -115,9 +116,10 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     ("options", "component"),
     [
         ({"kind": "weighed"}, "callbacks/attributes"),
-        ({"callbacks": "freezing"}, "callbacks/frozen"),
+        ({"callbacks": "freezing"}, "model/attributes"),
+        ({"kind": "annealed"}, "model/attributes"),
     ],
-    ids=["held", "frozen"],
+    ids=["held", "frozen", "annealed"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str

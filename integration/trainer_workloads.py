@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annealed import Annealed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -263,6 +264,8 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
     if kind == "weighed":
         return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
     model = with_lora() if kind == "lora" else causal()
+    if kind == "annealed":
+        model.transformer.drop = Annealed(model.config.n_embd)
     return (model, Sentences(lambda tokens: tokens), None, *usual)
 
 

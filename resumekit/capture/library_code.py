@@ -1,29 +1,34 @@
-"""Which attributes of a Trainer are set by the libraries, and which by a class of the user's."""
+"""Which attributes of an object are set by the code of libraries, and which by the user's."""
 
 from __future__ import annotations
 
 import dis
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from types import CodeType
 from typing import Any
 
-# What their Trainers keep between two steps is known by name, or told to be unknown.
-_LIBRARIES = frozenset({"transformers", "trl"})
 
+def attributes_set_by(libraries: frozenset[str], kind: type) -> frozenset[str]:
+    """The names of the attributes that the code of some libraries sets in objects of a class.
 
-def attributes_of_libraries(trainer: Any) -> frozenset[str]:
-    """The names of the attributes that the code of transformers' and TRL's Trainers sets.
-
-    They are read from that code, so that what is left is the user's own in every version.
+    They are read from the code of the classes that it is derived from, so that what is left is the
+    user's own in every version.
 
     Args:
-        trainer: the ``transformers.Trainer``, or one of a class derived from it.
+        libraries: the names of their top-level packages.
+        kind: the class.
     """
-    theirs = (c for c in type(trainer).__mro__ if c.__module__.partition(".")[0] in _LIBRARIES)
+    theirs = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in libraries)
+    return _set_in(tuple(theirs))
+
+
+@cache
+def _set_in(kinds: tuple[type, ...]) -> frozenset[str]:
     return frozenset(
         name
-        for each in theirs
+        for each in kinds
         for member in vars(each).values()
         for code in _codes_of(member)
         for name in _set_by(code)
