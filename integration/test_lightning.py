@@ -117,6 +117,9 @@ class OfSize(LightningDataModule):
     def train_dataloader(self) -> Any:
         return DataLoader(Digits(NUM_SAMPLES, augment=True), self.batch_size, shuffle=True)
 
+    def val_dataloader(self) -> Any:
+        return DataLoader(Digits(8, augment=False), self.batch_size)
+
 
 class Planned(Classifier):
     """Asks for the number of steps, and so for the loader, before the fit begins."""
@@ -606,7 +609,7 @@ class PlannedAndDraws(Planned):
     """Draws between the first request for its loader and the first batch."""
 
     def on_fit_start(self) -> None:
-        torch.rand(1)
+        self.layers[0].bias.data.add_(torch.rand(()))
 
 
 @pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
