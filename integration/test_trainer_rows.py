@@ -30,7 +30,11 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.t5.modeling_t5",
     *OPTIONAL,
-    *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward") if "trl" in OPTIONAL),
+    *(
+        f"trl.trainer.{name}_trainer"
+        for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+        if "trl" in OPTIONAL
+    ),
 )
 SAVE_EVERY = 3
 STEPS_PER_EPOCH = 12
@@ -53,6 +57,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "averages in a callback": ({"callbacks": "averaging"}, TWICE),
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
+    "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
     "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
     "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
     "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
@@ -76,6 +81,22 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         (BOUNDARY,),
     ),
     "TRL, a reward": ({"kind": "reward", "logging_steps": 7}, TWICE),
+    "TRL, answers that are good or bad": ({"kind": "unpaired", "logging_steps": 7}, TWICE),
+    "TRL, odds": ({"kind": "odds", "logging_steps": 7}, (MIDDLE,)),
+    "TRL, completions that are used twice": (
+        {
+            "kind": "completions",
+            "use_adaptive_entropy": True,
+            "entropy_coef": 0.01,
+            "entropy_target": 9.0,
+            "log_completions": True,
+        },
+        TWICE,
+    ),
+    "TRL, completions in the middle of a window": (
+        {"kind": "leave one out", "accumulate": 2, "epochs": 3, "logging_steps": 4},
+        (KillPoint.step(8),),
+    ),
 }
 # The loss falls, so nothing ever improves on the first one.
 NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
@@ -116,8 +137,9 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     [
         ({"kind": "weighed"}, "callbacks/attributes"),
         ({"callbacks": "freezing"}, "callbacks/frozen"),
+        ({"callbacks": "tightening"}, "callbacks/settings"),
     ],
-    ids=["held", "frozen"],
+    ids=["held", "frozen", "settings"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str
@@ -131,6 +153,8 @@ def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     [
         ("TRL, logged across a save", "callbacks/trainer"),
         ("TRL, preferences to a model that follows", "callbacks/attributes"),
+        ("TRL, completions that are used twice", "callbacks/generated"),
+        ("TRL, completions that are used twice", "callbacks/attributes"),
     ],
 )
 def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, component: str) -> None:
@@ -142,7 +166,7 @@ def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, compon
 def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(cell({"kind": "unknown"})))
     assert "InexactError" in run.failure
-    assert "trl's KTOTrainer" in run.failure
+    assert "trl's GMPOTrainer" in run.failure
 
 
 def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:

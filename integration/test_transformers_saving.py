@@ -236,6 +236,17 @@ class CountingHead(nn.Module):
         return self.head(hidden)
 
 
+class CountingLoss:
+    """What a Trainer calls may be an object."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, outputs: Any, labels: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_calls += 1
+        return outputs["logits"].square().mean()
+
+
 def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,8 +255,9 @@ def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
     extras = {"steps": 0}
     trainer = make_trainer(tmp_path, Counting(extras), patient, **evaluated)
     trainer.model.lm_head = CountingHead(trainer.model.lm_head)
+    trainer.compute_loss_func = CountingLoss()
     attach(trainer, tmp_path, extras=extras)
     trainer.train()
     told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
-    names = "Counting-0.num_steps, model/lm_head.num_calls"
+    names = "Counting-0.num_steps, compute_loss_func.num_calls, model/lm_head.num_calls"
     assert [line.split(": ")[1] for line in told] == [names]
