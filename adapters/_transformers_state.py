@@ -56,8 +56,9 @@ _LIBRARIES = frozenset(
     {"transformers", "trl", "peft", "torch", "datasets", "accelerate", "resumekit", "builtins"}
 )
 
-# transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock. The last is TRL's.
-CLOCK_SUFFIXES = ("_runtime", "_per_second", "step_time")
+# transformers 5.23 trainer_utils.py speed_metrics, trainer.py evaluation_loop: these are read from
+# a clock. The last is TRL's.
+CLOCK_SUFFIXES = ("_runtime", "_per_second", "_model_preparation_time", "step_time")
 
 # What a user may change between two launches; the rest is compared where it matters.
 _SETTINGS = (

@@ -101,6 +101,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
 # The loss falls, so nothing ever improves on the first one.
 NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 NEEDS = {"LoRA": "peft", **dict.fromkeys((row for row in ROWS if row.startswith("TRL")), "trl")}
+needs_trl = pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
 
 
 def cell(options: dict[str, Any], *kills: KillPoint, world_size: int = 1) -> Cell:
@@ -147,7 +148,7 @@ def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
-@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+@needs_trl
 @pytest.mark.parametrize(
     ("row", "component"),
     [
@@ -162,7 +163,7 @@ def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, compon
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
-@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+@needs_trl
 def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(cell({"kind": "unknown"})))
     assert "InexactError" in run.failure
@@ -196,8 +197,14 @@ def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "masked", "seedable": False}, {"kind": "stream", "max_steps": 12}],
-    ids=["masked, unseeded", "a stream"],
+    [
+        {"kind": "masked", "seedable": False},
+        {"kind": "stream", "max_steps": 12},
+        pytest.param(
+            {"kind": "completions", "log_completions": True, "epochs": 4}, marks=needs_trl
+        ),
+    ],
+    ids=["masked, unseeded", "a stream", "completions"],
 )
 def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
     require_exact(kit, cell(options, KillPoint.step(10), world_size=2))
