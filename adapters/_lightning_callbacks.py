@@ -36,7 +36,7 @@ def as_kept(component: StateComponent) -> StateComponent:
 
 
 class Hooked:
-    """What the module and callbacks put into a checkpoint by hooks, and the torchmetrics."""
+    """What the module and callbacks put into a checkpoint by hooks."""
 
     def __init__(self, trainer: Any) -> None:
         self._module = module = trainer.lightning_module
@@ -48,24 +48,12 @@ class Hooked:
         checkpoint = {"state_dict": self._module.state_dict()}
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
-        return {
-            "checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"},
-            "metrics": {
-                name: {**each.metric_state, "_update_count": each._update_count}
-                for name, each in self._metrics()
-            },
-        }
+        return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}
         for owner, arguments in self._owners:
             owner.on_load_checkpoint(*arguments, checkpoint)
-        for name, each in self._metrics():
-            vars(each).update(state["metrics"].get(name, {}))
-            each.to(each.device)
-
-    def _metrics(self) -> list[tuple[str, Any]]:
-        return [each for each in self._module.named_modules() if hasattr(each[1], "_update_count")]
 
 
 class Clock(ObjectState):

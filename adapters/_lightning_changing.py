@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from resumekit.adapters._lightning_package import callbacks
 from resumekit.contract import Slot, StateComponent
 
@@ -61,40 +59,11 @@ def prepare_epoch(trainer: Any) -> None:
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def frozen(trainer: Any) -> dict[str, list[str]]:
-    """What is frozen, by name: a hook that did it, or let it go, is not called again."""
-    module = trainer.lightning_module
-    norms = [(name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
-    return {
-        "parameters": [name for name, p in module.named_parameters() if not p.requires_grad],
-        "norms": [name for name, each in norms if not each.track_running_stats],
-    }
-
-
-def freeze(trainer: Any, names: dict[str, list[str]] | None) -> tuple[str, ...]:
-    """Freezes what was frozen, and lets go the rest.
-
-    Args:
-        trainer: the Trainer.
-        names: what ``frozen`` gave; None in a checkpoint that does not tell.
-
-    Returns:
-        The names of the parameters for which that is another than this launch has made it.
-    """
-    if names is None:
-        return ()
-    module, changed = trainer.lightning_module, []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in names["parameters"]):
-            parameter.requires_grad = not parameter.requires_grad
-            changed.append(name)
-    for name, each in module.named_modules():
-        if isinstance(each, _BatchNorm):
-            each.track_running_stats = name not in names["norms"]
+def forget_groups(trainer: Any) -> None:
+    """The param groups of the checkpoint are those of this fit, and of no later one."""
     for _, callback in _changing(trainer):
         if isinstance(callback, callbacks.BaseFinetuning):
-            callback._restarting = False  # or the next fit would get these param groups
-    return tuple(changed)
+            callback._restarting = False
 
 
 def _see_groups(component: Any, saved: Any) -> None:

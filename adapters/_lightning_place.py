@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from resumekit.adapters._lightning_changing import freeze, frozen
+from resumekit.adapters._lightning_changing import forget_groups
 from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
@@ -47,7 +47,6 @@ class Place:
             "logged_metrics": dict(trainer._logger_connector._logged_metrics),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
-            "frozen": frozen(trainer),
             "requested": self._requested,
             "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
@@ -61,7 +60,7 @@ class Place:
         """Puts all but what the first batch decides in its place.
 
         Returns:
-            What this launch had made otherwise.
+            What did not come back exactly: nothing.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         loop.load_state_dict(dict(state["loops"]))
@@ -71,17 +70,14 @@ class Place:
         trainer.should_stop = state["should_stop"]
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
-        changed = freeze(trainer, state["frozen"])
+        forget_groups(trainer)
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
         self._validated = state.get("validation", [])  # an older checkpoint has none
         trainer.num_sanity_val_steps = 0
         epoch = loop.epoch_progress.current
         self._again = state if epoch.processed < epoch.started else None
-        if not changed:
-            return ()
-        what = ", ".join(changed[:3]) + (" and others" if len(changed) > 3 else "")
-        return (f"frozen, or trained, as in the checkpoint: {what}",)
+        return ()
 
     def start_fresh(self) -> tuple[str, ...]:
         """Goes on where a run under another framework was left."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -16,7 +15,7 @@ from resumekit.adapters._transformers_arguments import (
     saves_by_itself,
 )
 from resumekit.adapters._transformers_files import with_files
-from resumekit.adapters._transformers_own import attributes_of_libraries, objects_called
+from resumekit.adapters._transformers_own import objects_called
 from resumekit.adapters._transformers_settings import ChangedSettings
 from resumekit.adapters._transformers_trl import (
     SUMS_OF_TRL,
@@ -26,9 +25,9 @@ from resumekit.adapters._transformers_trl import (
 )
 from resumekit.capture import (
     AttributeState,
-    FrozenParameters,
     HeldState,
     PlainValues,
+    attributes_set_by,
     buckets_of,
     by_class_and_ordinal,
 )
@@ -50,6 +49,9 @@ STATE = (
 
 # transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
 SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+
+# What their Trainers keep between two steps is known by name, or told to be unknown.
+_OF_TRAINERS = frozenset({"transformers", "trl"})
 
 # Whose objects count nothing that would have to be saved beside what is.
 _LIBRARIES = frozenset(
@@ -157,15 +159,9 @@ def changed_settings(trainer: Any) -> ChangedSettings:
     return ChangedSettings(trainer, key=f"{_CALLBACKS}/settings")
 
 
-def frozen_parameters(trainer: Any) -> FrozenParameters:
-    """Which parameters of the Trainer's model are frozen, once that is prepared for training."""
-    return FrozenParameters(trainer.model, key=f"{_CALLBACKS}/frozen")
-
-
 def trainer_components(
     trainer: Any,
     held: HeldState,
-    frozen: FrozenParameters,
     settings: ChangedSettings,
     progress: Callable[[], Progress],
     *,
@@ -176,7 +172,6 @@ def trainer_components(
     Args:
         trainer: the ``transformers.Trainer``, prepared for training.
         held: what the other callbacks hold.
-        frozen: which parameters are frozen.
         settings: what callbacks changed in the arguments.
         progress: tells where the run is.
         ema: averaged models that the user gave.
@@ -204,9 +199,6 @@ def trainer_components(
         *_exported(callbacks),
         StateComponent(held.key, held, _OWN, required=False),
         StateComponent(settings.key, settings, _OWN, required=False, framework=_TRAINER),
-        StateComponent(
-            frozen.key, frozen, SharingPattern.GLOBAL, required=False, framework=_TRAINER
-        ),
     )
 
 
@@ -241,7 +233,7 @@ def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
         foreign=foreign,
         left_out={
             **dict.fromkeys(called, frozenset()),
-            _OF_THE_CLASS: attributes_of_libraries(trainer),
+            _OF_THE_CLASS: _set_by_libraries(trainer),
         },
     )
 
@@ -259,12 +251,9 @@ def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainVal
     holders |= {_OF_THE_CLASS: trainer} | {name: getattr(trainer, name) for name in given}
     holders |= objects_called(trainer)
     holders = {name: each for name, each in holders.items() if not isinstance(each, Stateful)}
-    modules = {f"model/{n}".rstrip("/"): each for n, each in trainer.model.named_modules()}
-    modules = {n: m for n, m in modules.items() if not _has_extra_state(m)}
-    left_out = {_OF_THE_CLASS: attributes_of_libraries(trainer), "train_dataset": _EPOCH}
     return PlainValues(
-        {name: each for name, each in {**holders, **modules}.items() if _is_of_user(each)},
-        left_out={**left_out, **dict.fromkeys(modules, frozenset(vars(nn.Module())))},
+        {name: each for name, each in holders.items() if _is_of_user(each)},
+        left_out={_OF_THE_CLASS: _set_by_libraries(trainer), "train_dataset": _EPOCH},
         known=(extras, *extras.values()),
     )
 
@@ -279,8 +268,9 @@ def _is_of_user(holder: Any) -> bool:
     return isinstance(holder, Trainer) or library not in _LIBRARIES
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def _set_by_libraries(trainer: Any) -> frozenset[str]:
+    """The attributes of a Trainer that are not a derived class's own."""
+    return attributes_set_by(_OF_TRAINERS, type(trainer))
 
 
 def not_saved(counted: PlainValues, held: HeldState) -> str:
@@ -291,8 +281,8 @@ def not_saved(counted: PlainValues, held: HeldState) -> str:
         return ""
     return (
         f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
-        "the script makes of it; keep it in extras=, in a buffer of the model, or in state_dict() "
-        "and load_state_dict() of the callback, of what the Trainer calls or of your Trainer"
+        "the script makes of it; keep it in extras=, or in state_dict() and load_state_dict() of "
+        "the callback, of what the Trainer calls or of your Trainer"
     )
 
 

@@ -38,7 +38,6 @@ from resumekit.adapters._transformers_plan import Counts, Plan
 from resumekit.adapters._transformers_state import (
     changed_settings,
     counted_by_user_code,
-    frozen_parameters,
     held_by_user_code,
     not_saved,
     trainer_components,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from resumekit.adapters._transformers_settings import ChangedSettings
-    from resumekit.capture import FrozenParameters, HeldState, PlainValues
+    from resumekit.capture import HeldState, PlainValues
     from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
 
@@ -94,7 +93,6 @@ class ResumeCallback(TrainerCallback):
         self._extras = {} if extras is None else extras
         self._not_held = [*averages, *self._extras.values()]
         self._held: HeldState
-        self._frozen: FrozenParameters
         self._settings: ChangedSettings
         self._counted: PlainValues
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
@@ -170,14 +168,8 @@ class ResumeCallback(TrainerCallback):
 
     def _components(self, ema: Any) -> tuple[StateComponent, ...]:
         """All that makes up the run, when the Trainer has prepared it."""
-        self._frozen = frozen_parameters(self._trainer)
         return trainer_components(
-            self._trainer,
-            self._held,
-            self._frozen,
-            self._settings,
-            lambda: self._loop.progress,
-            ema=ema,
+            self._trainer, self._held, self._settings, lambda: self._loop.progress, ema=ema
         )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
@@ -233,9 +225,9 @@ class ResumeCallback(TrainerCallback):
             # Every callback has begun, and made what it keeps.
             self._held.put_back()
             self._counted = counted_by_user_code(self._trainer, extras=self._extras)
-            for other in (self._settings.put_back(), self._frozen.put_back()):
-                if other and state.is_world_process_zero:
-                    tell(other)
+            other = self._settings.put_back()
+            if other and state.is_world_process_zero:
+                tell(other)
             self._loop.next_epoch()
             self._in_training = True
 

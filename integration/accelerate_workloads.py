@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from annealed import Annealed
 from digits import Digits
 from torch import nn
 from torch.optim import AdamW
@@ -75,6 +76,7 @@ def train(
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
+    annealed: bool = False,
     allow: list[str] | None = None,
     epochs: int = 2,
     save_every: int = 3,
@@ -96,8 +98,9 @@ def train(
     if scaler:
         # accelerate 1.15 accelerator.py makes one for fp16, which it refuses without a GPU.
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+    dropout = Annealed(32) if annealed else nn.Dropout(0.3)
     bare = nn.Sequential(
-        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
+        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 10)
     )
     optim = AdamW(bare.parameters(), lr=1e-2)
     schedule: Any = OneCycleLR(optim, max_lr=0.02, total_steps=100)

@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from annealed import Annealed
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from digits import Digits
@@ -116,6 +117,7 @@ def train(
     loop: str = "batches",
     mark: bool = True,
     report: bool = False,
+    annealed: bool = False,
     width: int = 32,
     epochs: int = 2,
     save_every: int = 3,
@@ -130,8 +132,9 @@ def train(
     np.random.seed(0)
     torch.manual_seed(0)
     normalisation = nn.LayerNorm if is_bf16 or is_fp16 else nn.BatchNorm1d
+    dropout = Annealed(width) if annealed else nn.Dropout(0.3)
     bare = nn.Sequential(
-        nn.Linear(64, width), normalisation(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
+        nn.Linear(64, width), normalisation(width), nn.ReLU(), dropout, nn.Linear(width, 10)
     )
     bare[0].requires_grad_(not frozen)
     data = Digits(NUM_SAMPLES, augment=augment)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annealed import Annealed
 from digits import Digits
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
@@ -156,7 +157,26 @@ class Validated(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Gathering(Classifier):
+    """Gathers what its steps gave until the epoch is over, beside a layer that anneals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = Annealed(32)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("gathered", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
 MODULES = {
+    "gathering": Gathering,
     "plain": Classifier,
     "bare": Bare,
     "by epoch": EachEpoch,

@@ -115,3 +115,11 @@ class TestAccelerate(ConformanceSuite):
         kit.assert_exact(cell)
         verdict, _ = kit.judge(cell, inject="model/gradient_buckets")
         assert verdict.divergence is not None
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        cell = self.cell("mid-epoch 1", {"annealed": True}, world_size=world_size)
+        kit.assert_exact(cell)
+        kit.assert_caught(cell, "model/attributes")

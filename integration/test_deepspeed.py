@@ -188,6 +188,7 @@ def test_a_checkpoint_holds_the_engine_in_slots_and_nothing_that_was_pickled(
     assert saved_keys(tmp_path / "run") == [
         "model",
         "optimizer",
+        "model/attributes",
         "callbacks/deepspeed",
         "data",
         "rng",

@@ -122,6 +122,15 @@ class TestDeepSpeed(ConformanceSuite):
         kit.assert_exact(cell)
         kit.assert_caught(cell, "grad_scaler")
 
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
+        self, kit: Kit, stage: str
+    ) -> None:
+        number, world_size = STAGES[stage]
+        cell = self.cell("mid-epoch 1", {"stage": number, "annealed": True}, world_size=world_size)
+        kit.assert_exact(cell)
+        kit.assert_caught(cell, "model/attributes")
+
     @pytest.mark.parametrize("stage", FP16)
     def test_fp16_with_skipped_steps_continues_exactly(self, kit: Kit, stage: str) -> None:
         number, world_size = FP16[stage]

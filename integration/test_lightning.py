@@ -588,6 +588,7 @@ def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
         "optimizer",
         "lr_scheduler",
         "ema",
+        "model/attributes",
         "callbacks/lightning",
         "callbacks/hooks",
         "callbacks/Counting-0",

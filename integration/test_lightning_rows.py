@@ -30,6 +30,8 @@ LAST = (KillPoint.step(24),)
 EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in windows of 5, 5 and 2 batches
 
 ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
+    "what its steps gave in a list, and a layer that anneals": ({"module": "gathering"}, TWICE),
+    "the same on the boundary": ({"module": "gathering"}, BOUNDARY),
     "a stateful loader": ({"loader": "stateful"}, TWICE),
     "a stateful loader, on the boundary": ({"loader": "stateful"}, BOUNDARY),
     "a stateful loader with 2 workers": ({"loader": "stateful", "workers": "2"}, TWICE),

@@ -105,3 +105,11 @@ class TestTorch(ConformanceSuite):
     def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
         with self.new_kit(tmp_path, cold=True) as cold:
             cold.assert_exact(self.cell("three times", self.everything))
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        cell = self.cell("mid-epoch 1", {"annealed": True}, world_size=world_size)
+        kit.assert_exact(cell)
+        kit.assert_caught(cell, "model/attributes")

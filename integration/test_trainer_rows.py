@@ -58,6 +58,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
     "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
+    "a layer that anneals": ({"kind": "annealed"}, TWICE),
     "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
     "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
     "gradient checkpointing": ({"gradient_checkpointing": True}, (MIDDLE,)),
@@ -137,10 +138,11 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     ("options", "component"),
     [
         ({"kind": "weighed"}, "callbacks/attributes"),
-        ({"callbacks": "freezing"}, "callbacks/frozen"),
+        ({"callbacks": "freezing"}, "model/attributes"),
         ({"callbacks": "tightening"}, "callbacks/settings"),
+        ({"kind": "annealed"}, "model/attributes"),
     ],
-    ids=["held", "frozen", "settings"],
+    ids=["held", "frozen", "settings", "annealed"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str

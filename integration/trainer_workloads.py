@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from annealed import Annealed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -169,16 +170,18 @@ class Averaging(TrainerCallback):
 
 
 class Norms(TrainerCallback):
-    """Two of them look at other parameters; what each has summed up is its own."""
+    """Two of them look at other parameters; what each has summed up, and draws, is its own."""
 
     def __init__(self, ends_with: str) -> None:
         self.ends_with = ends_with
         self.sum = torch.zeros(())
+        self.draws = torch.Generator().manual_seed(len(ends_with))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, weight in kwargs["model"].named_parameters():
             if name.endswith(self.ends_with):
-                self.sum += weight.detach().square().sum()
+                share = torch.rand((), generator=self.draws)
+                self.sum += share * weight.detach().square().sum()
 
 
 class Freezing(TrainerCallback):
@@ -275,6 +278,8 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
     if kind == "weighed":
         return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
     model = with_lora() if kind == "lora" else causal()
+    if kind == "annealed":
+        model.transformer.drop = Annealed(model.config.n_embd)
     return (model, Sentences(lambda tokens: tokens), None, *usual)
 
 

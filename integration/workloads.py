@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from annealed import Annealed
 from digits import Digits
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -113,6 +114,7 @@ def train(
     epochs: int = 2,
     save_every: int = 3,
     report: bool = False,
+    annealed: bool = False,
 ) -> None:
     """Trains a small classifier; see the module's docstring."""
     torch.manual_seed(0)
@@ -128,7 +130,7 @@ def train(
         nn.Linear(64, 32),
         nn.BatchNorm1d(32),
         nn.ReLU(),
-        nn.Dropout(0.3 if dropout else 0.0),
+        Annealed(32) if annealed else nn.Dropout(0.3 if dropout else 0.0),
         nn.Linear(32, 10),
     )
     if world_size > 1:

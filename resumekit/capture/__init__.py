@@ -12,6 +12,7 @@ back exactly, in words; it is empty when all did. Some have more:
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
 - ``put_back_with_random()``: called when the random state is set, the last act of a resume, for
   what code before the next batch may change;
+- ``fidelity``: how exactly the state comes back as far as is known by now, and the reason;
 - ``comparable_state()``: the state without what was read from a clock, for the judge;
 - ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
   changes. ``states`` holds the states of some former ranks by rank: always rank 0's, that of
@@ -33,9 +34,7 @@ from resumekit.capture.fingerprint import (
     Severity,
     differences,
     fingerprint,
-    fingerprint_now,
 )
-from resumekit.capture.frozen import FrozenParameters
 from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
 from resumekit.capture.gradients import (
@@ -45,7 +44,9 @@ from resumekit.capture.gradients import (
 )
 from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
+from resumekit.capture.library_code import attributes_set_by
 from resumekit.capture.model import ModelState
+from resumekit.capture.module_attributes import ModuleAttributes, attribute_components
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
@@ -60,9 +61,9 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
-    "FrozenParameters",
     "HeldState",
     "ModelState",
+    "ModuleAttributes",
     "ObjectState",
     "OptimizerState",
     "PlainValues",
@@ -70,6 +71,8 @@ __all__ = [
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "attribute_components",
+    "attributes_set_by",
     "bucket_components",
     "buckets_of",
     "by_class_and_ordinal",
@@ -79,7 +82,6 @@ __all__ = [
     "ddp_around",
     "differences",
     "fingerprint",
-    "fingerprint_now",
     "generator_state",
     "gradient_components",
     "holds_gradients",

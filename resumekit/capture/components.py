@@ -15,6 +15,7 @@ from resumekit.capture.flat import (
     require_no_flat_parameters,
 )
 from resumekit.capture.flat_optimizer import FlatOptimizerState
+from resumekit.capture.module_attributes import attribute_components
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
@@ -79,10 +80,11 @@ def state_components(
         else StateComponent(key, stateful, _pattern_of(stateful))
         for key, stateful in states.items()
     ]
+    attributes = attribute_components(model)
     if num_ranks == 1:
-        return tuple(shared)
-    is_stage = stage_group is not None
-    return (*shared, *rank_buffer_components(model=model, ema=ema, even_none=is_stage))
+        return (*shared, *attributes)
+    buffers = rank_buffer_components(model=model, ema=ema, even_none=stage_group is not None)
+    return (*shared, *attributes, *buffers)
 
 
 # What a pipeline stage has some entries of; schedulers and scalers are alike on all ranks.

@@ -15,7 +15,6 @@ import torch
 
 import resumekit
 from resumekit.capture.git import repository_state
-from resumekit.capture.model import ModelState
 from resumekit.contract import StateComponent
 
 # A value under this name, at any depth, shapes how long the run is.
@@ -80,22 +79,6 @@ def fingerprint(
         if callable(describe):
             found[component.key] = describe()
     return {key: plain(value) for key, value in {**found, **(settings or {})}.items()}
-
-
-def fingerprint_now(
-    then: Mapping[str, Any], components: Iterable[StateComponent]
-) -> dict[str, Any]:
-    """A run's fingerprint with its models as they are: a script may freeze parameters as it goes.
-
-    Args:
-        then: the fingerprint that the run started with.
-        components: the run's state.
-    """
-    known = {each.key: each.stateful for each in components if each.key in then}
-    now = {key: each.fingerprint() for key, each in known.items() if type(each) is ModelState}
-    size = "num_parameters"  # lazy ones are counted when they have been made
-    same = {key: found for key, found in now.items() if found[size] == then[key][size]}
-    return {**then, **same}
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Difference, ...]:

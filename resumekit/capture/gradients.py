@@ -13,6 +13,7 @@ from resumekit.capture.gradient_buckets import GradientBuckets
 from resumekit.capture.inplace import fits
 from resumekit.capture.mismatch import Mismatch, describe, refuse
 from resumekit.capture.model import ModelState
+from resumekit.capture.module_attributes import ModuleAttributes
 from resumekit.capture.names import clean_names
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
@@ -142,6 +143,9 @@ def _as_gradient(saved: Any, parameter: nn.Parameter) -> Tensor:
     )
 
 
+_BESIDE_A_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, ModuleAttributes)
+
+
 def gradient_components(
     components: Iterable[StateComponent], is_within: Callable[[], bool]
 ) -> tuple[StateComponent, ...]:
@@ -160,7 +164,7 @@ def gradient_components(
         _component(component, is_within)
         for component in components
         if component.slot == Slot.MODEL.value
-        and not isinstance(component.stateful, (RankBuffers, GradientBuckets, AccumulatedGradients))
+        and not isinstance(component.stateful, _BESIDE_A_MODEL)
     )
 
 

@@ -96,10 +96,11 @@ class Account:
         return CaptureReport((*report.lines, *self.overlooked))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:
-        """The component with the fidelity that the loaders allow, if it is the data position."""
-        if component.stateful is not self._position:
+        """The component with the fidelity that its state has by now, where that can change."""
+        known = getattr(component.stateful, "fidelity", None)
+        if not isinstance(known, tuple):
             return component
-        fidelity, reason = self._position.fidelity
+        fidelity, reason = known
         return replace(component, fidelity=fidelity, reason=reason)
 
     # ---------------------------------------------------------------- what changed

@@ -15,7 +15,6 @@ from resumekit.capture import (
     Extras,
     bucket_components,
     fingerprint,
-    fingerprint_now,
     gradient_components,
     holds_gradients,
 )
@@ -347,7 +346,7 @@ class Run:
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
-                fingerprint=fingerprint_now(self._fingerprint, self.components),
+                fingerprint=self._fingerprint,
                 details={**self.account.details(), **described(self._shares)},
             )
         )

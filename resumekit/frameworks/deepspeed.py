@@ -18,6 +18,7 @@ from resumekit.capture import (
     AttributeState,
     ModelState,
     OptimizerState,
+    attribute_components,
     clean_names,
     rank_buffer_components,
     state_components,
@@ -96,6 +97,8 @@ def engine_components(
         grad_scaler=_autocast_scaler(engine),
         ema=ema,
     )
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        yield from attribute_components(engine.module)
     if engine.world_size > 1:
         model = None if partitioned else engine.module
         yield from rank_buffer_components(model=model, ema=ema)

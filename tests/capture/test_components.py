@@ -26,9 +26,12 @@ def test_one_object_has_the_key_of_its_slot() -> None:
         ema=AveragedModel(model),
     )
     keys = [component.key for component in components]
-    assert keys == ["model", "optimizer", "lr_scheduler", "grad_scaler", "ema"]
+    shared = ["model", "optimizer", "lr_scheduler", "grad_scaler", "ema"]
+    assert keys == [*shared, "model/attributes"]
     assert {component.stateful.key for component in components} == set(keys)
-    assert {component.sharing_pattern for component in components} == {SharingPattern.REPLICATED}
+    patterns = {component.key: component.sharing_pattern for component in components}
+    assert patterns.pop("model/attributes") is SharingPattern.PER_RANK
+    assert set(patterns.values()) == {SharingPattern.REPLICATED}
 
 
 def test_named_objects_have_their_names_in_their_keys_and_the_models_name_parameters() -> None:
@@ -38,14 +41,16 @@ def test_named_objects_have_their_names_in_their_keys_and_the_models_name_parame
         component.key: component.stateful
         for component in state_components(model=models, optimizer={"both": optimizer})
     }
-    assert list(components) == ["model/a", "model/b", "optimizer/both"]
+    attributes = ["model/a/attributes", "model/b/attributes"]
+    assert list(components) == ["model/a", "model/b", "optimizer/both", *attributes]
     names = components["optimizer/both"].state_dict()["parameters"]
     assert list(names) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
 
 def test_an_empty_slot_has_no_component() -> None:
     assert by_key(Slot.EMA, None) == {}
-    assert [c.key for c in state_components(model=nn.Linear(1, 1))] == ["model"]
+    keys = [c.key for c in state_components(model=nn.Linear(1, 1))]
+    assert keys == ["model", "model/attributes"]
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def test_the_pattern_and_the_buffers_of_each_rank() -> None:
     assert found == {
         "model": SharingPattern.SHARDED,
         "optimizer": SharingPattern.SHARDED,
+        "model/attributes": SharingPattern.PER_RANK,
         "model/rank_buffers": SharingPattern.PER_RANK,
     }
     (own,) = rank_buffer_components(model=model)

@@ -102,6 +102,7 @@ def test_the_pattern_follows_from_the_parameters() -> None:
         "model": SharingPattern.SHARDED,
         "optimizer": SharingPattern.SHARDED,
         "ema": SharingPattern.SHARDED,
+        "model/attributes": SharingPattern.PER_RANK,
         "model/rank_buffers": SharingPattern.PER_RANK,
         "ema/rank_buffers": SharingPattern.PER_RANK,
     }
@@ -109,6 +110,7 @@ def test_the_pattern_follows_from_the_parameters() -> None:
     assert {
         each.sharing_pattern
         for each in state_components(model=plain, optimizer=stepped(plain), ema=Model())
+        if each.key != "model/attributes"
     } == {SharingPattern.REPLICATED}
 
 

@@ -1,0 +1,203 @@
+"""What training changes in a module beside its state_dict comes back with the random state."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from resumekit.capture import ModuleAttributes
+from resumekit.contract import Fidelity
+from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
+
+
+class Handle:
+    """What no checkpoint can hold."""
+
+
+class Annealed(nn.Module):
+    """A layer that counts, anneals, remembers, and keeps a buffer to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(2)
+        self.calls = 0
+        self.recent: list[Tensor] = []
+        self.seen = deque([1.0], maxlen=3)
+        self.mean = torch.zeros(2)  # no buffer
+        self.handle = Handle()
+        self.register_buffer("total", torch.zeros(2), persistent=False)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+    def train_on(self, value: float) -> None:
+        """As a forward pass would, and user code around it."""
+        self.calls += 1
+        self.recent.append(self.linear(torch.full((2,), value)).sum())
+        self.seen.append(value)
+        self.mean = 0.5 * self.mean + value
+        self.total += value
+        self.dropout.p = 0.5 / (1 + self.calls)
+        self.norm.momentum = 0.01
+        self.linear.bias.requires_grad_(False)
+        self.norm.eval()
+
+
+def resumed(saved: nn.Module, state: Any, live: nn.Module) -> ModuleAttributes:
+    found = ModuleAttributes(live, key="attributes")
+    live.load_state_dict(saved.state_dict())
+    found.check_state_dict(state)
+    assert found.load_state_dict(state) == ()
+    return found
+
+
+def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> None:
+    model = Annealed()
+    attributes = ModuleAttributes(model, key="attributes")
+    model.train_on(2.0)
+    model.train_on(3.0)
+    state = stored(attributes.state_dict())
+
+    live = Annealed()
+    found = resumed(model, state, live)
+    assert live.calls == 0  # not yet
+    assert live.norm.training
+    assert found.state_dict() == state
+    found.put_back_with_random()
+    assert (live.calls, live.dropout.p, live.norm.momentum) == (2, 0.5 / 3, 0.01)
+    assert live.seen == model.seen
+    assert live.seen.maxlen == 3
+    assert [each.item() for each in live.recent] == [each.item() for each in model.recent]
+    for name in ("mean", "total", "mask"):
+        assert torch.equal(getattr(live, name), getattr(model, name))
+    assert not live.linear.bias.requires_grad
+    assert live.linear.weight.requires_grad
+    assert live.training
+    assert not live.norm.training
+    live.train_on(4.0)
+    model.train_on(4.0)
+    assert torch.equal(live.total, model.total)
+    assert torch.equal(live.mean, model.mean)
+
+
+def test_what_is_as_the_script_made_it_is_not_saved() -> None:
+    attributes = ModuleAttributes(Annealed(), key="attributes")
+    assert not any(attributes.state_dict().values())
+    assert attributes.fidelity == (Fidelity.EXACT, "")
+
+
+def test_what_went_back_to_its_start_goes_back_though_the_launch_has_changed_it() -> None:
+    state = ModuleAttributes(Annealed(), key="attributes").state_dict()
+    live = Annealed()
+    found = ModuleAttributes(live, key="attributes")
+    found.load_state_dict(state)
+    live.calls, live.dropout.p = 5, 0.9
+    live.linear.weight.requires_grad_(False)
+    live.eval()
+    found.put_back_with_random()
+    assert (live.calls, live.dropout.p, live.training) == (0, 0.5, True)
+    assert live.linear.weight.requires_grad
+    live.calls = 7
+    found.put_back_with_random()
+    assert live.calls == 7  # once
+
+
+def test_another_wrapper_does_not_change_a_name(stored: Any) -> None:
+    model = nn.Sequential(Annealed())
+    wrapped = nn.DataParallel(model)
+    attributes = ModuleAttributes(wrapped, key="attributes")
+    model[0].train_on(1.0)
+    state = stored(attributes.state_dict())
+    assert set(state["values"]) == {"0", "0.dropout", "0.norm"}
+    assert set(state["buffers"]) == {"0.total"}
+    live = nn.Sequential(Annealed())
+    resumed(model, state, live).put_back_with_random()
+    assert live[0].calls == 1
+
+
+def test_values_beside_something_that_cannot_be_saved_are_lost_and_told() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_ready = False
+            self.helper: Any = None
+
+    model = nn.Sequential(Cached(), nn.Dropout(0.5))
+    attributes = ModuleAttributes(model, key="attributes")
+    model[0].helper, model[0].is_ready, model[1].p = Handle(), True, 0.1
+    fidelity, reason = attributes.fidelity
+    assert fidelity is Fidelity.LOST
+    assert reason.startswith("0.is_ready: changed in training beside")
+    state = attributes.state_dict()
+    assert state["lost"] == ["0"]
+    live = nn.Sequential(Cached(), nn.Dropout(0.5))
+    found = ModuleAttributes(live, key="attributes")
+    found.load_state_dict(state)
+    live[0].is_ready = True  # by the script itself
+    found.put_back_with_random()
+    assert live[0].is_ready
+    assert live[1].p == 0.1
+
+
+@pytest.mark.parametrize("size", [2, 1 << 18])
+def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
+    model = nn.Linear(1, 1)
+    model.calls = 0
+    attributes = ModuleAttributes(model, key="attributes")
+    model.features = model(torch.ones(size, 1))
+    model.calls = 1
+    assert attributes.fidelity == (Fidelity.EXACT, "")
+    assert attributes.state_dict()["values"][""]["calls"] == 1
+
+
+def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
+    class Own(nn.Module):
+        calls = 0
+
+        def get_extra_state(self) -> int:
+            return self.calls
+
+        def set_extra_state(self, state: int) -> None:
+            self.calls = state
+
+    model = Own()
+    model.calls = 0
+    attributes = ModuleAttributes(model, key="attributes")
+    model.calls = 3
+    assert not any(attributes.state_dict().values())
+
+
+def test_a_container_that_holds_itself_is_left_alone() -> None:
+    model = nn.Linear(1, 1)
+    model.graph = {}
+    model.graph["self"] = model.graph
+    attributes = ModuleAttributes(model, key="attributes")
+    model.graph["other"] = 1
+    assert not any(attributes.state_dict().values())
+
+
+def test_what_is_not_in_this_model_is_told() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    attributes = ModuleAttributes(model, key="attributes")
+    model[1].p = 0.1
+    found = ModuleAttributes(nn.Sequential(nn.Dropout(0.5)), key="attributes")
+    (remark,) = found.load_state_dict(attributes.state_dict())
+    assert remark == "attributes: not in this model, and left out: 1"
+    found.put_back_with_random()
+
+
+def test_another_number_of_ranks_takes_over_those_of_one() -> None:
+    model = nn.Dropout(0.5)
+    attributes = ModuleAttributes(model, key="attributes")
+    change = WorldChange(1, 2, 1)
+    assert attributes.resplit_state_dict({0: {"values": {}}}, change) == ({"values": {}}, ())
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(StateMismatchError):
+        ModuleAttributes(nn.Linear(1, 1), key="attributes").check_state_dict({"names": 3})
