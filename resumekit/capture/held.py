@@ -28,10 +28,10 @@ class HeldState:
     """The state of several objects that were not written to be saved.
 
     Of an object with ``state_dict`` and ``load_state_dict`` that is its state. Of any other one it
-    is what its attributes hold: modules and objects with a state, private random generators, tensors
-    and containers of them; beside those, the numbers that changed since this was built, for they
-    count along. A number that never changed is a setting, and stays that of the script. Of an object
-    that holds no tensor and no state nothing is kept.
+    is what its attributes hold: modules and objects with a state, private random generators,
+    tensors and containers of them; beside those, the numbers that changed since this was built, for
+    they count along. A number that never changed is a setting, and stays that of the script. Of an
+    object that holds nothing of the kind nothing is kept.
 
     Args:
         holders: the objects by name.
