@@ -18,6 +18,14 @@ _REFUSED = {
     "enable_jit_checkpoint": "a second answer to SIGTERM, beside that of ResumeCallback",
 }
 
+# transformers 5.23 trainer_optimizer.py: by the beginning of ``optim``.
+_REFUSED_OPTIMIZERS = {
+    "galore": "an optimizer whose state has objects in it, or is not in its state_dict()",
+    "apollo": "an optimizer whose state has objects in it, or is not in its state_dict()",
+    "adalomo": "an optimizer whose state is not in its state_dict()",
+    "grokadamw": "an optimizer that names its state by addresses in memory",
+}
+
 
 def check_arguments(args: Any) -> None:
     """Returns when a run with these ``TrainingArguments`` can be continued exactly.
@@ -31,6 +39,12 @@ def check_arguments(args: Any) -> None:
                 f"TrainingArguments({setting}=True)",
                 found=why,
                 expected=f"{setting}=False",
+            )
+    name = _value(args.optim)
+    for beginning, why in _REFUSED_OPTIMIZERS.items():
+        if name.startswith(beginning):
+            raise ConfigurationError(
+                f"TrainingArguments(optim={name!r})", found=why, expected="another optimizer"
             )
 
 

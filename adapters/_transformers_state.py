@@ -15,6 +15,14 @@ from resumekit.adapters._transformers_arguments import (
     saves_by_itself,
 )
 from resumekit.adapters._transformers_files import with_files
+from resumekit.adapters._transformers_own import objects_called
+from resumekit.adapters._transformers_settings import ChangedSettings
+from resumekit.adapters._transformers_trl import (
+    SUMS_OF_TRL,
+    lost_of_trl,
+    trl_components,
+    without_times,
+)
 from resumekit.capture import (
     AttributeState,
     HeldState,
@@ -42,11 +50,6 @@ STATE = (
 # transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
 SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
-# trl 1.16 trainer/sft_trainer.py, dpo_trainer.py, reward_trainer.py: the same in Trainers of its
-# own. Its others hold more from step to step: completions, buffers, counts.
-SUMS_OF_TRL = ("_metrics", "_total_train_tokens")
-_FOLLOWED_OF_TRL = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer"})
-
 # What their Trainers keep between two steps is known by name, or told to be unknown.
 _OF_TRAINERS = frozenset({"transformers", "trl"})
 
@@ -55,8 +58,9 @@ _LIBRARIES = frozenset(
     {"transformers", "trl", "peft", "torch", "datasets", "accelerate", "resumekit", "builtins"}
 )
 
-# transformers 5.23 trainer_utils.py speed_metrics: these are read from a clock.
-CLOCK_SUFFIXES = ("_runtime", "_per_second")
+# transformers 5.23 trainer_utils.py speed_metrics, trainer.py evaluation_loop: these are read from
+# a clock. The last is TRL's.
+CLOCK_SUFFIXES = ("_runtime", "_per_second", "_model_preparation_time", "step_time")
 
 # What a user may change between two launches; the rest is compared where it matters.
 _SETTINGS = (
@@ -108,6 +112,13 @@ class _Sums(AttributeState):
         mean = sum(losses) / len(losses)
         return {**states[0], "_tr_loss": mean, "current_flos": operations}, ()
 
+    def comparable_state(self) -> dict[str, Any]:
+        """Two equal runs take different times."""
+        state = self.state_dict()
+        if "_metrics" in state:
+            state["_metrics"] = without_times(state["_metrics"])
+        return state
+
 
 class _TrainerState(_OfTheJob):
     def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
@@ -143,9 +154,15 @@ class _TrainerState(_OfTheJob):
         return state
 
 
+def changed_settings(trainer: Any) -> ChangedSettings:
+    """What callbacks will have changed in the Trainer's arguments, from now on."""
+    return ChangedSettings(trainer, key=f"{_CALLBACKS}/settings")
+
+
 def trainer_components(
     trainer: Any,
     held: HeldState,
+    settings: ChangedSettings,
     progress: Callable[[], Progress],
     *,
     ema: Any,
@@ -155,6 +172,7 @@ def trainer_components(
     Args:
         trainer: the ``transformers.Trainer``, prepared for training.
         held: what the other callbacks hold.
+        settings: what callbacks changed in the arguments.
         progress: tells where the run is.
         ema: averaged models that the user gave.
     """
@@ -177,8 +195,10 @@ def trainer_components(
         *buckets_of(trainer.model_wrapped),
         StateComponent(trainer_state.key, trainer_state, _OWN, framework=_TRAINER),
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
+        *trl_components(trainer, key=f"{_CALLBACKS}/generated", framework=_TRAINER),
         *_exported(callbacks),
         StateComponent(held.key, held, _OWN, required=False),
+        StateComponent(settings.key, settings, _OWN, required=False, framework=_TRAINER),
     )
 
 
@@ -206,11 +226,15 @@ def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> H
         own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
         return [*own, getattr(optimizer, "optimizer", None), trainer.accelerator.scaler, *others]
 
+    called = objects_called(trainer)
     return HeldState(
-        {**by_class_and_ordinal(callbacks), _OF_THE_CLASS: trainer},
+        {**by_class_and_ordinal(callbacks), **called, _OF_THE_CLASS: trainer},
         key=f"{_CALLBACKS}/attributes",
         foreign=foreign,
-        left_out={_OF_THE_CLASS: _set_by_libraries(trainer)},
+        left_out={
+            **dict.fromkeys(called, frozenset()),
+            _OF_THE_CLASS: _set_by_libraries(trainer),
+        },
     )
 
 
@@ -225,6 +249,7 @@ def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainVal
     holders = {name: each for name, each in named.items() if not isinstance(each, ExportableState)}
     given = ("train_dataset", "data_collator")
     holders |= {_OF_THE_CLASS: trainer} | {name: getattr(trainer, name) for name in given}
+    holders |= objects_called(trainer)
     holders = {name: each for name, each in holders.items() if not isinstance(each, Stateful)}
     return PlainValues(
         {name: each for name, each in holders.items() if _is_of_user(each)},
@@ -256,8 +281,8 @@ def not_saved(counted: PlainValues, held: HeldState) -> str:
         return ""
     return (
         f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
-        "the script makes of it; keep it in extras=, or in state_dict() "
-        "and load_state_dict() of the callback or of your Trainer"
+        "the script makes of it; keep it in extras=, or in state_dict() and load_state_dict() of "
+        "the callback, of what the Trainer calls or of your Trainer"
     )
 
 
@@ -267,8 +292,5 @@ def _fidelity(trainer: Any) -> tuple[Fidelity, str]:
             "the first evaluation of each launch draws a random number for its persistent workers; "
             "use dataloader_persistent_workers=False"
         )
-    of_trl = (each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl")
-    unknown = [each.__name__ for each in of_trl if each.__name__ not in _FOLLOWED_OF_TRL]
-    if unknown:
-        return Fidelity.LOST, f"what trl's {unknown[0]} keeps from step to step is not known here"
-    return Fidelity.EXACT, ""
+    reason = lost_of_trl(trainer)
+    return (Fidelity.LOST, reason) if reason else (Fidelity.EXACT, "")

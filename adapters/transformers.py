@@ -36,6 +36,7 @@ from resumekit.adapters._transformers_arguments import (
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
 from resumekit.adapters._transformers_state import (
+    changed_settings,
     counted_by_user_code,
     held_by_user_code,
     not_saved,
@@ -45,6 +46,7 @@ from resumekit.adapters._transformers_state import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from resumekit.adapters._transformers_settings import ChangedSettings
     from resumekit.capture import HeldState, PlainValues
     from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
@@ -91,6 +93,7 @@ class ResumeCallback(TrainerCallback):
         self._extras = {} if extras is None else extras
         self._not_held = [*averages, *self._extras.values()]
         self._held: HeldState
+        self._settings: ChangedSettings
         self._counted: PlainValues
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             directory,
@@ -165,7 +168,9 @@ class ResumeCallback(TrainerCallback):
 
     def _components(self, ema: Any) -> tuple[StateComponent, ...]:
         """All that makes up the run, when the Trainer has prepared it."""
-        return trainer_components(self._trainer, self._held, lambda: self._loop.progress, ema=ema)
+        return trainer_components(
+            self._trainer, self._held, self._settings, lambda: self._loop.progress, ema=ema
+        )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, once it is known what of it lies behind."""
@@ -199,6 +204,7 @@ class ResumeCallback(TrainerCallback):
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
         self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
+        self._settings = changed_settings(self._trainer)
         self._in_training, self._num_steps = False, 0
         if self._loop.finished:
             return num_train_epochs, 0
@@ -219,6 +225,9 @@ class ResumeCallback(TrainerCallback):
             # Every callback has begun, and made what it keeps.
             self._held.put_back()
             self._counted = counted_by_user_code(self._trainer, extras=self._extras)
+            other = self._settings.put_back()
+            if other and state.is_world_process_zero:
+                tell(other)
             self._loop.next_epoch()
             self._in_training = True
 

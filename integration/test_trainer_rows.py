@@ -30,7 +30,11 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.t5.modeling_t5",
     *OPTIONAL,
-    *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward") if "trl" in OPTIONAL),
+    *(
+        f"trl.trainer.{name}_trainer"
+        for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+        if "trl" in OPTIONAL
+    ),
 )
 SAVE_EVERY = 3
 STEPS_PER_EPOCH = 12
@@ -53,6 +57,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "averages in a callback": ({"callbacks": "averaging"}, TWICE),
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
+    "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
     "a layer that anneals": ({"kind": "annealed"}, TWICE),
     "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
     "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
@@ -77,10 +82,27 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         (BOUNDARY,),
     ),
     "TRL, a reward": ({"kind": "reward", "logging_steps": 7}, TWICE),
+    "TRL, answers that are good or bad": ({"kind": "unpaired", "logging_steps": 7}, TWICE),
+    "TRL, odds": ({"kind": "odds", "logging_steps": 7}, (MIDDLE,)),
+    "TRL, completions that are used twice": (
+        {
+            "kind": "completions",
+            "use_adaptive_entropy": True,
+            "entropy_coef": 0.01,
+            "entropy_target": 9.0,
+            "log_completions": True,
+        },
+        TWICE,
+    ),
+    "TRL, completions in the middle of a window": (
+        {"kind": "leave one out", "accumulate": 2, "epochs": 3, "logging_steps": 4},
+        (KillPoint.step(8),),
+    ),
 }
 # The loss falls, so nothing ever improves on the first one.
 NEVER_BETTER = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 NEEDS = {"LoRA": "peft", **dict.fromkeys((row for row in ROWS if row.startswith("TRL")), "trl")}
+needs_trl = pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
 
 
 def cell(options: dict[str, Any], *kills: KillPoint, world_size: int = 1) -> Cell:
@@ -117,9 +139,10 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     [
         ({"kind": "weighed"}, "callbacks/attributes"),
         ({"callbacks": "freezing"}, "model/attributes"),
+        ({"callbacks": "tightening"}, "callbacks/settings"),
         ({"kind": "annealed"}, "model/attributes"),
     ],
-    ids=["held", "frozen", "annealed"],
+    ids=["held", "frozen", "settings", "annealed"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str
@@ -127,12 +150,14 @@ def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
-@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+@needs_trl
 @pytest.mark.parametrize(
     ("row", "component"),
     [
         ("TRL, logged across a save", "callbacks/trainer"),
         ("TRL, preferences to a model that follows", "callbacks/attributes"),
+        ("TRL, completions that are used twice", "callbacks/generated"),
+        ("TRL, completions that are used twice", "callbacks/attributes"),
     ],
 )
 def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, component: str) -> None:
@@ -140,11 +165,11 @@ def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, compon
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
-@pytest.mark.skipif("trl" not in OPTIONAL, reason="pip install trl")
+@needs_trl
 def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(cell({"kind": "unknown"})))
     assert "InexactError" in run.failure
-    assert "trl's KTOTrainer" in run.failure
+    assert "trl's GMPOTrainer" in run.failure
 
 
 def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:
@@ -174,8 +199,14 @@ def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "masked", "seedable": False}, {"kind": "stream", "max_steps": 12}],
-    ids=["masked, unseeded", "a stream"],
+    [
+        {"kind": "masked", "seedable": False},
+        {"kind": "stream", "max_steps": 12},
+        pytest.param(
+            {"kind": "completions", "log_completions": True, "epochs": 4}, marks=needs_trl
+        ),
+    ],
+    ids=["masked, unseeded", "a stream", "completions"],
 )
 def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
     require_exact(kit, cell(options, KillPoint.step(10), world_size=2))

@@ -209,6 +209,15 @@ def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, se
         ResumeCallback(trainer, tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["galore_adamw_layerwise", "apollo_adamw", "grokadamw"])
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_by_name(
+    tmp_path: Path, name: str
+) -> None:
+    trainer = make_trainer(tmp_path, optim=name)
+    with pytest.raises(ConfigurationError, match=name):
+        ResumeCallback(trainer, tmp_path / "run")
+
+
 def test_a_second_callback_and_a_wrong_option_are_refused_at_once(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(ConfigurationError, match="save_evry"):

@@ -223,6 +223,17 @@ class Counting(TrainerCallback):
         self.saved["steps"] += 1
 
 
+class CountingLoss:
+    """What a Trainer calls may be an object."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, outputs: Any, labels: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_calls += 1
+        return outputs["logits"].square().mean()
+
+
 def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +241,9 @@ def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
     patient = EarlyStoppingCallback(early_stopping_patience=9)
     extras = {"steps": 0}
     trainer = make_trainer(tmp_path, Counting(extras), patient, **evaluated)
+    trainer.compute_loss_func = CountingLoss()
     attach(trainer, tmp_path, extras=extras)
     trainer.train()
     told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
-    assert [line.split(": ")[1] for line in told] == ["Counting-0.num_steps"]
+    names = "Counting-0.num_steps, compute_loss_func.num_calls"
+    assert [line.split(": ")[1] for line in told] == [names]

@@ -41,14 +41,13 @@ from transformers import (
 )
 from transformers.optimization import Adafactor, AdafactorSchedule
 from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, NUM_BLOCKS, Blocks
+from trl_workloads import GENERATING, GENERATING_ARGUMENTS, TRL, Rising, trl_classes, unpaired
 
 from resumekit.adapters.transformers import ResumeCallback
 
 VOCABULARY = 128
 SPECIAL = ("[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
 RESULT = "result.json"
-TRL = {"sft": "SFT", "preferences": "DPO", "reward": "Reward", "unknown": "KTO"}
-
 _SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -171,16 +170,18 @@ class Averaging(TrainerCallback):
 
 
 class Norms(TrainerCallback):
-    """Two of them look at other parameters; what each has summed up is its own."""
+    """Two of them look at other parameters; what each has summed up, and draws, is its own."""
 
     def __init__(self, ends_with: str) -> None:
         self.ends_with = ends_with
         self.sum = torch.zeros(())
+        self.draws = torch.Generator().manual_seed(len(ends_with))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, weight in kwargs["model"].named_parameters():
             if name.endswith(self.ends_with):
-                self.sum += weight.detach().square().sum()
+                share = torch.rand((), generator=self.draws)
+                self.sum += share * weight.detach().square().sum()
 
 
 class Freezing(TrainerCallback):
@@ -196,6 +197,15 @@ class Freezing(TrainerCallback):
                 weight.requires_grad = True
             elif state.global_step == 14:
                 weight.requires_grad = "wte" not in name
+
+
+class Tightening(TrainerCallback):
+    """Clips gradients harder from one step on, and logs more seldom."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            args.max_grad_norm = 0.1
+            state.logging_steps = 2
 
 
 class Weighing(Trainer):
@@ -259,20 +269,18 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
     if kind == "stream":
         return (causal(), stream(), None, *usual)
     if kind in TRL:
-        model, data = (judge if kind == "reward" else causal)(), preferences()
-        return (model, table() if kind == "sft" else data, None, *trl_classes(TRL[kind]))
+        data = table() if kind == "sft" else preferences()
+        data = unpaired(data) if kind == "unpaired" else data
+        # Of a few prompts; each is answered and used several times.
+        data = data.select(range(24)) if kind in GENERATING else data
+        model = judge() if kind == "reward" else causal()
+        return (model, data, None, *trl_classes(TRL[kind]))
     if kind == "weighed":
         return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
     model = with_lora() if kind == "lora" else causal()
     if kind == "annealed":
         model.transformer.drop = Annealed(model.config.n_embd)
     return (model, Sentences(lambda tokens: tokens), None, *usual)
-
-
-def trl_classes(name: str) -> tuple[type[Trainer], type[TrainingArguments]]:
-    import trl
-
-    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 
 
 def train(
@@ -303,6 +311,8 @@ def train(
         settings["generation_config"] = GenerationConfig(
             do_sample=True, max_new_tokens=4, decoder_start_token_id=1
         )
+    if kind in GENERATING:
+        settings = {**GENERATING_ARGUMENTS, **settings}
     arguments = arguments_class(
         output_dir=str(Path(directory) / "output"),
         num_train_epochs=epochs,
@@ -325,6 +335,7 @@ def train(
     known = {
         "averaging": [Averaging()],
         "freezing": [Freezing()],
+        "tightening": [Tightening()],
         "two of a class": [Norms("weight"), Norms("bias")],
     }
     others: list[Any] = list(known.get(callbacks, []))
@@ -333,7 +344,11 @@ def train(
     if patience:
         others.append(EarlyStoppingCallback(early_stopping_patience=patience))
     given: dict[str, Any] = {"processing_class": tokenizer()} if kind in TRL else {}
-    if kind in ("preferences", "unknown"):
+    if collator is not None:
+        given["data_collator"] = collator
+    if kind in GENERATING:
+        given["reward_funcs"] = [Rising()]
+    if kind in ("preferences", "unpaired"):
         given["ref_model"] = make(kind)[0]
     evaluated = data if kind == "seq2seq" else Sentences(lambda tokens: tokens)
     if scaled:
@@ -344,7 +359,6 @@ def train(
         args=arguments,
         train_dataset=data,
         eval_dataset=evaluated if "eval_strategy" in settings else None,
-        data_collator=collator,
         callbacks=others,
         **given,
     )

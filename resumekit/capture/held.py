@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from resumekit.capture.generator import GENERATOR_KINDS, generator_state, set_generator_state
 from resumekit.capture.inplace import Restorer
 from resumekit.capture.mismatch import require_fields
 from resumekit.capture.names import unwrapped
@@ -29,10 +30,10 @@ class HeldState:
     """The state of several objects that were not written to be saved.
 
     Of an object with ``state_dict`` and ``load_state_dict`` that is its state. Of any other one it
-    is what its attributes hold: modules and objects with a state, tensors and containers of them;
-    beside those, the numbers that changed since this was built, for they count along. A number that
-    never changed is a setting, and stays that of the script. Of an object that holds no tensor and
-    no state nothing is kept.
+    is what its attributes hold: modules and objects with a state, private random generators,
+    tensors and containers of them; beside those, the numbers that changed since this was built, for
+    they count along. A number that never changed is a setting, and stays that of the script. Of an
+    object that holds nothing of the kind nothing is kept.
 
     Args:
         holders: the objects by name.
@@ -76,8 +77,8 @@ class HeldState:
             if held:
                 states[name] = {
                     "objects": {n: v.state_dict() for n, v in held.items() if _is_stateful(v)},
-                    "values": {n: v for n, v in held.items() if not _is_stateful(v)}
-                    | self._counters(name),
+                    "values": {n: v for n, v in held.items() if _is_data(v)} | self._counters(name),
+                    "generators": {n: generator_state(v) for n, v in held.items() if _draws(v)},
                 }
         return states
 
@@ -145,16 +146,21 @@ class HeldState:
             if "own" in state:
                 holder.load_state_dict(restore(None, state["own"]))
                 continue
-            for attribute, saved in state["objects"].items():
+            generators = state.get("generators", {})
+            for attribute in (*state["objects"], *generators):
                 live = getattr(holder, attribute, None)
-                if not isinstance(live, Stateful):
+                if not (_draws(live) if attribute in generators else isinstance(live, Stateful)):
                     raise StateMismatchError(
                         f"{self.key}: {name}.{attribute}",
                         found=f"a {type(live).__name__}",
                         expected="the object whose state the checkpoint has",
                         remedy="Make it in __init__ or when the training begins",
                     )
+            for attribute, saved in state["objects"].items():
+                live = getattr(holder, attribute)
                 live.load_state_dict(restore(None, saved))
+            for attribute, saved in generators.items():
+                set_generator_state(getattr(holder, attribute), restore(None, saved))
             for attribute, saved in state["values"].items():
                 live = getattr(holder, attribute, None)
                 setattr(holder, attribute, restore(live, saved))
@@ -178,7 +184,7 @@ class _Foreign:
 def _held(holder: Any, foreign: _Foreign, left_out: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The attributes that are state, by name."""
     for name, value in getattr(holder, "__dict__", {}).items():
-        is_state = _is_stateful(value) or _is_data(value)
+        is_state = _is_stateful(value) or _draws(value) or _is_data(value)
         if is_state and name not in left_out and value not in foreign:
             yield name, value
 
@@ -218,6 +224,10 @@ def _is_stateful(value: Any) -> bool:
         return any(True for _ in _tensors_of(value))
     is_object = isinstance(value, Stateful) and not isinstance(value, type)
     return is_object and not hasattr(value, "__iter__")
+
+
+def _draws(value: Any) -> bool:
+    return isinstance(value, GENERATOR_KINDS)
 
 
 def _is_data(value: Any) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import copy
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 _SCALARS = (bool, int, float, str, type(None))
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, tuple, dict, set, deque)
 
-_MAX_COMPARED = 64  # items of a container; a longer one counts as changed when its length has
+_MAX_COMPARED = 64  # values in a container; a longer one counts as changed when their number has
+_MAX_DEPTH = 8
 
 
 class PlainValues:
@@ -54,14 +58,22 @@ class PlainValues:
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) in _CONTAINERS:
-        items = [*value, *value.values()] if isinstance(value, dict) else list(value)
-        return all(type(each) in _SCALARS for each in items[:_MAX_COMPARED])
-    return type(value) in _SCALARS
+    leaves = islice(_leaves(value), _MAX_COMPARED)
+    return all(type(each) in _SCALARS for each in leaves)
 
 
 def _gist(value: Any) -> Any:
     """What two equal values have in common, and most different ones have not."""
     if type(value) not in _CONTAINERS:
         return value
-    return (len(value), value.copy() if len(value) <= _MAX_COMPARED else None)
+    count = sum(1 for _ in _leaves(value))
+    return (len(value), count, copy.deepcopy(value) if count <= _MAX_COMPARED else None)
+
+
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What containers hold; one nested too deeply, as a part of itself is, counts as one value."""
+    if type(value) not in _CONTAINERS or depth == _MAX_DEPTH:
+        yield value
+        return
+    for each in (*value, *value.values()) if isinstance(value, dict) else value:
+        yield from _leaves(each, depth + 1)

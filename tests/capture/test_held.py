@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,34 @@ def test_modules_and_objects_with_a_state_come_back(stored: Any) -> None:
     assert new.count.count == 3
     assert new.ema.n_averaged == 1
     assert torch.equal(new.ema.module.weight, model.weight)
+
+
+def generators() -> Holder:
+    return Holder(
+        torch=torch.Generator().manual_seed(1),
+        numpy=np.random.default_rng(2),
+        legacy=np.random.RandomState(3),
+        python=random.Random(4),
+    )
+
+
+def drawn(holder: Holder) -> list[float]:
+    one = torch.rand((), generator=holder.torch).item()
+    return [one, holder.numpy.random(), holder.legacy.rand(), holder.python.random()]
+
+
+def test_private_generators_come_back_where_they_were(stored: Any) -> None:
+    old, new = generators(), generators()
+    start = drawn(old)
+    live = new.numpy
+    passed_on(held(one=old), held(one=new), stored)
+    assert new.numpy is live
+    assert drawn(new) == drawn(old) != start
+
+
+def test_a_generator_that_is_not_there_is_an_error(stored: Any) -> None:
+    with pytest.raises(StateMismatchError, match=r"one\.torch: a list"):
+        passed_on(held(one=generators()), held(one=Holder(torch=[])), stored)
 
 
 def test_a_number_counts_if_it_changed_and_stands_beside_state(stored: Any) -> None:
