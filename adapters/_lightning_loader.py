@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
+from torch.utils.data import DataLoader
+
 from resumekit.adapters._lightning_package import CombinedLoader, DataFetcher, ModeIterator
 from resumekit.adapters._lightning_settings import refuse
+from resumekit.capture import RngState
 from resumekit.data import AskedAhead, Together
 
 
@@ -21,6 +25,11 @@ class Driver(Protocol):
     @property
     def is_followed(self) -> bool:
         """Whether this fit is; a tuner tries some batches on its own."""
+        ...
+
+    @property
+    def is_before_start(self) -> bool:
+        """Whether nobody knows yet whether something is restored: ``on_fit_start`` has not come."""
         ...
 
     @property
@@ -49,6 +58,7 @@ class LoaderInStep(CombinedLoader):
         self._draws_twice = draws_twice
         self._batches: Any = None  # of the epoch under way
         self._is_primed = False  # that is the first one, and nobody has asked for a batch
+        self._before_seed: dict[str, Any] | None = None  # the random state, where one was drawn
         self.fetcher: Fetcher | None = None
 
     def __iter__(self) -> Any:
@@ -60,10 +70,12 @@ class LoaderInStep(CombinedLoader):
         if self._draws_twice:
             self._draws_twice = False
             self._draw()
+        elif self._driver.is_before_start and all(map(_draws_a_seed, self.flattened)):
+            self._before_seed = RngState().state_dict()
+            for _ in self.flattened:
+                torch.empty((), dtype=torch.int64).random_()
         elif self._driver.is_at_start and not self._is_primed:
-            self._begin()
-            self._batches.prime()
-            self._is_primed = True
+            self._prime()
         return self
 
     def follow(self, loop: Any) -> None:
@@ -72,6 +84,20 @@ class LoaderInStep(CombinedLoader):
             loop._data_fetcher = Fetcher(self)
         elif not isinstance(self._iterator, _InStep):  # a tuner's
             iter(loop._data_fetcher)
+        elif self._before_seed is not None and self._driver.is_at_start and not self._is_primed:
+            self._prime()
+
+    def _prime(self) -> None:
+        """Begins the first epoch, with the random state that Lightning made iterators under."""
+        now, rng = None, RngState()
+        if self._before_seed is not None:
+            now = rng.state_dict()
+            rng.load_state_dict(self._before_seed)
+        self._begin()
+        self._batches.prime()
+        self._is_primed = True
+        if now is not None:
+            rng.load_state_dict(now)
 
     def _draw(self) -> None:
         for loader in self.flattened:
@@ -118,6 +144,14 @@ class LoaderInStep(CombinedLoader):
         elif self._mode != "min_size":
             together = Together(together, "nothing" if self._mode == "max_size" else "again")
         self._batches = self._driver.begin(together)
+
+
+def _draws_a_seed(loader: Any) -> bool:
+    """Whether its iterator draws one number when it is made, and nothing else before a batch.
+
+    torch 2.13 utils/data/dataloader.py ``_BaseDataLoaderIter``; with workers the sampler draws too.
+    """
+    return type(loader) is DataLoader and loader.generator is None and not loader.num_workers
 
 
 class Fetcher(DataFetcher):

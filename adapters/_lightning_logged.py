@@ -29,6 +29,7 @@ def _plain(metric: Any) -> dict[str, Any]:
     meta, cache = metric.meta, metric._forward_cache
     state = {
         "sums": dict(metric.metric_state) if metric.is_tensor else {},
+        "begins_with": dict(metric._defaults),  # in the precision that it was first logged in
         "last": cache if isinstance(cache, torch.Tensor) else None,
         "meta": None,
     }
@@ -81,6 +82,7 @@ def _as_metrics(saved: Mapping[str, Any], trainer: Any) -> Iterator[tuple[str, A
         metadata = Metadata(**meta, reduce_fx=getattr(home, name))
         metadata.sync = sync
         metric: Any = ResultMetric(metadata, is_tensor=bool(state["sums"]))
+        metric._defaults.update(state.get("begins_with", {}))  # an older checkpoint has none
         vars(metric).update(state["sums"], _forward_cache=state["last"], _update_count=1)
         if not metric.is_tensor:
             metric.value = modules[meta["metric_attribute"]]

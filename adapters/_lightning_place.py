@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from resumekit.adapters._lightning_changing import forget_groups
 from resumekit.adapters._lightning_elsewhere import counted
@@ -13,6 +13,12 @@ from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.data import stateful_generators
 from resumekit.engine.driven import DrivenLoop
+
+
+class PutBack(Protocol):
+    """Something whose state is given back when the hooks before the first batch have run."""
+
+    def put_back(self) -> None: ...
 
 
 class Place:
@@ -31,6 +37,7 @@ class Place:
         self._validated: Sequence[Mapping[str, Any]] = ()  # until the loaders for it are there
         # Of the last request for training loaders, where there will be others.
         self._requested: dict[str, Any] | None = None
+        self._held: tuple[PutBack, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -45,6 +52,7 @@ class Place:
             "is_first_batch": trainer._logger_connector._first_loop_iter,
             "metrics": dict(trainer._logger_connector._callback_metrics),
             "logged_metrics": dict(trainer._logger_connector._logged_metrics),
+            "progress_bar_metrics": dict(trainer._logger_connector._progress_bar_metrics),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
             "requested": self._requested,
@@ -65,8 +73,14 @@ class Place:
         trainer, loop = self._trainer, self._trainer.fit_loop
         loop.load_state_dict(dict(state["loops"]))
         loop.epoch_loop.restarting = False
-        trainer._logger_connector._callback_metrics.update(state["metrics"])
-        trainer._logger_connector._logged_metrics.update(state["logged_metrics"])
+        logged = trainer._logger_connector
+        for live, name in (
+            (logged._callback_metrics, "metrics"),
+            (logged._logged_metrics, "logged_metrics"),
+            (logged._progress_bar_metrics, "progress_bar_metrics"),
+        ):
+            live.clear()  # of what a tuner has logged
+            live.update(state.get(name, {}))  # an older checkpoint has not all
         trainer.should_stop = state["should_stop"]
         if state["syncs_buffers"] is not None:
             trainer.model.require_forward_param_sync = state["syncs_buffers"]
@@ -129,8 +143,18 @@ class Place:
             framework="Lightning",
         )
 
+    def hold(self, *held: PutBack) -> None:
+        """What hooks before the first batch may clear."""
+        self._held = held
+
+    def put_back(self) -> None:
+        """Gives that back, once."""
+        for each in self._held:
+            each.put_back()
+
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""
+        self.put_back()
         if self._again is not None:
             self._go_on(self._again)
         self._put_back_validation()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from resumekit.adapters._lightning_callbacks import Hooked, as_kept, overrides
+from resumekit.adapters._lightning_held import Held
 from resumekit.adapters._lightning_package import callbacks, strategies
 from resumekit.adapters._lightning_place import Place
 from resumekit.adapters._lightning_settings import keeps_gradients
@@ -31,10 +32,13 @@ def fit_components(trainer: Any, place: Place, ema: Any) -> tuple[StateComponent
     ema = one_or_named(averages) if averaging else ema
     schedulers = one_or_named([each.scheduler for each in trainer.lr_scheduler_configs])
     stateful = [each for each in trainer.callbacks if overrides(each, "state_dict")]
+    held = Held(trainer, others=[ema, *averages])
+    place.hold(held)
     return (
         *_trained(trainer, schedulers, ema),
         place.component(),
         StateComponent("callbacks/hooks", Hooked(trainer), SharingPattern.PER_RANK),
+        held.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
 

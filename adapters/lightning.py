@@ -113,7 +113,8 @@ class ResumeCallback(Callback):
             prepare_epoch(trainer)
             loop = self._loop
             if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
-                loop.restore_random()  # the hooks that begin the epoch were not called yet
+                self._place.put_back()  # the hooks that begin the epoch were not called yet
+                loop.restore_random()
             trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -168,6 +169,11 @@ class _Driver:
     def is_followed(self) -> bool:
         """Whether this fit is; a tuner takes all callbacks away and tries some batches."""
         return any(each is self._callback for each in self._trainer.callbacks)
+
+    @property
+    def is_before_start(self) -> bool:
+        """Whether ``on_fit_start`` has not come."""
+        return self._callback._loop is None
 
     @property
     def is_at_start(self) -> bool:

@@ -32,6 +32,8 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, MinMetric
+from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 
@@ -106,6 +108,61 @@ class EachEpochAnother(Classifier):
         chosen = torch.randperm(NUM_SAMPLES + 40)[:NUM_SAMPLES].tolist()
         data = Subset(Digits(NUM_SAMPLES + 40, augment=True), chosen)
         return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, generator=own)
+
+
+class KeepsOutputs(Classifier):
+    """Collects what an epoch gives, as tutorials do it: in lists, and in metrics of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.kept = {"mean": MeanMetric()}
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+        self.largest = MinMaxMetric(MeanMetric())
+        self.best = MinMetric()
+        self.latest = Running(MeanMetric(), window=3)
+
+    def on_train_start(self) -> None:
+        self.best.reset()  # of the sanity check
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("in the progress bar", float(len(self.trainer.progress_bar_metrics)))
+        self.outputs.append(loss)
+        for metric in (self.kept["mean"], self.tracker, self.best, self.latest):
+            metric.update(loss)
+        self.log_dict({"largest": self.largest(loss)["max"], "latest": self.latest.compute()})
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of outputs", torch.stack(self.outputs).mean(), prog_bar=True)
+        self.log("of a dict", self.kept["mean"].compute())
+        self.log_dict({"tracked": self.tracker.best_metric(), "best": self.best.compute()})
+        self.outputs.clear()
+        self.kept["mean"].reset()
+
+
+class Keeping(Callback):
+    """Collects losses, and declares no state."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.mean = MeanMetric()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.losses = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+        self.losses.append(outputs["loss"])
+        self.mean.update(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log("of a callback", torch.stack(self.losses).sum() + self.mean.compute())
+        self.losses.clear()
 
 
 class Lines(Logger):
@@ -183,12 +240,14 @@ MODULES = {
     "of two": OfTwoLoaders,
     "with loaders": EachEpochAnother,
     "on a backbone": OnBackbone,
+    "keeps outputs": KeepsOutputs,
 }
 
 
 CHANGING = {
     "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
     "backbone": lambda: BackboneFinetuning(1, lambda epoch: 2.0, train_bn=False),
+    "keeping": Keeping,
 }
 
 
@@ -254,6 +313,7 @@ def train(
     kill_in_validation: str = "",
     epochs: int = 2,
     save_every: int = 3,
+    precision: Any = "32-true",
 ) -> None:
     """Trains the classifier, on as many ranks as the environment says."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -277,6 +337,7 @@ def train(
         strategy="ddp" if world_size > 1 else "auto",
         devices=world_size,
         max_epochs=epochs,
+        precision=precision,
         max_time=timedelta(days=1) if max_time else None,
         accumulate_grad_batches=accumulate,
         val_check_interval=val_check_interval,

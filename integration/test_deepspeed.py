@@ -178,6 +178,45 @@ def test_a_resume_begins_a_window_also_where_windows_have_another_length(
     assert (again.global_steps, again.micro_steps) == (3, 4)
 
 
+@pytest.mark.parametrize("is_changed", [True, False], ids=["changed by the training", "as it was"])
+def test_windows_that_the_training_has_changed_are_as_long_after_a_resume(
+    alone: None, tmp_path: Path, is_changed: bool
+) -> None:
+    def train_on(directory: Path, until: int = 24) -> dict[int, float]:
+        engine, losses = make_engine(1, gradient_accumulation_steps=2), {}
+        checkpointer = Checkpointer(engine, directory, save_every=2)
+        for (batch,) in checkpointer.batches(make_loader(), epochs=4):
+            if is_changed and engine.global_steps == 3:
+                engine.set_train_batch_size(2)  # one micro-batch a step from here on
+            losses[engine.micro_steps] = one_step(engine, batch)
+            if engine.micro_steps == until:
+                with pytest.raises(KeyboardInterrupt), checkpointer:
+                    raise KeyboardInterrupt
+                return losses
+        assert engine.global_steps == (3 + 18 if is_changed else 12)
+        checkpointer.close()
+        return losses
+
+    whole = train_on(tmp_path / "whole", 0)
+    crashed = train_on(tmp_path / "crashed", 13)
+    rest = train_on(tmp_path / "crashed", 0)
+    assert 0 < len(rest) < len(whole)
+    assert {**crashed, **rest} == whole
+
+
+@pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)
+def test_a_resume_knows_the_gradient_norm_of_the_last_step(
+    alone: None, tmp_path: Path, stage: int
+) -> None:
+    engine = make_engine(stage)
+    assert engine.get_global_grad_norm() is None
+    train(engine, tmp_path)
+    again = make_engine(stage)
+    with Checkpointer(again, tmp_path) as checkpointer:
+        checkpointer.resume()
+    assert again.get_global_grad_norm() == engine.get_global_grad_norm() > 0
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage {}".format)
 def test_a_checkpoint_holds_the_engine_in_slots_and_nothing_that_was_pickled(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int

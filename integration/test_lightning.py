@@ -20,6 +20,7 @@ pytest.importorskip("lightning")
 
 import lightning
 import torch
+from digits import Digits
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -36,6 +37,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_rows_workloads import EachEpochAnother, OfTwoLoaders, make_loaders
 from lightning_workloads import (
@@ -49,12 +51,13 @@ from lightning_workloads import (
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, MetricTracker, MinMaxMetric, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassPrecision,
     MulticlassRecall,
 )
+from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.errors import ConfigurationError, DriftError, InexactError
@@ -104,6 +107,18 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.events.append("end")
+
+
+class OfSize(LightningDataModule):
+    """Its loader has batches of a size that a tuner finds."""
+
+    batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Digits(NUM_SAMPLES, augment=True), self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Digits(8, augment=False), self.batch_size)
 
 
 class Planned(Classifier):
@@ -329,7 +344,18 @@ def test_the_private_attributes_are_where_the_adapter_looks() -> None:
     saving = vars(ModelCheckpoint())
     assert (saving["_last_global_step_saved"], saving["_last_checkpoint_saved"]) == (0, ""), PINNED
     assert averaging._average_model is not None, PINNED
-    assert trainer.lightning_module.accuracy._update_count == 0, PINNED  # of this epoch
+    logged = trainer._logger_connector
+    assert trainer.progress_bar_metrics is logged._progress_bar_metrics, PINNED
+    assert len(trainer.strategy._lightning_optimizers) == 1, PINNED
+    assert epoch_loop._results["training_step.loss"]._defaults["value"].item() == 0.0, PINNED
+    accuracy = trainer.lightning_module.accuracy
+    assert accuracy._update_count == 0, PINNED  # of this epoch
+    tracker = MetricTracker(accuracy)
+    tracker.increment()
+    assert (tracker.n_steps, list(tracker._modules)) == (1, ["_base_metric", "1"]), PINNED
+    counted = (vars(MinMaxMetric(accuracy)), vars(Running(SumMetric())))
+    assert all(name in counted[0] for name in ("min_val", "max_val")), PINNED
+    assert counted[1]["_num_vals_seen"] == 0, PINNED
 
 
 def test_a_sized_loader_is_asked_for_a_batch_when_all_code_of_the_step_before_has_run() -> None:
@@ -579,6 +605,60 @@ def test_a_tuner_tries_batches_before_the_run_begins(tmp_path: Path, kind: str) 
     assert saved_steps(tmp_path)[0] == len(recorder.losses)
 
 
+class PlannedAndDraws(Planned):
+    """Draws between the first request for its loader and the first batch."""
+
+    def on_fit_start(self) -> None:
+        self.layers[0].bias.data.add_(torch.rand(()))
+
+
+@pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
+def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
+    tmp_path: Path, finder: str
+) -> None:
+    def losses(*saving: ResumeCallback) -> list[float]:
+        recorder = Recorder()
+        if finder == "before fit":
+            seed_everything(0, verbose=False)
+            own: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": False}
+            trainer = Trainer(callbacks=[recorder, *saving], max_epochs=1, **own, **QUIET)
+            data = OfSize()
+            module = Classifier()
+            Tuner(trainer).scale_batch_size(module, datamodule=data, max_trials=1)
+            trainer.fit(module, datamodule=data)
+            return recorder.losses
+        finders = [LearningRateFinder(num_training_steps=5, attr_name="rate")]
+        others = finders if finder == "in fit" else []
+        module = WithRate if finder == "in fit" else PlannedAndDraws
+        fit(*others, recorder, *saving, module=module, max_epochs=1)
+        return recorder.losses
+
+    assert losses(ResumeCallback(tmp_path / "run")) == losses()
+
+
+def test_what_a_tuner_has_logged_is_not_taken_for_what_the_run_has(tmp_path: Path) -> None:
+    class Seen(Recorder):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            self.events.append(f"{trainer.global_step}: {sorted(trainer.callback_metrics)}")
+            super().on_train_batch_end(trainer, *rest)
+
+    def run(directory: Path, seen: Recorder) -> None:
+        finder = LearningRateFinder(num_training_steps=15, attr_name="rate")
+        val = make_loader(False, "shuffle", "0", 8)  # a sanity check clears what was logged
+        fit(finder, seen, ResumeCallback(directory, save_every=5), module=WithRate, val=val)
+
+    crashed, whole, rest = Seen(7), Seen(), Seen()
+    with pytest.raises(CrashError):
+        run(tmp_path / "crashed", crashed)
+    run(tmp_path / "crashed", rest)
+    run(tmp_path / "whole", whole)
+
+    def of_steps(seen: Recorder) -> list[str]:
+        return [each for each in seen.events if ": " in each]
+
+    assert of_steps(rest) == of_steps(whole)[-len(of_steps(rest)) :]
+
+
 def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
     counting = Counting({"num_batches": 0})
     callbacks = (counting, EarlyStopping("loss"), EMAWeightAveraging(), ResumeCallback(tmp_path))
@@ -591,6 +671,7 @@ def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
         "model/attributes",
         "callbacks/lightning",
         "callbacks/hooks",
+        "callbacks/held",
         "callbacks/Counting-0",
         "callbacks/EarlyStopping-0",
         "callbacks/EMAWeightAveraging-0",

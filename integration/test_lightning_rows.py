@@ -108,6 +108,11 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         (KillPoint.step(14),),
     ),
     "a limit of time": ({"max_time": True}, TWICE),
+    "outputs and metrics that the module and a callback keep": (
+        {"module": "keeps outputs", "changing": "keeping", "epochs": 3},
+        (KillPoint.step(8), KillPoint.step(17), *BOUNDARY_2),
+    ),
+    "a log in double precision": ({"precision": "64-true", "epochs": 3}, (KillPoint.step(8),)),
     "a log of windows": ({"accumulate": 2, "log_every": 3}, (KillPoint.step(4),)),
 }
 
@@ -176,6 +181,12 @@ def test_the_place_in_other_loaders_left_out_is_caught_and_named(
 ) -> None:
     module = "plain" if loader == "stream" else "of two"
     options = {"loader": loader, "module": module}
+    kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
+
+
+@pytest.mark.parametrize("component", ["callbacks/held", "model/attributes"])
+def test_what_the_module_keeps_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
+    options = {"module": "keeps outputs", "changing": "keeping"}
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 

@@ -21,6 +21,8 @@ from resumekit.sharding import local_part
 # Of as many bytes as a tensor's elements.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_LARGE_BYTES = 2**20
+
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -39,7 +41,8 @@ class HeldState:
         foreign: gives what is not theirs, as a model or an optimizer that they refer to; what
             shares memory with it is left out as well.
         left_out: of some of the objects, the attributes that are others' as well. Their modules
-            count only once they change: what stays as it was made, as a teacher, is no state.
+            and large tensors count only once they change: what stays as it was made, as a teacher
+            or the samples, is no state.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class HeldState:
         self._holders = dict(holders)
         self._foreign = foreign
         self._left_out = dict(left_out)
-        self._as_made = {name: _modules_of(holders[name], left_out[name]) for name in left_out}
+        self._as_made = {name: _heavy(holders[name], left_out[name]) for name in left_out}
         self._settings = {name: _numbers(holder) for name, holder in holders.items()}
         self._pending: dict[str, Any] = {}
         self.key = key
@@ -186,13 +189,20 @@ def _held(holder: Any, foreign: _Foreign, left_out: Collection[str]) -> Iterator
             yield name, value
 
 
-def _modules_of(holder: Any, left_out: Collection[str]) -> dict[str, list[int]]:
-    """What its modules hold now, by attribute."""
+def _heavy(holder: Any, left_out: Collection[str]) -> dict[str, list[int]]:
+    """What its modules and large tensors hold now, by attribute."""
     own = ((n, v) for n, v in getattr(holder, "__dict__", {}).items() if n not in left_out)
-    return {name: _checksums(value) for name, value in own if isinstance(value, nn.Module)}
+    return {name: _checksums(value) for name, value in own if _is_heavy(value)}
 
 
-def _checksums(module: nn.Module) -> list[int]:
+def _is_heavy(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    num_bytes: int = sum(local_part(each).nbytes for each in _tensors_of(value))
+    return num_bytes > _LARGE_BYTES
+
+
+def _checksums(module: Any) -> list[int]:
     """A number for each tensor, in one pass and where it lies; another one when it has changed.
 
     torch 2.13 counts no write through ``.data``, nor those of a fused optimizer.

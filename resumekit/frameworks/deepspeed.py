@@ -40,6 +40,9 @@ from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
 
 _TAG = "resumekit"
 _COUNTERS_KEY = f"{Slot.CALLBACKS.value}/deepspeed"
+_NORM = "global_grad_norm"
+_WINDOW = "gradient_accumulation_steps"
+_WINDOW_AT_START = "gradient_accumulation_steps_at_start"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # These have a component of their own, or are settings: not kept from what DeepSpeed saves.
 _ELSEWHERE = ("module", "lr_scheduler", "ds_config", *_COUNTERS)
@@ -135,22 +138,39 @@ def require_resumable(engine: Any) -> None:
 
 
 class _Counters(AttributeState):
-    """The engine's counts; DeepSpeed's own checkpoint has no micro_steps."""
+    """The engine's counts and its last gradient norm; its own checkpoint lacks half of them."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
         self._engine = engine
+        self._window_at_start: int = engine.gradient_accumulation_steps()
 
     def state_dict(self) -> dict[str, Any]:
-        window = self._engine.gradient_accumulation_steps()
-        return {**super().state_dict(), "gradient_accumulation_steps": window}
+        engine = self._engine
+        return {
+            **super().state_dict(),
+            _WINDOW: engine.gradient_accumulation_steps(),
+            _WINDOW_AT_START: self._window_at_start,
+            _NORM: engine.get_global_grad_norm(),
+        }
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Each rank has a norm of its own, which need not be the same bits."""
+        return {name: value for name, value in self.state_dict().items() if name != _NORM}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         remarks = super().load_state_dict(state)
         engine = self._engine
-        window = engine.gradient_accumulation_steps()
-        # A save stands between two windows. Where they have another length, a new one begins here.
-        if state.get("gradient_accumulation_steps", window) != window:
+        norm = state.get(_NORM)  # an older checkpoint has none
+        # deepspeed 0.19 runtime/engine.py get_global_grad_norm: it is set by the next step only.
+        engine._global_grad_norm = norm.clone() if isinstance(norm, torch.Tensor) else norm
+        window = self._window_at_start
+        saved = state.get(_WINDOW, window)
+        if state.get(_WINDOW_AT_START) == window:  # what differs now, the training has changed
+            in_one_step = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            engine.set_train_batch_size(saved * in_one_step)
+        elif saved != window:
+            # A save stands between two windows. They have another length, so a new one begins here.
             engine.micro_steps -= engine.micro_steps % window
         return remarks
 

@@ -184,3 +184,21 @@ def test_what_others_set_and_a_module_that_never_changes_are_left_out(stored: An
     assert torch.equal(new.mean.weight, old.mean.weight)
     assert (new.num, new.teacher.weight.item()) == (0, untouched)
     assert live.state_dict()["one"]["objects"].keys() == {"mean"}
+
+
+def test_large_tensors_are_left_out_until_they_change(stored: Any) -> None:
+    def trainer() -> Holder:
+        large = torch.zeros(2**19)
+        return Holder(samples=large.clone(), bank=[large.clone(), 0], sum=torch.ones(1))
+
+    old, new = trainer(), trainer()
+    saved, live = (
+        HeldState({"one": each}, key=KEY, foreign=lambda: (), left_out={"one": ()})
+        for each in (old, new)
+    )
+    assert saved.state_dict()["one"]["values"].keys() == {"sum"}
+    old.bank[0][3] = 1.0
+    assert saved.state_dict()["one"]["values"].keys() == {"sum", "bank"}
+    passed_on(saved, live, stored)
+    assert (new.bank[0][3], new.samples.sum()) == (1.0, 0.0)
+    assert live.state_dict()["one"]["values"].keys() == {"sum", "bank"}
