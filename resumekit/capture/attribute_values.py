@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from resumekit.capture.devices import made_on
 from resumekit.capture.inplace import Restorer
 from resumekit.errors import UnsupportedValueError
 from resumekit.payload import state_digest
@@ -58,7 +60,7 @@ class AttributeValues:
                 self._unknown.add(name)
                 continue
             self._first[name] = gist
-            if not any(True for _ in _tensors_of(value)):
+            if not any(True for _ in tensors_of(value)):
                 self._plain[name] = copy.deepcopy(value)
 
     def changed(self) -> dict[str, Any]:
@@ -72,13 +74,26 @@ class AttributeValues:
         # What a layer has computed is made anew by the next forward pass.
         return sorted(n for n, value in changed.items() if made and not _is_computed(value))
 
-    def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Gives the attributes the values that were saved, and the others those of the start."""
+    def put_back(
+        self,
+        saved: Mapping[str, Any],
+        *,
+        off_host: Collection[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Gives the attributes the values that were saved, and the others those of the start.
+
+        Args:
+            saved: what ``changed`` gave.
+            off_host: the attributes of which that lay in the memory of a device.
+            device: where their tensors are made.
+        """
         holder, restore = self._holder, Restorer()
         changed, _ = self._now()
         first = {name: self._plain[name] for name in changed if name in self._plain}
         for name, value in {**first, **saved}.items():
-            setattr(holder, name, restore(getattr(holder, name, None), value))
+            made = made_on(device if name in off_host else None)
+            setattr(holder, name, restore(_to_fill(getattr(holder, name, None)), value, made))
 
     def _now(self) -> tuple[dict[str, Any], bool]:
         """The values that are others, and whether there is something new that cannot be saved."""
@@ -101,6 +116,11 @@ class AttributeValues:
             and (self._only is None or name in self._only)
             and not (inspect.isroutine(value) or isinstance(value, partial))
         )
+
+
+def _to_fill(live: Any) -> Any:
+    """What is filled in place, or None: a tensor may be another attribute too, a default say."""
+    return None if isinstance(live, Tensor) and not live.requires_grad else live
 
 
 def without_fractions(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,11 +159,12 @@ def _is_savable(value: Any, *, is_new: bool) -> bool:
 
 def _is_computed(value: Any) -> bool:
     """Whether it is the outcome of a forward pass: a tensor with a graph, or some of them."""
-    tensors = list(_tensors_of(value))
+    tensors = list(tensors_of(value))
     return bool(tensors) and all(each.grad_fn is not None for each in tensors)
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, alone or in containers."""
     return (each for each in _leaves_of(value) if isinstance(each, Tensor))
 
 

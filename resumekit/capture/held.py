@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from resumekit.capture.devices import device_of, made_on, off_host
 from resumekit.capture.generator import GENERATOR_KINDS, generator_state, set_generator_state
 from resumekit.capture.inplace import Restorer
 from resumekit.capture.mismatch import require_fields
@@ -75,10 +76,12 @@ class HeldState:
             for attribute in self._unchanged(name, held):
                 del held[attribute]
             if held:
+                data = {n: v for n, v in held.items() if _is_data(v)}
                 states[name] = {
                     "objects": {n: v.state_dict() for n, v in held.items() if _is_stateful(v)},
-                    "values": {n: v for n, v in held.items() if _is_data(v)} | self._counters(name),
+                    "values": data | self._counters(name),
                     "generators": {n: generator_state(v) for n, v in held.items() if _draws(v)},
+                    "off_host": off_host(data, _tensors_of),
                 }
         return states
 
@@ -141,6 +144,7 @@ class HeldState:
             StateMismatchError: an object that had a state is not there.
         """
         pending, self._pending = self._pending, {}
+        device = device_of(each for each in self._foreign() if isinstance(each, nn.Module))
         for name, state in pending.items():
             holder, restore = self._holders[name], Restorer()
             if "own" in state:
@@ -163,7 +167,8 @@ class HeldState:
                 set_generator_state(getattr(holder, attribute), restore(None, saved))
             for attribute, saved in state["values"].items():
                 live = getattr(holder, attribute, None)
-                setattr(holder, attribute, restore(live, saved))
+                made = made_on(device if attribute in state.get("off_host", ()) else None)
+                setattr(holder, attribute, restore(live, saved, made))
 
 
 class _Foreign:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from resumekit.capture.attribute_values import AttributeValues, without_fractions
+from resumekit.capture.attribute_values import AttributeValues, tensors_of, without_fractions
+from resumekit.capture.devices import device_of, off_host
 from resumekit.capture.inplace import Restorer
 from resumekit.capture.library_code import attributes_set_by
 from resumekit.capture.mismatch import require_fields
@@ -73,7 +74,8 @@ class ModuleAttributes:
             return dict(self._pending)
         trained = {name: each.requires_grad for name, each in self._parameters()}
         training = {name: each.training for name, each in self._known()}
-        values = {name: each.changed() for name, each in self._values.items()}
+        changed = {name: each.changed() for name, each in self._values.items()}
+        values = {name: each for name, each in changed.items() if each}
         return {
             "trained": _others(trained, self._trained),
             "training": _others(training, self._training),
@@ -82,8 +84,9 @@ class ModuleAttributes:
                 for name, each in self._loose_buffers()
                 if self._buffers.get(name) != state_digest(each)
             },
-            "values": {name: changed for name, changed in values.items() if changed},
+            "values": values,
             "lost": [name for name, each in self._values.items() if each.lost()],
+            "off_host": {name: off_host(each, tensors_of) for name, each in values.items()},
         }
 
     @property
@@ -114,7 +117,7 @@ class ModuleAttributes:
         Raises:
             StateMismatchError: it is no state of a module's attributes.
         """
-        fields = dict.fromkeys(("trained", "training", "buffers", "values"), dict)
+        fields = dict.fromkeys(("trained", "training", "buffers", "values", "off_host"), dict)
         require_fields(self.key, state, {**fields, "lost": list})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,6 +147,7 @@ class ModuleAttributes:
         if self._pending is None:
             return
         saved, self._pending = self._pending, None
+        device = device_of([self._root])
         for name, parameter in self._parameters():
             # Weights in 8 or 4 bits have no gradient, and may not even be told so.
             wanted = saved["trained"].get(name, self._trained.get(name, parameter.requires_grad))
@@ -152,7 +156,11 @@ class ModuleAttributes:
         for name, module in self._known():
             module.training = saved["training"].get(name, self._training[name])
             if name not in saved["lost"]:
-                self._values[name].put_back(saved["values"].get(name, {}))
+                self._values[name].put_back(
+                    saved["values"].get(name, {}),
+                    off_host=saved["off_host"].get(name, ()),
+                    device=device,
+                )
         self._put_back_buffers(saved["buffers"])
 
     def _put_back_buffers(self, saved: Mapping[str, Tensor]) -> None:

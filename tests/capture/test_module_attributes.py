@@ -155,6 +155,34 @@ def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
     assert attributes.state_dict()["values"][""]["calls"] == 1
 
 
+def test_a_tensor_that_is_another_attribute_too_is_replaced(stored: Any) -> None:
+    def aliased() -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.default = torch.zeros(1)
+        model.total = model.default
+        return model
+
+    model = aliased()
+    attributes = ModuleAttributes(model, key="attributes")
+    model.total = torch.ones(1)
+    live = aliased()
+    resumed(model, stored(attributes.state_dict()), live).put_back_with_random()
+    assert (live.total.item(), live.default.item()) == (1.0, 0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_what_lay_on_a_device_goes_back_there(stored: Any) -> None:
+    model = Annealed().cuda()
+    attributes = ModuleAttributes(model, key="attributes")
+    model.recent, model.mean = [torch.ones(1, device="cuda")], torch.ones(2, device="cuda")
+    model.on_host = [torch.ones(1)]
+    live = Annealed().cuda()
+    resumed(model, stored(attributes.state_dict()), live).put_back_with_random()
+    assert live.recent[0].is_cuda
+    assert live.mean.is_cuda
+    assert not live.on_host[0].is_cuda
+
+
 def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
     class Own(nn.Module):
         calls = 0
