@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from resumekit.adapters._lightning_callbacks import overrides
 from resumekit.adapters._lightning_metrics import Metrics
 from resumekit.adapters._lightning_package import Callback
-from resumekit.capture import HeldState, by_class_and_ordinal
+from resumekit.capture import HeldState, PlainValues, by_class_and_ordinal
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.layout import WorldChange
 
@@ -41,6 +42,9 @@ class Held:
         self._attributes = HeldState(holders, key=_KEY, foreign=foreign, left_out=left_out)
         self._metrics = Metrics(module, {**holders, _MODULE: _Attributes(module)})
         self._pending: Mapping[str, Any] | None = None
+        # One that adds to the checkpoint by a hook says itself what its state is.
+        self._plain = [each for each in plain if not overrides(each, "on_save_checkpoint")]
+        self._counted: PlainValues | None = None  # from the first batch on
 
     def component(self) -> StateComponent:
         """Each rank has its own."""
@@ -69,6 +73,15 @@ class Held:
         if pending is not None:
             self._attributes.put_back()
             self._metrics.load_state_dict(pending["metrics"])
+        if self._counted is None:
+            self._counted = PlainValues(by_class_and_ordinal(self._plain))
+
+    def not_saved(self) -> str:
+        """What to tell of counts in callbacks that changed since the last call, and are lost."""
+        if self._counted is None:
+            return ""
+        remedy = "keep it in extras=, or in state_dict() and load_state_dict() of the callback"
+        return self._counted.remark(saved=self._attributes.names, remedy=remedy)
 
 
 class _Attributes:

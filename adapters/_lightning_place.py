@@ -13,12 +13,15 @@ from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.data import stateful_generators
 from resumekit.engine.driven import DrivenLoop
+from resumekit.engine.report import tell
 
 
-class PutBack(Protocol):
-    """Something whose state is given back when the hooks before the first batch have run."""
+class Holding(Protocol):
+    """What user code holds; it is given back when the hooks before the first batch have run."""
 
     def put_back(self) -> None: ...
+
+    def not_saved(self) -> str: ...
 
 
 class Place:
@@ -37,7 +40,7 @@ class Place:
         self._validated: Sequence[Mapping[str, Any]] = ()  # until the loaders for it are there
         # Of the last request for training loaders, where there will be others.
         self._requested: dict[str, Any] | None = None
-        self._held: tuple[PutBack, ...] = ()
+        self._held: Holding | None = None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -143,14 +146,20 @@ class Place:
             framework="Lightning",
         )
 
-    def hold(self, *held: PutBack) -> None:
+    def hold(self, held: Holding) -> None:
         """What hooks before the first batch may clear."""
         self._held = held
 
     def put_back(self) -> None:
         """Gives that back, once."""
-        for each in self._held:
-            each.put_back()
+        if self._held is not None:
+            self._held.put_back()
+
+    def tell_what_is_not_saved(self) -> None:
+        """Names what user code has changed since the last call and no checkpoint holds."""
+        lost = "" if self._held is None else self._held.not_saved()
+        if lost and self._trainer.is_global_zero:
+            tell(lost)
 
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""

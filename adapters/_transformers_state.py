@@ -275,15 +275,9 @@ def _set_by_libraries(trainer: Any) -> frozenset[str]:
 
 def not_saved(counted: PlainValues, held: HeldState) -> str:
     """What to tell of plain values that changed since the last call, and are in no checkpoint."""
-    changed = counted.changed()
-    lost = sorted(set(changed) - held.names()) if changed else []
-    if not lost:
-        return ""
-    return (
-        f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with what "
-        "the script makes of it; keep it in extras=, or in state_dict() and load_state_dict() of "
-        "the callback, of what the Trainer calls or of your Trainer"
-    )
+    places = "the callback, of what the Trainer calls or of your Trainer"
+    remedy = f"keep it in extras=, or in state_dict() and load_state_dict() of {places}"
+    return counted.remark(saved=held.names, remedy=remedy)
 
 
 def _fidelity(trainer: Any) -> tuple[Fidelity, str]:

@@ -993,3 +993,21 @@ def test_the_script_differs_from_its_stock_twin_by_the_adapters_lines_alone() ->
         "import resumekit",
     ]
     assert 'trainer.fit(module, loader, ckpt_path="last")' in left_out
+
+
+class Tallying(Callback):
+    """Counts in a number of its own, and in a dict that is saved."""
+
+    def __init__(self, saved: dict[str, int]) -> None:
+        self.num_steps, self.every, self.saved = 0, 2, saved
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        self.num_steps += 1
+
+
+def test_what_a_callback_counts_and_nobody_saves_is_told_by_name_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(Tallying({}), Counting({"num_batches": 0}), ResumeCallback(tmp_path))
+    told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
+    assert [line.split(": ")[1] for line in told] == ["Tallying-0.num_steps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +45,22 @@ class PlainValues:
             holder, _, attribute = name.rpartition(".")
             self._left_out[holder] = {*self._left_out.get(holder, ()), attribute}
         return names
+
+    def remark(self, *, saved: Callable[[], Collection[str]], remedy: str) -> str:
+        """What to tell of values that changed since the last call, and are in no checkpoint.
+
+        Args:
+            saved: gives the names of those that are, ``holder.attribute``.
+            remedy: where to keep them.
+        """
+        changed = self.changed()
+        lost = sorted(set(changed) - set(saved())) if changed else []
+        if not lost:
+            return ""
+        return (
+            f"{', '.join(lost)}: changed in training, in no checkpoint, so a resume begins with "
+            f"what the script makes of it; {remedy}"
+        )
 
     def _values(self) -> dict[str, Any]:
         return {
