@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from resumekit.payload import state_digest
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _SEQUENCES = frozenset({list, tuple, set, deque})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_ARRAYS = (Tensor, np.ndarray)
 
 # An attribute that appears in training and is larger holds what was computed, and is no state.
 _MAX_ITEMS = 10_000
@@ -60,7 +62,7 @@ class AttributeValues:
                 self._unknown.add(name)
                 continue
             self._first[name] = gist
-            if not any(True for _ in tensors_of(value)):
+            if not any(isinstance(each, _ARRAYS) for each in _leaves_of(value)):
                 self._plain[name] = copy.deepcopy(value)
 
     def changed(self) -> dict[str, Any]:
@@ -149,10 +151,9 @@ def _is_savable(value: Any, *, is_new: bool) -> bool:
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     if any(isinstance(each, nn.Parameter) or each.is_meta for each in tensors):
         return False
-    num_elements = sum(each.numel() for each in tensors)
+    num_elements = sum(math.prod(each.shape) for each in leaves if isinstance(each, _ARRAYS))
     is_known = all(
-        isinstance(each, (Tensor, np.ndarray, np.generic)) or type(each) in _SCALARS
-        for each in leaves
+        isinstance(each, (*_ARRAYS, np.generic)) or type(each) in _SCALARS for each in leaves
     )
     return is_known and len(leaves) <= _MAX_ITEMS and not (is_new and num_elements > _MAX_ELEMENTS)
 
