@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,22 @@ class AttributeValues:
         # What a layer has computed is made anew by the next forward pass.
         return sorted(n for n, value in changed.items() if made and not _is_computed(value))
 
+    def first(self, names: Iterable[str]) -> dict[str, Any]:
+        """The plain values that these attributes held at first, where they are known."""
+        return {name: self._plain[name] for name in names if name in self._plain}
+
+    def begun_otherwise(self, first: Mapping[str, Any]) -> set[str]:
+        """The attributes that this script begins with another plain value than a former one did.
+
+        Args:
+            first: what ``first`` gave in the launch before.
+        """
+        return {
+            name
+            for name, value in first.items()
+            if name in self._plain and _gist(value, is_new=False) != self._first[name]
+        }
+
     def put_back(
         self,
         saved: Mapping[str, Any],
@@ -92,8 +108,7 @@ class AttributeValues:
         """
         holder, restore = self._holder, Restorer()
         changed, _ = self._now()
-        first = {name: self._plain[name] for name in changed if name in self._plain}
-        for name, value in {**first, **saved}.items():
+        for name, value in {**self.first(changed), **saved}.items():
             made = made_on(device if name in off_host else None)
             setattr(holder, name, restore(_to_fill(getattr(holder, name, None)), value, made))
 

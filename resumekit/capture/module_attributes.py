@@ -85,6 +85,7 @@ class ModuleAttributes:
                 if self._buffers.get(name) != state_digest(each)
             },
             "values": values,
+            "first": {name: self._values[name].first(each) for name, each in values.items()},
             "lost": [name for name, each in self._values.items() if each.lost()],
             "off_host": {name: off_host(each, tensors_of) for name, each in values.items()},
         }
@@ -109,7 +110,7 @@ class ModuleAttributes:
         """The state without fractions: they may be times, and where they count a loss tells."""
         state = self.state_dict()
         values = {name: without_fractions(each) for name, each in state["values"].items()}
-        return {**state, "values": values}
+        return {**state, "values": values, "first": {}}
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be kept; changes nothing.
@@ -117,20 +118,35 @@ class ModuleAttributes:
         Raises:
             StateMismatchError: it is no state of a module's attributes.
         """
-        fields = dict.fromkeys(("trained", "training", "buffers", "values", "off_host"), dict)
-        require_fields(self.key, state, {**fields, "lost": list})
+        fields = ("trained", "training", "buffers", "values", "first", "off_host")
+        require_fields(self.key, state, {**dict.fromkeys(fields, dict), "lost": list})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until ``put_back_with_random``: the script may set first what it likes.
 
+        What the script itself begins with another plain value than the former one did stays the
+        script's.
+
         Returns:
-            What of it is not in this model.
+            What of the state is not put back.
         """
-        self._pending = dict(state)
+        others = {
+            name: each.begun_otherwise(state["first"].get(name, {}))
+            for name, each in self._values.items()
+        }
+        values = {
+            name: {own: value for own, value in each.items() if own not in others.get(name, ())}
+            for name, each in state["values"].items()
+        }
+        self._pending = {**state, "values": values}
+        kept = [_path(name, own) for name, each in others.items() for own in sorted(each)]
         known = {*self._trained, *self._training}
-        saved = {*state["trained"], *state["training"], *state["values"]}
-        gone = sorted(saved - known)
-        return (f"{self.key}: not in this model, and left out: {_listed(gone)}",) if gone else ()
+        gone = sorted({*state["trained"], *state["training"], *state["values"]} - known)
+        remarks = {
+            "begun otherwise by this script, which counts": kept,
+            "not in this model, and left out": gone,
+        }
+        return tuple(f"{self.key}: {w}: {_listed(names)}" for w, names in remarks.items() if names)
 
     def start_fresh(self) -> tuple[str, ...]:
         """A checkpoint that has none was written when nothing had changed."""

@@ -155,6 +155,22 @@ def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
     assert attributes.state_dict()["values"][""]["calls"] == 1
 
 
+def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_told(
+    stored: Any,
+) -> None:
+    model = Annealed()
+    attributes = ModuleAttributes(model, key="attributes")
+    model.train_on(1.0)
+    state = stored(attributes.state_dict())
+    live = Annealed()
+    live.dropout.p = 0.9
+    found = ModuleAttributes(live, key="attributes")
+    (remark,) = found.load_state_dict(state)
+    assert remark == "attributes: begun otherwise by this script, which counts: dropout.p"
+    found.put_back_with_random()
+    assert (live.dropout.p, live.calls) == (0.9, 1)
+
+
 def test_a_tensor_that_is_another_attribute_too_is_replaced(stored: Any) -> None:
     def aliased() -> nn.Module:
         model = nn.Linear(1, 1)
