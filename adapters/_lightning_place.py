@@ -13,7 +13,7 @@ from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import SharingPattern, StateComponent
 from resumekit.data import stateful_generators
 from resumekit.engine.driven import DrivenLoop
-from resumekit.engine.report import tell
+from resumekit.log import logger
 
 
 class Holding(Protocol):
@@ -159,7 +159,7 @@ class Place:
         """Names what user code has changed since the last call and no checkpoint holds."""
         lost = "" if self._held is None else self._held.not_saved()
         if lost and self._trainer.is_global_zero:
-            tell(lost)
+            logger.warning("%s", lost)
 
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""

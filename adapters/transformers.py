@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from resumekit import Checkpointer
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
-from resumekit.engine.report import tell
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
+from resumekit.log import logger
 from resumekit.requirements import require
 
 require("transformers")
@@ -217,7 +217,7 @@ class ResumeCallback(TrainerCallback):
         self._best.take_over()
         newer = passed_over(args.output_dir, report.step, self._directory)
         if newer is not None and not self._loop.finished and state.is_world_process_zero:
-            tell(newer)
+            logger.warning("%s", newer)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; each later one begins when the former is over."""
@@ -227,7 +227,7 @@ class ResumeCallback(TrainerCallback):
             self._counted = counted_by_user_code(self._trainer, extras=self._extras)
             other = self._settings.put_back()
             if other and state.is_world_process_zero:
-                tell(other)
+                logger.info("%s", other)
             self._loop.next_epoch()
             self._in_training = True
 
@@ -259,7 +259,7 @@ class ResumeCallback(TrainerCallback):
     def _tell_what_is_not_saved(self) -> None:
         lost = not_saved(self._counted, self._held)
         if lost and self._trainer.is_world_process_zero():
-            tell(lost)
+            logger.warning("%s", lost)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step before is settled."""

@@ -7,6 +7,8 @@ import time
 
 import torch.distributed as dist
 
+from resumekit.log import logger
+
 _FIRST_SECONDS = 1.0
 
 
@@ -54,10 +56,9 @@ class Patience:
 
 
 def warn(message: str) -> None:
-    """One line on standard error about this rank's own data."""
+    """A warning about this rank's own data."""
     on_rank = f"rank {_rank()}: " if _num_ranks() > 1 else ""
-    sys.stderr.write(f"resumekit: {on_rank}{message}\n")
-    sys.stderr.flush()
+    logger.warning("%s%s", on_rank, message)
 
 
 def _rank() -> int:

@@ -18,7 +18,7 @@ from resumekit.data import DataPosition
 from resumekit.distributed import World
 from resumekit.engine.belonging import owners
 from resumekit.engine.options import Options
-from resumekit.engine.report import tell
+from resumekit.log import logger
 from resumekit.storage import Manifest
 
 
@@ -47,7 +47,7 @@ class Account:
     def tell(self, message: str) -> None:
         """One line to the user, from rank 0."""
         if self._world.is_first:
-            tell(message)
+            logger.info("%s", message)
 
     # ---------------------------------------------------------------- how exactly it comes back
 

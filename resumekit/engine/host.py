@@ -10,11 +10,11 @@ from resumekit.contract import Progress
 from resumekit.data import EpochUnderWay, Feed
 from resumekit.engine.cadence import parse_cadence
 from resumekit.engine.preemption import LeaveSignals
-from resumekit.engine.report import tell
 from resumekit.engine.run import Run
 from resumekit.engine.turns import Turns
 from resumekit.engine.wishes import Wishes, WishRound
 from resumekit.errors import LoopError, Preempted, SaveError
+from resumekit.log import logger
 from resumekit.prove.trace import rng_digests
 
 
@@ -91,7 +91,8 @@ class LoopHost:
     def _take_signals(self) -> None:
         left = self._signals.install() if self.finished is None else []
         if left and self._run.world.is_first:
-            tell(f"{', '.join(left)}: handled by other code, so this run does not save on it")
+            names = ", ".join(left)
+            logger.info("%s: handled by other code, so this run does not save on it", names)
 
     @property
     def _horizon(self) -> dict[str, int]:
@@ -233,7 +234,7 @@ class LoopHost:
         """The run was asked to leave, and has just been saved."""
         step, name = self.progress.step, Signals(signal_number).name
         if self._run.world.is_first:
-            tell(f"{name}: saved at step {step}; the same command continues")
+            logger.info("%s: saved at step %d; the same command continues", name, step)
         self._let_go()
         raise Preempted(signal_number, step)
 
@@ -261,7 +262,8 @@ class LoopHost:
             if self._run.options.on_save_error == "raise":
                 raise
             if self._run.world.is_first:
-                tell(f"the save at step {self.progress.step} failed, training goes on: {error}")
+                step = self.progress.step
+                logger.warning("the save at step %d failed, training goes on: %s", step, error)
         self._cadence.saved()
 
     def _trace_step(self, values: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""What a resume did, and how a run tells its user things."""
+"""What a resume found and did."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +50,3 @@ class ResumeReport:
         if self.finished is not None:
             return f"nothing to do, the run finished at {place} ({self.finished})"
         return f"resuming at {place}"
-
-
-def tell(message: str) -> None:
-    """One clear line to the user, on standard error."""
-    sys.stderr.write(f"resumekit: {message}\n")
-    sys.stderr.flush()

@@ -14,7 +14,7 @@ from resumekit.contract import StateComponent
 from resumekit.distributed import World, from_rank
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options, names_component
-from resumekit.engine.report import Rejection, tell
+from resumekit.engine.report import Rejection
 from resumekit.engine.sources import Sources
 from resumekit.engine.spreading import is_spread, read_spread
 from resumekit.errors import (
@@ -26,6 +26,7 @@ from resumekit.errors import (
     OwnershipLostError,
     ResumekitError,
 )
+from resumekit.log import logger
 from resumekit.payload import read_payload
 from resumekit.storage import Manifest, StepName, StepReader, Store
 
@@ -214,4 +215,4 @@ class Finder:
 
     def _tell(self, message: str) -> None:
         if self._world.is_first:
-            tell(message)
+            logger.warning("%s", message)

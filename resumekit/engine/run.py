@@ -45,6 +45,7 @@ from resumekit.engine.selection import BestSelection, best_step
 from resumekit.engine.shares import agreed_shares, described
 from resumekit.engine.sources import Sources
 from resumekit.layout import Shares
+from resumekit.log import show_messages
 from resumekit.prove.trace import StateEvent, Trace
 from resumekit.prove.variables import INJECT_VARIABLE, RUN_ROOT_VARIABLE
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -68,6 +69,7 @@ class Run:
         groups: Mapping[str, Any],
         data_parallel_group: Any,
     ) -> None:
+        show_messages()
         self.directory = _relocated(directory)
         self.options = options
         self.counters = Counters()

@@ -14,9 +14,9 @@ from typing import Any
 from resumekit.contract import CaptureReport, SharingPattern, Slot, StateComponent
 from resumekit.distributed import World
 from resumekit.engine.membership import Membership
-from resumekit.engine.report import tell
 from resumekit.engine.spreading import Spread, Spreader
 from resumekit.errors import ResumekitError, SaveError
+from resumekit.log import logger
 from resumekit.payload import FilesBeside, Payload
 from resumekit.payload.sharded import ShardedPayload
 from resumekit.storage import (
@@ -198,4 +198,4 @@ class Saver:
         try:
             self._store.retain(self._retention)
         except SaveError as error:
-            tell(f"old checkpoints could not be removed: {error}")
+            logger.warning("old checkpoints could not be removed: %s", error)
