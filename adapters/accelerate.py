@@ -90,7 +90,8 @@ class Checkpointer(_Checkpointer):
         super().__init__(
             directory, components=held.components(), extras=extras, generators=generators, **options
         )
-        self._run.account.overlooked = overlooked(variables_of(sys._getframe(1)), held.everything)
+        lines = overlooked(variables_of(sys._getframe(1)), held.everything)
+        self._run.account.findings.append(lambda: lines)
         self._steps = StepsTaken(accelerator, held.optimizers)
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to

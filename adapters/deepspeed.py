@@ -73,11 +73,12 @@ class Checkpointer(_Checkpointer):
             **options,
         )
         averages = [*ema.values()] if isinstance(ema, Mapping) else [ema]
-        self._run.account.overlooked = overlooked(
+        lines = overlooked(
             variables_of(sys._getframe(1)),
             [engine, engine.lr_scheduler, *averages, *(extras or {}).values()],
             remedies=_REMEDIES,
         )
+        self._run.account.findings.append(lambda: lines)
 
     def _at_step_boundary(self) -> bool:
         steps, self._counted = self._counted, self._engine.global_steps

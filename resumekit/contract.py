@@ -26,11 +26,12 @@ class SharingPattern(str, Enum):
 
 
 class Fidelity(str, Enum):
-    """How a component comes back: the same bits, the same distribution, or not at all."""
+    """How a component is restored, from the best to the worst."""
 
-    EXACT = "exact"
-    EQUIVALENT = "equivalent"
-    LOST = "lost"
+    EXACT = "exact"  # the same bits
+    EQUIVALENT = "equivalent"  # the same distribution
+    UNKNOWN = "unknown"  # nothing shows whether it changes, or whether it is restored
+    LOST = "lost"  # not at all
 
 
 class Validation(str, Enum):
@@ -220,12 +221,21 @@ class Absent:
 
 @dataclass(frozen=True)
 class CaptureLine:
-    """One line of the capture report. ``fidelity`` is None where the run has no such state."""
+    """One line of the capture report.
+
+    Args:
+        key: the component, or what is not in the checkpoint.
+        fidelity: how it is restored; None where the run has no such state.
+        reason: why it is not exact.
+        sharing_pattern: the component's.
+        is_hint: found by an analysis that may be wrong: a warning, which ``strict=True`` accepts.
+    """
 
     key: str
     fidelity: Fidelity | None
     reason: str = ""
     sharing_pattern: SharingPattern | None = None
+    is_hint: bool = False
 
     def __str__(self) -> str:
         word = self.fidelity.value if self.fidelity else "none"
@@ -245,10 +255,11 @@ class CaptureReport:
 
     def require_exact(self) -> None:
         """Raises InexactError when any part of the run would not come back exactly."""
-        if self.inexact:
+        refused = [line for line in self.inexact if not line.is_hint]
+        if refused:
             raise InexactError(
                 "strict=True",
-                found="; ".join(str(line) for line in self.inexact),
+                found="; ".join(map(str, refused)),
                 expected="every part of the run exact",
                 remedy="Follow the reasons, or drop strict",
             )

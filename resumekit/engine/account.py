@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,8 @@ class Account:
 
     Attributes:
         components: of the run.
-        overlooked: lines for what the run should hold and was not given.
+        findings: each gives lines for state that the run has and no component holds; called for
+            every report, in the order in which they were added.
     """
 
     def __init__(self, options: Options, world: World, position: DataPosition) -> None:
@@ -40,7 +41,7 @@ class Account:
         self._world = world
         self._position = position
         self.components: Sequence[StateComponent] = ()
-        self.overlooked: tuple[CaptureLine, ...] = ()
+        self.findings: list[Callable[[], Iterable[CaptureLine]]] = []
         self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
@@ -93,7 +94,8 @@ class Account:
             before = () if isinstance(present, Absent) else present
             slots[component.slot] = (*before, self._as_it_is(component))
         report = TrainState(**slots).capture_report()
-        return CaptureReport((*report.lines, *self.overlooked))
+        found = (line for finding in self.findings for line in finding())
+        return CaptureReport((*report.lines, *found))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:
         """The component with the fidelity that its state has by now, where that can change."""

@@ -37,6 +37,10 @@ class OptionKeywords(TypedDict, total=False):
     leave_on: Collection[str]
     agreement_timeout_seconds: int
     validate: str
+    transient: Collection[str]
+    user_state_limit: int
+    on_divergence: str
+    record_command: bool
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,14 @@ class Options:
             it gives up with ``RankLostError``. A rank that has died is noticed at once.
         validate: how replicated state is compared between the ranks: ``"digest"`` at every save,
             ``"full"`` after a resume as well, ``"off"`` never.
+        transient: variables and attributes that a resume may recreate: they are neither saved nor
+            reported. Names as in the report, e.g. ``"timer"`` or ``"trainer.cache"``.
+        user_state_limit: bytes of user state (attributes of modules, callbacks, datasets, loss
+            functions) that a checkpoint holds at most; a larger object is reported with its size.
+        on_divergence: what to do when a repeated step differs from what an earlier attempt
+            recorded: ``"warn"``, or ``"raise"`` to end the run with ``DivergenceError``.
+        record_command: whether the manifest holds the command line; values of options that look
+            like secrets are replaced by ``***``.
     """
 
     save_every: int | str | None = None
@@ -90,6 +102,10 @@ class Options:
     leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
     agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
     validate: str = Validation.DIGEST.value
+    transient: Collection[str] = field(default_factory=frozenset)
+    user_state_limit: int = 256 * 10**6
+    on_divergence: str = "warn"
+    record_command: bool = True
 
     @property
     def saves_gradients(self) -> bool:
@@ -128,6 +144,9 @@ class Options:
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)
         _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
+        _at_least("user_state_limit", self.user_state_limit, 0)
+        _one_of("on_divergence", self.on_divergence, ("warn", "raise"))
+        _check_names("transient", self.transient)
         for name in ("exclude", "allow_missing"):
             _check_keys(name, getattr(self, name))
         _check_names("allow_changes", self.allow_changes)
