@@ -17,6 +17,7 @@ import torch
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture import state_components
+from resumekit.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,6 +68,10 @@ class Checkpointer(_Checkpointer):
         data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        if model is None:
+            raise ConfigurationError(
+                "model", found="None", expected="a torch.nn.Module, or a dict of named ones"
+            )
         components = state_components(
             model=model,
             optimizer=optimizer,

@@ -10,6 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from resumekit.engine.arguments import (
+    check_components,
+    checked_extras,
+    checked_names,
+    metric_values,
+    run_directory,
+)
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.host import LoopHost
 from resumekit.engine.loops import Batches, Epochs
@@ -64,13 +71,14 @@ class Checkpointer(LoopHost):
         data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        check_components(components)
         run = Run(
-            Path(directory),
+            run_directory(directory),
             components,
             Options.from_keywords(options),
-            extras={} if extras is None else extras,
-            generators={} if generators is None else generators,
-            groups={} if groups is None else groups,
+            extras=checked_extras(extras),
+            generators=checked_names("generators", generators),
+            groups=checked_names("groups", groups),
             data_parallel_group=data_parallel_group,
         )
         super().__init__(run)
@@ -80,7 +88,7 @@ class Checkpointer(LoopHost):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """The run directory, as an absolute path."""
         return self._run.directory
 
     def resume(self) -> ResumeReport:
@@ -231,8 +239,7 @@ class Checkpointer(LoopHost):
         Args:
             **values: e.g. ``eval_loss=0.5``; rank 0's values count.
         """
-        plain = {name: float(value) for name, value in values.items()}
-        agreed = self._run.world.broadcast(plain)
+        agreed = self._run.world.broadcast(metric_values(values))
         if self._run.selection.report(agreed, self.progress.step):
             self._due = True
 

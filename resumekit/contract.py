@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
-from resumekit.errors import DeclarationError, InexactError
+from resumekit.errors import DeclarationError, InexactError, did_you_mean
 
 
 class SharingPattern(str, Enum):
@@ -192,6 +192,14 @@ def _check_key(key: str) -> None:
     if not key or any(not part or part in (".", "..") or "\0" in part for part in parts):
         raise DeclarationError(
             repr(key), found="not a component key", expected="'slot' or 'slot/name'"
+        )
+    slots = [slot.value for slot in Slot]
+    if parts[0] not in slots:
+        raise DeclarationError(
+            repr(key),
+            found=f"no slot is called {parts[0]!r}",
+            expected=f"one of {', '.join(slots)}, or e.g. 'extras/name'",
+            remedy=did_you_mean(parts[0], slots),
         )
 
 

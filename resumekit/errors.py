@@ -40,6 +40,8 @@ from the builtin that a caller would expect, so ``except ValueError`` keeps work
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -73,7 +75,7 @@ class ResumekitError(Exception):
             sentence += f", expected {self.expected}"
         sentence += "."
         if self.remedy is not None:
-            sentence += f" {self.remedy.rstrip('.')}."
+            sentence += f" {self.remedy.rstrip('.')}{'' if self.remedy.endswith('?') else '.'}"
         return sentence
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,6 +85,12 @@ class ResumekitError(Exception):
     def __str__(self) -> str:
         # OSError and ImportError among the bases would otherwise choose their own wording.
         return self._sentence()
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """``"Did you mean save_every?"`` where a known word is like this one, else None."""
+    similar = get_close_matches(word, known, n=1)
+    return f"Did you mean {similar[0]}?" if similar else None
 
 
 def _rebuild(

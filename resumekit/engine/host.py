@@ -188,6 +188,7 @@ class LoopHost:
                 f"epoch {self.progress.epoch}",
                 found="not one call of step()",
                 expected="checkpointer.step() after every optimizer step",
+                remedy="An accumulation window must not be longer than an epoch",
             )
         self._steps_at_epoch_start = step
 

@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 from resumekit.contract import Slot, Validation
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.engine.cadence import parse_cadence
-from resumekit.errors import ConfigurationError
+from resumekit.errors import ConfigurationError, did_you_mean
+from resumekit.storage import StepName
 
 CHANGES = frozenset({"horizon", "batch_size", "world_size"})
 
@@ -130,11 +131,12 @@ class Options:
         """
         unknown = set(keywords) - {item.name for item in fields(cls)}
         if unknown:
-            raise _unknown(unknown)
+            raise _unknown(min(unknown))
         return cls(**keywords)
 
     def __post_init__(self) -> None:
         parse_cadence(self.save_every)
+        _check_step_name(self.resume_from)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
@@ -157,10 +159,48 @@ class Options:
             _one_of("allow_changes", change, tuple(sorted(CHANGES)))
 
 
-def _unknown(names: Collection[str]) -> ConfigurationError:
-    known = ", ".join(sorted(item.name for item in fields(Options)))
+# What else one adapter or another takes by name.
+_ARGUMENTS = (
+    "components",
+    "data_parallel_group",
+    "ema",
+    "extras",
+    "generators",
+    "grad_scaler",
+    "groups",
+    "lr_scheduler",
+    "model",
+    "optimizer",
+    "stage_group",
+)
+
+
+def _unknown(name: str) -> ConfigurationError:
+    known = [*(item.name for item in fields(Options)), *_ARGUMENTS]
+    if name in _ARGUMENTS:
+        return ConfigurationError(name, found="not an argument under this adapter")
+    listed = "The options are listed in docs/quickstart.md and in help(Options)"
     return ConfigurationError(
-        ", ".join(sorted(names)), found="not an option", expected=f"one of {known}"
+        name, found="not an option", remedy=did_you_mean(name, known) or listed
+    )
+
+
+def _check_step_name(given: Any) -> None:
+    """Raises ConfigurationError unless this names a checkpoint, or is None."""
+    if given is None or (isinstance(given, str) and StepName.parse(given) is not None):
+        return
+    text = str(given)
+    path, _, last = text.rpartition("/")
+    remedy = None
+    if path and StepName.parse(last) is not None:
+        remedy = f'Pass the name alone, resume_from="{last}", and its run directory'
+    elif text.isdecimal() and not isinstance(given, bool):
+        remedy = f'Pass resume_from="{StepName(int(text))}"'
+    raise ConfigurationError(
+        "resume_from",
+        found=repr(given),
+        expected='the name of a checkpoint, e.g. "step-00000500"',
+        remedy=remedy,
     )
 
 

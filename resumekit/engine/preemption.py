@@ -13,6 +13,9 @@ from typing import Any
 # What these do to a process that has not asked for them.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
+# nohup and a command in the background (``&``) have these ignored: nobody here handles them.
+_IGNORED_BY_SHELLS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 _installed: weakref.WeakSet[LeaveSignals] = weakref.WeakSet()
 
 
@@ -50,6 +53,8 @@ class LeaveSignals:
             if former in _DEFAULTS:
                 signal.signal(number, self._note)
                 self._former[number] = former
+            elif former == signal.SIG_IGN and number in _IGNORED_BY_SHELLS:
+                continue
             else:
                 left.append(number.name)
         _installed.add(self)

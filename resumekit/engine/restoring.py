@@ -31,8 +31,14 @@ def restore(components: Sequence[StateComponent], states: Mapping[str, Any]) -> 
     given = [each for each in components if each.key in states and each.slot in order]
     remarks: list[str] = []
     for component in sorted(given, key=lambda each: order[each.slot]):
-        remarks.extend(component.stateful.load_state_dict(states[component.key]) or ())
+        remarks += _words(component.stateful.load_state_dict(states[component.key]))
     return tuple(remarks)
+
+
+def _words(returned: Any) -> list[str]:
+    """What a load had to remark; objects of other libraries return something else, or nothing."""
+    is_ours = isinstance(returned, (tuple, list))
+    return [each for each in returned if isinstance(each, str)] if is_ours else []
 
 
 def start_fresh(

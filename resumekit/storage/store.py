@@ -15,6 +15,8 @@ Rank 0 alone acquires, stages, commits, retains and quarantines. Every rank may 
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -125,10 +127,13 @@ class Store:
         with suppress(OSError):
             owner = read_owner(self._file_system, self.directory)
             if owner is not None:
+                is_own = (owner.pid, owner.host) == (os.getpid(), socket.gethostname())
                 return DirectoryInUseError(
                     str(self.directory),
-                    found=f"in use by {owner}",
-                    remedy="Wait for it, stop it, or give this job another directory",
+                    found=f"in use by {owner}" + (", which is this process" if is_own else ""),
+                    remedy="Call close() on the Checkpointer that was made first"
+                    if is_own
+                    else "Wait for it, stop it, or give this job another directory",
                 )
         return DirectoryInUseError(str(self.directory), found="in use by another job")
 

@@ -1,0 +1,196 @@
+"""What a user's mistake is answered with: where, what was found, what was expected, one remedy."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from resumekit import Checkpointer as BaseCheckpointer
+from resumekit.adapters.torch import Checkpointer
+from resumekit.contract import StateComponent
+from resumekit.errors import ConfigurationError, DeclarationError, DirectoryInUseError, LoopError
+
+
+def make(directory: Any, **options: Any) -> Checkpointer:
+    model = nn.Linear(2, 1)
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **options}
+    return Checkpointer(directory, **given)
+
+
+def loader(num_samples: int = 8) -> DataLoader[Any]:
+    return DataLoader(torch.arange(float(num_samples)), batch_size=2)  # type: ignore[arg-type]
+
+
+def train(checkpointer: Checkpointer, *, epochs: int = 1) -> None:
+    with checkpointer:
+        for _ in checkpointer.batches(loader(), epochs=epochs):
+            checkpointer.step()
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (500, ("resume_from: 500", 'resume_from="step-00000500"')),
+        ("500", ("resume_from: '500'", 'resume_from="step-00000500"')),
+        ("latest", ("resume_from: 'latest'", '"step-00000500"')),
+        ("runs/b/step-00000500", ("resume_from", "the name alone")),
+    ],
+)
+def test_resume_from_is_a_name_and_the_error_shows_it(
+    tmp_path: Path, given: Any, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make(tmp_path, resume_from=given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"save_evry": 5}, ("save_evry", "Did you mean save_every?")),
+        ({"scheduler": None}, ("scheduler", "Did you mean lr_scheduler?")),
+        ({"keep_last": 3}, ("keep_last", "Did you mean keep_latest?")),
+        ({"frobnicate": 5}, ("frobnicate", "docs/quickstart.md")),
+        ({"extras": [1]}, ("extras: [1]", "a dict", 'extras={"phase": 1}')),
+        ({"extras": 5}, ("extras: 5",)),
+        ({"model": None}, ("model: None", "torch.nn.Module")),
+        ({"model": "gpt2"}, ("model: a str", "state_dict")),
+        ({"generators": [torch.Generator()]}, ("generators", "a list", "a dict")),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_to_write(
+    tmp_path: Path, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make(tmp_path, **options)
+    assert all(word in str(error.value) for word in words), error.value
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("directory", "words"),
+    [
+        ("", ("directory: ''", "a path")),
+        ("  ", ("directory: '  '", "a path")),
+        ("s3://bucket/runs/a", ("'s3://bucket/runs/a'", "a local or mounted path")),
+        ("gs://bucket/runs/a", ("gs://",)),
+        ("file:///tmp/a", ("file:///tmp/a",)),
+        (Path("s3://bucket/a"), ("s3:/bucket/a", "a local or mounted path")),
+        (None, ("directory: None", "a path")),
+        (nn.Linear(1, 1), ("directory: a Linear", "a path")),
+    ],
+)
+def test_what_is_no_directory_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: Any, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        make(directory)
+    assert all(word in str(error.value) for word in words), error.value
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_directory_is_expanded_and_a_relative_one_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert make("~/runs/a").directory == tmp_path / "runs" / "a"
+    relative = make("runs/b")
+    assert relative.directory == tmp_path / "runs" / "b"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train(relative)  # a script that changes its directory still saves where it was told to
+    assert (tmp_path / "runs" / "b" / "step-00000004").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("value", ["x", None, [1.0], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path, value: Any) -> None:
+    checkpointer = make(tmp_path)
+    with checkpointer:
+        next(checkpointer.batches(loader(), epochs=1))
+        with pytest.raises(ConfigurationError, match=r"report\(eval_loss=\.\.\.\): .*a number"):
+            checkpointer.report(eval_loss=value)
+
+
+@pytest.mark.parametrize("key", ["modell", "my/model", "weights"])
+def test_a_component_of_an_unknown_slot_is_refused_when_it_is_declared(key: str) -> None:
+    with pytest.raises(DeclarationError) as error:
+        StateComponent(key, nn.Linear(1, 1))
+    assert "model, optimizer" in str(error.value)
+    if key == "modell":
+        assert "Did you mean model?" in str(error.value)
+
+
+def test_what_is_no_component_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"components: a Linear.*StateComponent"):
+        BaseCheckpointer(tmp_path, components=[nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
+def test_a_module_as_component_has_nothing_to_remark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        model = StateComponent("model", nn.Linear(2, 1))
+        with BaseCheckpointer(tmp_path, components=[model]) as checkpointer:
+            checkpointer.resume()
+            checkpointer.save()
+    assert "[]" not in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def test_a_cell_that_is_run_twice_is_told_to_close_the_first_checkpointer(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    next(first.batches(loader(), epochs=1))
+    second = make(tmp_path)
+    with pytest.raises(DirectoryInUseError, match=r"this process.*close\(\)"):
+        next(second.batches(loader(), epochs=1))
+    first.close()
+    train(second)
+
+
+def test_an_accumulation_window_that_is_longer_than_an_epoch_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(LoopError, match=r"epoch 0.*not one call.*accumulation"),
+        make(tmp_path) as checkpointer,
+    ):
+        for _ in checkpointer.batches(loader(), epochs=2):
+            pass
+
+
+@pytest.fixture
+def sigint() -> Any:
+    former = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+def test_a_signal_that_the_shell_ignores_for_us_is_no_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sigint: None
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    train(make(tmp_path))
+    assert "SIGINT" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_signal_that_other_code_handles_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sigint: None
+) -> None:
+    handler: Callable[..., None] = lambda number, frame: None  # noqa: E731
+    signal.signal(signal.SIGINT, handler)
+    train(make(tmp_path))
+    assert "SIGINT: handled by other code" in capsys.readouterr().err
