@@ -86,6 +86,8 @@ def with_defaults(options: OptionKeywords, args: Any, max_steps: int) -> OptionK
     if _value(args.save_strategy) == "steps":
         steps = args.save_steps
         found["save_every"] = math.ceil(max_steps * steps) if steps < 1 else int(steps)
+    elif _value(args.save_strategy) == "epoch":
+        found["save_every"] = None  # and the callback saves at the end of each epoch
     if args.save_total_limit is not None and args.save_total_limit > 0:
         found["keep_latest"] = args.save_total_limit
     metric = args.metric_for_best_model

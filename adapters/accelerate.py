@@ -20,8 +20,10 @@ import torch
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture.overlooked import overlooked, variables_of
+from resumekit.engine.arguments import checked_extras, require_order
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate_held import Held
+from resumekit.frameworks.accelerate_loaders import check_prepared
 from resumekit.frameworks.accelerate_states import StatesBeside
 from resumekit.frameworks.accelerate_steps import StepsTaken
 from resumekit.requirements import require
@@ -40,6 +42,7 @@ class Accelerator(Protocol):
     """What is read from an ``accelerate.Accelerator`` here; see ``Held`` for the rest."""
 
     _models: list[torch.nn.Module]
+    _dataloaders: list[Any]
 
     @property
     def sync_gradients(self) -> bool: ...
@@ -77,9 +80,10 @@ class Checkpointer(_Checkpointer):
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        require_order(accelerator, directory, call='Checkpointer(accelerator, "runs/a")')
         _check(accelerator)
         self._accelerator = accelerator
-        extras = {} if extras is None else extras
+        extras = checked_extras(extras)
         held = Held(
             accelerator,
             lr_scheduler=lr_scheduler,
@@ -118,6 +122,10 @@ class Checkpointer(_Checkpointer):
             return False
         self.resume()
         return True
+
+    def _check_loader(self, loader: Any, name: str | None) -> None:
+        prepared = self._accelerator._dataloaders
+        check_prepared(loader, name, prepared=prepared, warns=self._run.world.is_first)
 
     def _at_step_boundary(self) -> bool:
         """Inside an accumulation window there is none."""

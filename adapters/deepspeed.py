@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture.overlooked import REMEDIES, overlooked, variables_of
 from resumekit.contract import Slot
+from resumekit.engine.arguments import checked_extras, require_order
 from resumekit.frameworks.deepspeed import engine_components, require_resumable
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class Checkpointer(_Checkpointer):
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        require_order(engine, directory, call='Checkpointer(engine, "runs/a")')
         require_resumable(engine)
+        extras = checked_extras(extras)
         self._engine = engine
         self._counted: int = engine.global_steps
         super().__init__(
@@ -75,7 +78,7 @@ class Checkpointer(_Checkpointer):
         averages = [*ema.values()] if isinstance(ema, Mapping) else [ema]
         lines = overlooked(
             variables_of(sys._getframe(1)),
-            [engine, engine.lr_scheduler, *averages, *(extras or {}).values()],
+            [engine, engine.lr_scheduler, *averages, *extras.values()],
             remedies=_REMEDIES,
         )
         self._run.account.findings.append(lambda: lines)

@@ -19,6 +19,7 @@ from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
 from resumekit.adapters._lightning_settings import check, check_path, limits_of, refuse
 from resumekit.adapters._lightning_state import fit_components
+from resumekit.engine.arguments import checked_extras, checked_names, run_directory
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
 
@@ -54,8 +55,12 @@ class ResumeCallback(Callback):
         **options: Unpack[OptionKeywords],
     ) -> None:
         self._reports = Options.from_keywords(options).best_metric is not None
-        own: dict[str, Any] = {"extras": extras, "generators": generators, **options}
-        self._make_checkpointer = partial(Checkpointer, directory, **own)
+        own: dict[str, Any] = {
+            "extras": checked_extras(extras),
+            "generators": checked_names("generators", generators),
+            **options,
+        }
+        self._make_checkpointer = partial(Checkpointer, run_directory(directory), **own)
         self._ema = ema
         self._checkpointer: Checkpointer | None = None  # while a fit is under way
         self._loop: DrivenLoop | None = None
@@ -69,6 +74,8 @@ class ResumeCallback(Callback):
         """Takes the last place among the callbacks, and one between Lightning and the loader."""
         if stage == "fit" and not trainer.fast_dev_run:
             check(trainer, pl_module)
+            alike = sum(isinstance(each, ResumeCallback) for each in trainer.callbacks)
+            refuse(f"{alike} of them in one Trainer", alike > 1, "expected one")
             # What the others make in on_fit_start is to be restored.
             trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
             # lightning 2.6 loops/fit_loop.py setup_data takes the loader from here.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
+from resumekit.engine.arguments import checked_extras, require_order, run_directory
 from resumekit.engine.driven import DrivenLoop
 from resumekit.engine.options import Options
 from resumekit.errors import ConfigurationError
@@ -58,7 +59,7 @@ class ResumeCallback(TrainerCallback):
     """Saves the whole state of a Trainer's run; ``train()`` continues it in the same directory.
 
     Making it attaches it to the Trainer, see ``attach``. Where an option is not given, the
-    ``TrainingArguments`` say it: ``save_steps`` and ``save_strategy`` for ``save_every``,
+    ``TrainingArguments`` say it: ``save_strategy="steps"`` or ``"epoch"`` for ``save_every``,
     ``save_total_limit`` for ``keep_latest``, ``metric_for_best_model`` and ``greater_is_better``
     for ``best_metric`` and ``mode``.
 
@@ -76,27 +77,28 @@ class ResumeCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: Any,
-        directory: str | Path,
+        trainer: Any = None,
+        directory: str | Path = "",
         *,
         ema: Any = None,
         extras: dict[str, Any] | None = None,
         generators: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        require_order(trainer, directory, call='ResumeCallback(trainer, "runs/a")')
         whole = Options.from_keywords(with_defaults(options, trainer.args, max_steps=1))
         self._metric = whole.best_metric
         self._saves_each_epoch = saves_each_epoch(options, trainer.args)
         self._trainer = trainer
-        self._directory = Path(directory)
+        self._directory = run_directory(directory)
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
-        self._extras = {} if extras is None else extras
+        self._extras = checked_extras(extras)
         self._not_held = [*averages, *self._extras.values()]
         self._held: HeldState
         self._settings: ChangedSettings
         self._counted: PlainValues
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
-            directory,
+            self._directory,
             components=lambda: self._components(ema),
             extras=self._extras,
             generators=generators,
@@ -177,6 +179,8 @@ class ResumeCallback(TrainerCallback):
         counts = Counts(*count(args, dataloader))
         checkpointer = self._make_checkpointer(counts.max_steps)
         self._checkpointer = self._under_way.enter_context(checkpointer)
+        if self._saves_each_epoch:
+            checkpointer._run.account.cadence = "at the end of each epoch"
         self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
         under_way, place = loop.under_way(dataloader), loop.progress

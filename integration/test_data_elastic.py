@@ -186,7 +186,7 @@ def test_over_four_geometries_each_sample_comes_once_in_each_epoch(kit: Kit, sam
         "number of ranks was 1, now 3",
         "rng: rank 2 is new, its python, numpy, torch derived from the random state of rank 0",
         "every rank begins with the buffers that were saved with the module",
-        "train: batch_size was 8, now 2; epoch 1 goes on at sample 24",
+        "train: batch_size was 8, this run's 2 is used from sample 24 of epoch 1 on",
         "the report: ('number of ranks was 1, now 3', 'rng: rank 1 is new, ",
     ):
         assert line in told

@@ -11,7 +11,6 @@ augmentation and place of the kill; ``--full-matrix`` runs them all.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
@@ -29,6 +28,7 @@ from ledger_workloads import (
 )
 from preloads import TORCH
 
+from resumekit.storage import Store
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 # Where it is killed: what was saved is then 3 batches of epoch 0, 2 of epoch 1, a whole epoch, and
@@ -139,11 +139,10 @@ ROWS = rows_of_the_page()
 
 
 def told(run: Run) -> tuple[str, str]:
-    """The last word of the first launch on its data, and the reason."""
-    log = (run.directory / "launch-00000-rank-00000.log").read_text(encoding="utf-8")
-    said = re.findall(r"^resumekit: .*?\bdata: (.*?)(?:; rng: .*)?$", log, re.MULTILINE)
-    word, _, reason = said[-1].partition(" (")
-    return word, reason.removesuffix(")")
+    """How exactly the last checkpoint holds the position in the data, and why not."""
+    store = Store(run.directory / "training")
+    line = store.open_step(store.step_names()[0]).manifest.capture["data"]
+    return line["fidelity"], line["reason"]
 
 
 # ---------------------------------------------------------------- the matrix

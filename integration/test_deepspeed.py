@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -343,7 +344,7 @@ def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
     with Checkpointer(engine, tmp_path / "told", extras=extras, ema=average) as checkpointer:
         next(checkpointer.batches(make_loader(), epochs=1))
     told = capsys.readouterr().err
-    lost = [part.partition(" (")[0] for part in told.split("; ") if ": lost" in part]
+    lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
     assert lost == ["model/critic: lost", "lr_scheduler/decay: lost"]
     assert "one Checkpointer takes one engine" in told
     assert 'pass extras={"decay": decay}' in told
@@ -542,3 +543,11 @@ def test_the_script_differs_from_its_stock_twin_by_the_resume_alone() -> None:
     assert "path, client_state = engine.load_checkpoint(arguments.directory)" in gone
     assert "sampler.set_epoch(epoch)" in gone
     assert "if epoch * len(loader) + index < step:" in gone
+
+
+def test_swapped_arguments_are_answered_with_the_right_call(alone: None, tmp_path: Path) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigurationError, match=r'Checkpointer\(engine, "runs/a"\)'):
+        Checkpointer(str(tmp_path), engine)
+    with pytest.raises(ConfigurationError, match="extras"):
+        Checkpointer(engine, tmp_path, extras=[1])  # type: ignore[arg-type]

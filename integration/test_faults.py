@@ -329,4 +329,4 @@ def test_an_empty_directory_is_started_in(trials: Trials) -> None:
     trial.run.mkdir()
     ended = trial.launch()
     assert ended.succeeded
-    assert "starting fresh" in ended.output
+    assert "starting in" in ended.output

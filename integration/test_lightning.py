@@ -963,7 +963,7 @@ def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> N
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
     killed = Launch(tmp_path / "run", **at_step_45)
     assert killed.status == -signal.SIGKILL, killed.told
-    assert "starting fresh" in killed.told
+    assert "starting in" in killed.told
     continued = Launch(tmp_path / "run")
     assert continued.status == 0, continued.told
     assert "resuming at step 40" in continued.told
@@ -1011,3 +1011,25 @@ def test_what_a_callback_counts_and_nobody_saves_is_told_by_name_once(
     fit(Tallying({}), Counting({"num_batches": 0}), ResumeCallback(tmp_path))
     told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
     assert [line.split(": ")[1] for line in told] == ["Tallying-0.num_steps"]
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_two_callbacks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="2 of them in one Trainer: expected one"):
+        fit(ResumeCallback(tmp_path / "a"), ResumeCallback(tmp_path / "b"))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/a", "", 5], ids=str)
+def test_what_is_no_directory_is_refused_when_the_callback_is_made(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="directory"):
+        ResumeCallback(given)
+
+
+def test_extras_and_options_are_checked_when_the_callback_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="extras"):
+        ResumeCallback(tmp_path, extras=[1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="step-00000500"):
+        ResumeCallback(tmp_path, resume_from=500)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from small_trainer import STEPS_PER_EPOCH, attach, interrupted, make_trainer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from resumekit.adapters.transformers import ResumeCallback
 from resumekit.errors import ConfigurationError
 
 END = 2 * STEPS_PER_EPOCH
@@ -216,3 +217,23 @@ def test_pin_the_signature_of_train_and_the_order_of_its_end() -> None:
     end = inspect.getsource(Trainer._finalize_training)
     assert end.index("_load_best_model()") < end.index("save_total_limit == 1")
     assert end.index("save_total_limit == 1") < end.index("on_train_end(")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_a_callback_without_its_trainer_is_answered_with_the_right_call(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    right = r'ResumeCallback\(trainer, "runs/a"\)'
+    with pytest.raises(ConfigurationError, match=right):
+        Trainer(model=trainer.model, callbacks=[ResumeCallback(str(tmp_path))])
+    with pytest.raises(ConfigurationError, match=right):
+        Trainer(model=trainer.model, callbacks=[ResumeCallback])
+    with pytest.raises(ConfigurationError, match=right):
+        ResumeCallback(str(tmp_path), trainer)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="directory"):
+        ResumeCallback(trainer)
+    with pytest.raises(ConfigurationError, match="s3://"):
+        ResumeCallback(trainer, "s3://bucket/a")
+    with pytest.raises(ConfigurationError, match="extras"):
+        ResumeCallback(trainer, tmp_path, extras=[1])  # type: ignore[arg-type]

@@ -148,6 +148,7 @@ class Checkpointer(LoopHost):
             ConfigurationError: another loader of this name is in the middle of an epoch.
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
+        self._check_loader(loader, name)
         if (epochs is not None) + (steps is not None) + repeat > 1:
             raise TypeError("batches() takes one of epochs=, steps= and repeat=True")
         if epochs is None and steps is None:
@@ -296,6 +297,9 @@ class Checkpointer(LoopHost):
     def _at_step_boundary(self) -> bool:
         """Whether an optimizer step is complete; asked by ``step()``."""
         return True
+
+    def _check_loader(self, loader: Any, name: str | None) -> None:
+        """Refuses or reports a loader that the framework expects in another form."""
 
 
 def _positive(name: str, value: int | None) -> int:

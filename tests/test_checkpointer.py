@@ -123,7 +123,7 @@ def test_the_identical_command_starts_resumes_and_is_done(
     assert weights(again) == weights(whole) == weights(done)
     assert done.losses == []
     told = capsys.readouterr().err.splitlines()
-    assert sum("starting fresh" in line for line in told) == 2
+    assert sum("starting in" in line for line in told) == 2
     assert sum("resuming at step 4" in line for line in told) == 1
     assert sum("nothing to do, the run finished at step 8" in line for line in told) == 1
 

@@ -44,7 +44,7 @@ def test_the_example_of_the_readme_runs_and_a_second_start_finds_it_finished(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(_blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
-    assert "starting fresh" in _run_script(script)
+    assert "starting in" in _run_script(script)
     steps = sorted(path.name for path in (tmp_path / "runs" / "a").glob("step-*"))
     assert steps[-1] == "step-00000096"
     assert "nothing to do" in _run_script(script)

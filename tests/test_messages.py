@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -194,3 +195,156 @@ def test_a_signal_that_other_code_handles_is_one(
     signal.signal(signal.SIGINT, handler)
     train(make(tmp_path))
     assert "SIGINT: handled by other code" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the first line, and a resume
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+    found = [each.getMessage() for each in caplog.records if each.levelno == level]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "cadence"),
+    [
+        ({}, "every 10 min"),
+        ({"save_every": "90s"}, "every 90 s"),
+        ({"save_every": "2h"}, "every 2 h"),
+        ({"save_every": 500}, "every 500 steps"),
+        ({"save_every": 1}, "every step"),
+        ({"save_every": None}, "only on save(), on an improved metric and at the end"),
+    ],
+)
+def test_a_start_is_one_line_that_says_where_and_when_it_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], cadence: str
+) -> None:
+    train(make(tmp_path, **options))
+    assert messages(caplog) == [f"starting in {tmp_path}; saves {cadence}; every part is exact"]
+
+
+def test_a_resume_and_a_finished_run_are_one_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(tmp_path, save_every=2)
+    for _ in first.batches(loader(), epochs=1):
+        first.step()
+        if first.progress.step == 3:
+            break
+    first.close()
+    caplog.clear()
+    train(make(tmp_path))
+    assert messages(caplog) == [
+        f"resuming at step 2 from {tmp_path}/step-00000002; saves every 10 min"
+    ]
+    train(make(tmp_path))
+    (line,) = messages(caplog)
+    assert line.startswith(f"nothing to do, the run finished at step 4 (epochs=1): {tmp_path}")
+    assert not messages(caplog, logging.WARNING)
+
+
+def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="resumekit")
+    with make(tmp_path) as checkpointer:
+        next(checkpointer.batches([1, 2, 3], epochs=1))
+        checkpointer.step()
+    records, expected = caplog.records, "data: equivalent"
+    warnings = [each for each in records if each.levelno == logging.WARNING]
+    assert [each.getMessage()[: len(expected)] for each in warnings] == [expected]
+    (start,) = [each.getMessage() for each in records if each.levelno == logging.INFO]
+    assert start.endswith("; saves every 10 min; 1 part not exact:")
+    table = [each.getMessage() for each in records if each.levelno == logging.DEBUG]
+    assert "in each checkpoint: model: exact" in table
+    assert "in each checkpoint: ema: none (no ema was given)" in table
+
+
+def interrupted(directory: Path, **options: Any) -> None:
+    checkpointer = make(directory, save_every=1, **options)
+    for _ in checkpointer.batches(loader(), epochs=1):
+        checkpointer.step()
+        if checkpointer.progress.step == 3:
+            break
+    checkpointer.close()
+
+
+def with_rate(rate: float, gamma: float = 0.5) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], rate)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma)
+    return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def test_a_setting_that_has_no_effect_is_one_warning_that_says_which_value_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path, **with_rate(5e-05))
+    caplog.clear()
+    given = with_rate(0.01, gamma=0.25)
+    make(tmp_path, **given).resume()
+    assert [group["lr"] for group in given["optimizer"].param_groups] == [5e-05] * 2
+    assert given["lr_scheduler"].gamma == 0.5
+    assert messages(caplog, logging.WARNING) == [
+        "lr, initial_lr: the script says 0.01, the checkpoint's 5e-05 is used; "
+        "exclude={'optimizer'} uses the script's, with a fresh optimizer",
+        "gamma: the script says 0.25, the checkpoint's 0.5 is used; "
+        "exclude={'lr_scheduler'} uses the script's, with a fresh lr_scheduler",
+    ]
+
+
+def test_a_setting_of_what_is_excluded_is_the_scripts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path, **with_rate(5e-05))
+    caplog.clear()
+    given = with_rate(0.01)
+    make(tmp_path, exclude={"optimizer"}, **given).resume()
+    assert [group["lr"] for group in given["optimizer"].param_groups] == [0.01] * 2
+    records = [(each.levelno, each.getMessage()) for each in caplog.records]
+    assert not [line for level, line in records if level == logging.WARNING]
+    used = "optimizer.param_groups[0].lr: was 5e-05 in the checkpoint, the script's 0.01 is used"
+    assert (logging.INFO, used) in records
+
+
+def test_a_longer_schedule_that_is_allowed_is_the_scripts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scheduled(steps: int) -> dict[str, Any]:
+        given = with_rate(0.1)
+        optimizer = given["optimizer"]
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {**given, "lr_scheduler": scheduler}
+
+    interrupted(tmp_path, **scheduled(10))
+    caplog.clear()
+    checkpointer = make(tmp_path, allow_changes={"horizon"}, **scheduled(20))
+    train(checkpointer, epochs=2)
+    told = messages(caplog)
+    used = "was {} in the checkpoint, the script's {} is used"
+    assert f"lr_scheduler.horizon.T_max: {used.format(10, 20)}" in told
+    assert f"horizon: {used.format('epochs=1', 'epochs=2')}" in told
+
+
+def test_another_best_metric_is_reported_with_both_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path, best_metric="eval_loss")
+    caplog.clear()
+    make(tmp_path, best_metric="eval_accuracy", mode="max").resume()
+    assert any(
+        "eval_loss (min) in the checkpoint, the script's eval_accuracy (max) is used" in line
+        for line in messages(caplog)
+    )
+
+
+def test_damage_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    interrupted(tmp_path)
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{}")
+    caplog.clear()
+    make(tmp_path).resume()
+    (line,) = messages(caplog, logging.WARNING)
+    assert line.startswith("passed over step-00000003: step-00000003/manifest.json")
+    assert line.count("manifest.json") == 1
+    assert "It was moved to" in line

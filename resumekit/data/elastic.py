@@ -134,11 +134,11 @@ def fit(
         return Fitted(dict(state), num_batches=_num_batches(state, batching) if under_way else None)
     moved = {key: value for key, value in state.items() if key != RANKS}
     moved["geometry"] = dict(geometry)
-    place = f"epoch {state['epoch']} goes on at sample {state['samples']}"
+    place = f"from sample {state['samples']} of epoch {state['epoch']} on"
     words = []
     for change in needed:
         before, now = _values(change, state, geometry)
-        words.append(f"{where}: {_NOUNS[change]} was {before}, now {now}; {place}")
+        words.append(f"{where}: {_NOUNS[change]} was {before}, this run's {now} is used {place}")
     if inherits:
         words.append(inherited_order(state, live_name, where))
         moved["reshared"] = True

@@ -1,4 +1,4 @@
-"""What a run tells of itself: how exactly each part comes back, and what changed on the way."""
+"""What a run logs of itself: how exactly each part is restored, and what changed since."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from resumekit.contract import (
 from resumekit.data import DataPosition
 from resumekit.distributed import World
 from resumekit.engine.belonging import owners
+from resumekit.engine.cadence import parse_cadence
 from resumekit.engine.options import Options
 from resumekit.log import logger
 from resumekit.storage import Manifest
@@ -32,6 +33,8 @@ class Account:
 
     Attributes:
         components: of the run.
+        start: what the first line says of a run that starts; empty for one that resumes.
+        cadence: when it saves, in words.
         findings: each gives lines for state that the run has and no component holds; called for
             every report, in the order in which they were added.
     """
@@ -41,6 +44,8 @@ class Account:
         self._world = world
         self._position = position
         self.components: Sequence[StateComponent] = ()
+        self.start = ""
+        self.cadence = str(parse_cadence(options.save_every))
         self.findings: list[Callable[[], Iterable[CaptureLine]]] = []
         self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
@@ -50,10 +55,22 @@ class Account:
         if self._world.is_first:
             logger.info("%s", message)
 
+    def warn(self, message: str) -> None:
+        """One line to act on, from rank 0."""
+        if self._world.is_first:
+            logger.warning("%s", message)
+
+    def detail(self, message: str) -> None:
+        """One line that only DEBUG shows, from rank 0."""
+        if self._world.is_first:
+            logger.debug("%s", message)
+
     # ---------------------------------------------------------------- how exactly it comes back
 
     def announce(self) -> None:
-        """Tells before the first batch what a checkpoint will hold, and when a loader changes it.
+        """Logs before the first batch what a checkpoint will hold, and when a loader changes it.
+
+        One line for a run that starts, and a warning for each part that is not exact.
 
         Raises:
             InexactError: ``strict=True`` and a part would not come back exactly.
@@ -61,11 +78,9 @@ class Account:
         report = self.capture_report()
         if self._options.strict:
             report.require_exact()
-        if self._told:
-            self._tell_new(report, "from here on")
-        else:
-            self._told = {(line.key, line.fidelity) for line in report.lines}
-            self.tell(f"each checkpoint holds: {report}")
+        if not self._told:
+            self._log_start(report)
+        self._warn_of_new(report)
 
     def captured(self) -> CaptureReport:
         """What the checkpoint that is being made holds; tells what was found out since the start.
@@ -77,14 +92,25 @@ class Account:
         if self._options.strict and self._told:
             self._world.everywhere(report.require_exact)
         if self._told:
-            self._tell_new(report, "from this checkpoint on")
+            self._warn_of_new(report)
         return report
 
-    def _tell_new(self, report: CaptureReport, since: str) -> None:
+    def _log_start(self, report: CaptureReport) -> None:
+        self._told = {(line.key, line.fidelity) for line in report.lines}
+        self._told -= {(line.key, line.fidelity) for line in report.inexact}
+        inexact = len({line.key for line in report.inexact})
+        parts = f"{inexact} part{'s' * (inexact > 1)} not exact:" if inexact else ""
+        if self.start:
+            parts = parts or "every part is exact"
+            self.tell(f"{self.start}; saves {self.cadence}; {parts}")
+        for line in report.lines:
+            self.detail(f"in each checkpoint: {line}")
+
+    def _warn_of_new(self, report: CaptureReport) -> None:
         for line in report.inexact:
             if (line.key, line.fidelity) not in self._told:
                 self._told.add((line.key, line.fidelity))
-                self.tell(f"{since}: {line}")
+                self.warn(f"{line}")
 
     def capture_report(self) -> CaptureReport:
         """One line for each component, each empty slot, and whatever was overlooked."""

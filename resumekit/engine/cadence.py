@@ -24,6 +24,10 @@ class Cadence(Protocol):
 
     def saved(self) -> None: ...
 
+    def __str__(self) -> str:
+        """When, after the word "saves"."""
+        ...
+
 
 @dataclass
 class EverySteps:
@@ -31,6 +35,9 @@ class EverySteps:
 
     num_steps: int
     needs_agreement: bool = False
+
+    def __str__(self) -> str:
+        return f"every {self.num_steps} steps" if self.num_steps > 1 else "every step"
 
     def is_due(self, step: int) -> bool:
         return step % self.num_steps == 0
@@ -47,6 +54,13 @@ class EverySeconds:
     needs_agreement: bool = True
     _since: float = field(default_factory=time.monotonic)
 
+    def __str__(self) -> str:
+        units = [("h", 3600), ("min", 60), ("s", 1)]
+        unit, seconds = next(
+            (each for each in units if not self.interval_seconds % each[1]), units[-1]
+        )
+        return f"every {self.interval_seconds / seconds:g} {unit}"
+
     def is_due(self, step: int) -> bool:
         return time.monotonic() - self._since >= self.interval_seconds
 
@@ -59,6 +73,9 @@ class Never:
     """Due only when asked for."""
 
     needs_agreement: bool = False
+
+    def __str__(self) -> str:
+        return "only on save(), on an improved metric and at the end"
 
     def is_due(self, step: int) -> bool:
         return False

@@ -35,7 +35,7 @@ def changed_horizon(
             expected=f"{_words(then)}, as in the checkpoint",
             remedy="Restore it, or pass allow_changes={'horizon'}",
         )
-    return f"the horizon changes from {_words(then)} to {_words(now)}"
+    return f"horizon: was {_words(then)} in the checkpoint, the script's {_words(now)} is used"
 
 
 def _words(horizon: Mapping[str, int]) -> str:

@@ -49,8 +49,9 @@ class Options:
     """How a run saves, keeps and resumes its checkpoints.
 
     Args:
-        save_every: optimizer steps between saves, or a duration such as ``"10min"``; None saves
-            only on ``save()``, on an improved metric and at the end.
+        save_every: optimizer steps between saves, or a duration such as ``"10min"``. Whatever it
+            is, a save is also made on ``save()``, on an improved metric and at the end; None makes
+            no others.
         keep_latest: the number of newest checkpoints to keep; None keeps all.
         keep_best: the number of best checkpoints to keep, by ``best_metric``.
         keep_every: checkpoints at multiples of this many steps are kept for ever.
@@ -86,7 +87,7 @@ class Options:
             like secrets are replaced by ``***``.
     """
 
-    save_every: int | str | None = None
+    save_every: int | str | None = "10min"
     keep_latest: int | None = 2
     keep_best: int = 1
     keep_every: int | None = None

@@ -45,8 +45,8 @@ class ResumeReport:
 
     def __str__(self) -> str:
         if not self.resumed:
-            return "starting fresh"
-        place = f"step {self.step} from {self.path}"
+            return "starting"
         if self.finished is not None:
-            return f"nothing to do, the run finished at {place} ({self.finished})"
-        return f"resuming at {place}"
+            place = f"step {self.step} ({self.finished})"
+            return f"nothing to do, the run finished at {place}: {self.path}"
+        return f"resuming at step {self.step} from {self.path}"

@@ -111,7 +111,7 @@ class Finder:
                 for rejection in rejected:
                     self._tell(f"passed over {rejection.name}: {rejection.reason}")
                 return replace(outcome, rejected=tuple(rejected))
-            rejected.append(Rejection(str(name), str(outcome)))
+            rejected.append(Rejection(str(name), outcome))
         if rejected:
             raise NoUsableCheckpointError(
                 str(self._store.directory),
@@ -154,7 +154,7 @@ class Finder:
         except CheckpointError:
             return None
 
-    def _read(self, name: StepName) -> Found | CheckpointError:
+    def _read(self, name: StepName) -> Found | str:
         """What this checkpoint holds for this rank, or what any rank found wrong with it."""
         found: Found | None = None
         error: ResumekitError | None = None
@@ -172,8 +172,8 @@ class Finder:
             assert found is not None
             return found
         if isinstance(worst, CorruptCheckpointError):
-            self._tell(self._world.on_first(lambda: self._put_aside(name, worst)))
-        return worst
+            return self._world.on_first(lambda: self._put_aside(name, worst))
+        return str(worst)
 
     def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
         """Moves a damaged checkpoint out of the way; gives what to tell about it."""

@@ -30,6 +30,7 @@ from resumekit.data.keys import SEED, RunSeed
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.belonging import frameworks_in, frameworks_of
+from resumekit.engine.drift import drift_messages
 from resumekit.engine.horizon import HORIZON, changed_horizon
 from resumekit.engine.loading import Loading
 from resumekit.engine.membership import Membership
@@ -190,15 +191,22 @@ class Run:
             self._found = None
             if self.seed is not None and self.seed.value is None:
                 self.seed.value = self.world.broadcast(torch.initial_seed())
-            self.account.tell(f"{report}" if report.resumed else f"{report} in {self._place()}")
+            self._log_start(report)
             self._report = report
         return self._report
 
-    def _place(self) -> str:
-        """The directory of a run that starts; a name that was mistyped shows in what lies there."""
+    def _log_start(self, report: ResumeReport) -> None:
+        """One line; of a new run it waits until the loader is known, see ``Account.announce``."""
         assert self._store is not None
-        others = self._store.others
-        return f"{self.directory}" + (f", beside {others}" if others else "")
+        others = self._store.others  # a name that was mistyped shows in what the directory holds
+        if not report.resumed:
+            self.account.start = f"starting in {self.directory}" + (
+                f", beside {others}" if others else ""
+            )
+        elif report.finished is None:
+            self.account.tell(f"{report}; saves {self.account.cadence}")
+        else:
+            self.account.tell(f"{report}")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -254,9 +262,13 @@ class Run:
         self.account.tell_changes(changes)
         remarks = loading.load(found, fit.fresh)
         self._replicas.check_after_resume()
-        changed = [f"changed since the checkpoint: {each}" for each in fit.differences]
-        for remark in (*changed, *fit.not_needed, *remarks):
+        drift = drift_messages(fit.differences, self.options)
+        for warning in drift.warnings:
+            self.account.warn(warning)
+        for remark in (*drift.notes, *fit.not_needed, *remarks):
             self.account.tell(remark)
+        for difference in fit.differences:
+            self.account.detail(f"changed since the checkpoint: {difference}")
         self._saver.parent = str(found.name)
         self._resumed_from = found.manifest
         restored = {line.key: line for line in self.account.capture_report().lines}
@@ -352,6 +364,7 @@ class Run:
                 details={**self.account.details(), **described(self._shares)},
             )
         )
+        self.account.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
 
     def close(self) -> None:

@@ -54,14 +54,24 @@ class BestSelection:
             "latest": latest,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the best value over, unless this run selects by another metric."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Takes the best value over, unless this run selects by another metric.
+
+        Returns:
+            What was not restored: the best value of another metric.
+        """
         best = self.best
-        if best is None or (state.get("name"), state.get("mode")) != (best.name, best.mode):
-            return
+        if best is None or not state:
+            return ()
+        if (state["name"], state["mode"]) != (best.name, best.mode):
+            return (
+                f"best_metric: was {state['name']} ({state['mode']}) in the checkpoint, the "
+                f"script's {best.name} ({best.mode}) is used; it has no best value yet",
+            )
         self.best = BestMetric(best.name, best.mode, state["value"], state["step"])
         latest = state["latest"]
         self._latest = (int(latest[0]), float(latest[1])) if latest else None
+        return ()
 
 
 def best_step(store: Store, metric: BestMetric) -> tuple[StepName, float] | None:

@@ -1,9 +1,11 @@
-"""The prepared loaders that no loop of ours draws from: those of an evaluation."""
+"""Accelerate's loaders: which were prepared, and the state of those that no loop draws from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from resumekit.capture import generator_state, set_generator_state
 from resumekit.capture.mismatch import require_fields
@@ -11,9 +13,56 @@ from resumekit.contract import Slot
 from resumekit.data import Source, stateful_generators
 from resumekit.data.generators import samplers_of
 from resumekit.data.kinds import is_seeded_by_epoch
+from resumekit.data.position import DEFAULT_NAME
+from resumekit.errors import ConfigurationError
 from resumekit.layout import WorldChange
+from resumekit.log import logger
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
+
+
+def check_prepared(
+    loader: Any, name: str | None, *, prepared: Collection[Any], warns: bool
+) -> None:
+    """Returns when a loop can draw from this loader; warns where it was not prepared.
+
+    Args:
+        loader: a loader, or a dict of loaders.
+        name: what the run calls it, if the user gave it one.
+        prepared: what ``accelerator.prepare`` has returned.
+        warns: whether this rank does.
+
+    Raises:
+        ConfigurationError: it comes from ``skip_first_batches``.
+    """
+    if isinstance(loader, Mapping):
+        for key, each in loader.items():
+            check_prepared(each, key, prepared=prepared, warns=warns)
+        return
+    name = DEFAULT_NAME if name is None else name
+    if _is_skipped(loader):
+        raise ConfigurationError(
+            f"batches(name={name!r})",
+            found="a loader from skip_first_batches()",
+            expected="the prepared loader itself",
+            remedy="Remove skip_first_batches(): batches() continues at the next unseen batch",
+        )
+    is_known = any(loader is each for each in prepared)
+    if warns and isinstance(loader, DataLoader) and not is_known:
+        logger.warning(
+            "batches(name=%r): the loader was not prepared, so each rank goes through all of it; "
+            "pass it to accelerator.prepare()",
+            name,
+        )
+
+
+def _is_skipped(loader: Any) -> bool:
+    # accelerate 1.15 data_loader.py skip_first_batches: SkipBatchSampler for map-style datasets,
+    # for others `skip_batches` of DataLoaderShard and DataLoaderDispatcher, or a SkipDataLoader.
+    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    by_sampler = any(type(each).__name__ == "SkipBatchSampler" for each in samplers)
+    by_loader = type(loader).__name__ == "SkipDataLoader" or getattr(loader, "skip_batches", 0) > 0
+    return by_sampler or by_loader
 
 
 class LoadersBeside:

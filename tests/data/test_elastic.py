@@ -448,8 +448,8 @@ def test_the_changes_are_told_with_the_place() -> None:
     states = [rank.state() for rank in _trained("distributed", Launch(2, 4, 3), 80)]
     rank = start("distributed", Launch(1, 8), 80, states)[0]
     assert rank.position.changes == [
-        "train: batch_size was 4, now 8; epoch 0 goes on at sample 24",
-        "train: number of ranks was 2, now 1; epoch 0 goes on at sample 24",
+        "train: batch_size was 4, this run's 8 is used from sample 24 of epoch 0 on",
+        "train: number of ranks was 2, this run's 1 is used from sample 24 of epoch 0 on",
     ]
 
 
