@@ -15,6 +15,7 @@ import torch
 
 import resumekit
 from resumekit.capture.git import repository_state
+from resumekit.capture.secrets import without_secrets
 from resumekit.contract import StateComponent
 
 # A value under this name, at any depth, shapes how long the run is.
@@ -53,6 +54,7 @@ def fingerprint(
     world_size: int,
     components: Iterable[StateComponent] = (),
     settings: Mapping[str, Any] | None = None,
+    record_command: bool = True,
 ) -> dict[str, Any]:
     """What describes this run, in plain values that JSON can hold.
 
@@ -62,6 +64,7 @@ def fingerprint(
         world_size: the number of ranks.
         components: the run's state; a stateful with a method ``fingerprint()`` adds its own.
         settings: more to compare. What stands under a key ``"horizon"`` is how long the run is.
+        record_command: whether the command line is part of it; secrets in it are ``***``.
     """
     found: dict[str, Any] = {
         "versions": {
@@ -71,9 +74,10 @@ def fingerprint(
             "resumekit": resumekit.__version__,
         },
         "git": repository_state(),
-        "command": list(sys.argv),
         "world_size": world_size,
     }
+    if record_command:
+        found["command"] = without_secrets(sys.argv)
     for component in components:
         describe = getattr(component.stateful, "fingerprint", None)
         if callable(describe):

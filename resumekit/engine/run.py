@@ -248,7 +248,11 @@ class Run:
         self._saver = Saver(self.world, self._store, self.components, membership, retention)
         # The manifest holds rank 0's, which says nothing of what other groups have.
         alike = [each for each in self.components if not membership.recorded(each)]
-        self._fingerprint = fingerprint(world_size=self.world.world_size, components=alike)
+        self._fingerprint = fingerprint(
+            world_size=self.world.world_size,
+            components=alike,
+            record_command=options.record_command,
+        )
 
     def _load(self, found: Found) -> ResumeReport:
         assert self._membership is not None
