@@ -194,6 +194,7 @@ class Checkpointer(LoopHost):
                 found="'gradients', in a loop that a framework runs",
                 expected="'boundary'",
             )
+        self._run.is_driven = True
         self._run.find()
         had_finished = self.finished is not None
         asked = {"epochs": epochs, "steps": steps}
@@ -228,6 +229,7 @@ class Checkpointer(LoopHost):
         if not self._at_step_boundary():
             return
         counters.count_step()
+        self._count_step_of_batch()
         self._stepped = True
         if not self._cadence.needs_agreement:
             self._due = self._due or self._cadence.is_due(counters.step)
@@ -241,6 +243,7 @@ class Checkpointer(LoopHost):
             **values: e.g. ``eval_loss=0.5``; rank 0's values count.
         """
         agreed = self._run.world.broadcast(metric_values(values))
+        self._reported.update(agreed)
         if self._run.selection.report(agreed, self.progress.step):
             self._due = True
 

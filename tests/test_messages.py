@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -348,3 +350,127 @@ def test_damage_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert line.startswith("passed over step-00000003: step-00000003/manifest.json")
     assert line.count("manifest.json") == 1
     assert "It was moved to" in line
+
+
+# ---------------------------------------------------------------- a finished run, launched again
+
+TAIL = """
+import json, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from resumekit.adapters.torch import Checkpointer
+
+torch.manual_seed(0)
+model = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2)
+with Checkpointer("runs/a", model=model, optimizer=optimizer) as ckpt:
+    for epoch in ckpt.epochs(2):
+        for batch in ckpt.batches(loader):
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            ckpt.step()
+        eval_metric = float(loss)
+    {guard}
+        with open("all_results.json", "w") as file:
+            json.dump({{"eval_loss": eval_metric}}, file)
+"""
+
+
+def launched(directory: Path, guard: str) -> subprocess.CompletedProcess[str]:
+    (directory / "train.py").write_text(TAIL.format(guard=guard))
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=directory, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_finished_run_that_is_launched_again_keeps_its_results(tmp_path: Path) -> None:
+    results = tmp_path / "all_results.json"
+    guard = "if not ckpt.already_finished:"
+    assert launched(tmp_path, guard).returncode == 0
+    before = results.read_bytes()
+    again = launched(tmp_path, guard)
+    assert again.returncode == 0, again.stderr
+    assert "nothing to do, the run finished at step 8 (epochs=2)" in again.stderr
+    assert "already_finished" in again.stderr
+    assert results.read_bytes() == before
+    # Without it, the tail ends as both no_trainer examples did, and empties the file.
+    without = launched(tmp_path, "if True:")
+    assert "NameError" in without.stderr
+    assert results.read_bytes() != before
+
+
+def test_whether_a_run_had_finished_is_known_after_resume_and_in_the_loop(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    assert not first.already_finished
+    train(first)
+    assert first.finished == "epochs=1"
+    assert not first.already_finished  # it finished in this launch
+    second = make(tmp_path)
+    second.resume()
+    assert second.already_finished
+    train(second)
+    assert second.already_finished
+    longer = make(tmp_path, allow_changes={"horizon"})
+    train(longer, epochs=2)
+    assert not longer.already_finished
+    assert longer.finished == "epochs=2"
+
+
+# ---------------------------------------------------------------- step() and report()
+
+
+def test_step_twice_for_one_batch_is_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path) as checkpointer:
+        for _ in checkpointer.batches(loader(), epochs=1):
+            checkpointer.step()
+            checkpointer.step()
+    (line,) = messages(caplog, logging.WARNING)
+    assert line.startswith("step() was called twice for batch 0 of epoch 0")
+
+
+def test_a_step_for_each_batch_of_an_inner_loop_is_no_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = loader(4)
+    with make(tmp_path) as checkpointer:
+        for _ in checkpointer.epochs(1):
+            for _ in checkpointer.batches(loader()):
+                for _ in checkpointer.batches(inner, name="inner"):
+                    checkpointer.step()
+    assert not messages(caplog, logging.WARNING)
+
+
+@pytest.mark.parametrize("by_epochs", [True, False])
+def test_a_best_metric_that_is_never_reported_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, by_epochs: bool
+) -> None:
+    with make(tmp_path, best_metric="eval_loss") as checkpointer:
+        if by_epochs:
+            for epoch in checkpointer.epochs(3):
+                if epoch == 1:
+                    assert len(messages(caplog, logging.WARNING)) == 1
+                for _ in checkpointer.batches(loader()):
+                    checkpointer.step()
+                checkpointer.report(eval_accuracy=0.5)
+            assert not messages(caplog, logging.WARNING)  # once
+            return
+        for _ in checkpointer.batches(loader(), epochs=2):
+            checkpointer.step()
+            checkpointer.report(eval_accuracy=0.5)
+    (line,) = messages(caplog, logging.WARNING)
+    assert "best_metric='eval_loss' was never reported (report() got eval_accuracy)" in line
+
+
+def test_a_best_metric_that_is_reported_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path, best_metric="eval_loss") as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for _ in checkpointer.batches(loader()):
+                checkpointer.step()
+            checkpointer.report(eval_loss=0.5)
+    assert not messages(caplog, logging.WARNING)

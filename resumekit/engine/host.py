@@ -27,11 +27,15 @@ class LoopHost:
         self._signals = LeaveSignals(run.options.leave_on)
         self._wishes = WishRound(run.world)
         self._loop: str | None = None  # the outermost loop, once there is one
+        self._was_finished = False  # when that loop began
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
         self._epoch = 0  # of epochs()
         self._num_used = 0  # the batches of this epoch that its loops used
         self._unsettled = False  # a batch was handed out since the last settled point
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
+        self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
+        self._warned: set[str] = set()
+        self._reported: set[str] = set()  # the names of the metrics that report() got
         self._due = False
         self._stop_reason: str | None = None
         self._steps_at_epoch_start: int | None = 0
@@ -47,8 +51,19 @@ class LoopHost:
 
     @property
     def finished(self) -> str | None:
-        """Why the run is over, or None while it is not."""
+        """Why the run is over, e.g. ``"epochs=3"``, or None while it is not."""
         return self._run.counters.finished
+
+    @property
+    def already_finished(self) -> bool:
+        """Whether the run was over when this launch began: its loops yield nothing.
+
+        Known when a loop has been entered, or ``resume()`` was called. Code after the loop that
+        needs values of the loop belongs under ``if not checkpointer.already_finished:``.
+        """
+        if self._loop is None:
+            return self._run.has_resumed and self.finished is not None
+        return self._was_finished
 
     @property
     def _turns(self) -> Turns:
@@ -84,7 +99,8 @@ class LoopHost:
             place = self.progress
             self._steps_at_epoch_start = place.step if place.batch == 0 else None
             self._epoch, self._num_used = place.epoch, place.batch
-            if self.finished is not None:
+            self._was_finished = self.finished is not None
+            if self._was_finished:
                 self._run.finish_again()
         self._loop = loop
 
@@ -147,6 +163,7 @@ class LoopHost:
         turns = self._turns
         turns.fetched(feed.names)
         self._unsettled = True
+        self._num_steps_of_batch = 0
         if turns.leads(feed.names):
             self._stepped = False
         if not follows:
@@ -165,6 +182,8 @@ class LoopHost:
     def _close_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` is over, used up or left by ``break``."""
         self._require_steps()
+        if not self._run.is_driven:  # a framework may evaluate in every second epoch
+            self._warn_of_metric()
         self._next_epoch(epoch)
 
     def _next_epoch(self, epoch: int) -> None:
@@ -192,6 +211,34 @@ class LoopHost:
             )
         self._steps_at_epoch_start = step
 
+    def _warn_once(self, what: str, message: str) -> None:
+        """One line to act on, the first time that this happens."""
+        if what not in self._warned:
+            self._warned.add(what)
+            self._run.account.warn(message)
+
+    def _count_step_of_batch(self) -> None:
+        self._num_steps_of_batch += 1
+        if self._num_steps_of_batch == 2:
+            epoch, batch = self._place()
+            self._warn_once(
+                "step",
+                f"step() was called twice for batch {max(batch - 1, 0)} of epoch {epoch}: each "
+                "call counts as an optimizer step; call it once for each batch",
+            )
+
+    def _warn_of_metric(self) -> None:
+        """Warns where the metric that selects the best checkpoint has not been reported."""
+        metric = self._run.options.best_metric
+        if metric is not None and not self._run.selection.was_reported:
+            given = ", ".join(sorted(self._reported))
+            others = f" (report() got {given})" if given else ""
+            self._warn_once(
+                "best_metric",
+                f"best_metric={metric!r} was never reported{others}, so no checkpoint is the best; "
+                f"call report({metric}=...)",
+            )
+
     # ---------------------------------------------------------------- the settled point
 
     def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
@@ -209,6 +256,7 @@ class LoopHost:
         counters.move_to(*self._place())
         common = self._hear() if self._may_save() and finished is None else Wishes()
         if finished is not None:
+            self._warn_of_metric()
             counters.finished = finished
             self._save()
             self._run.trace_state("end")

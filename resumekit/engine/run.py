@@ -89,6 +89,7 @@ class Run:
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
         self.trace = Trace.from_environment(self.world.rank)
+        self.is_driven = False  # a framework runs the loop
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
@@ -206,7 +207,8 @@ class Run:
         elif report.finished is None:
             self.account.tell(f"{report}; saves {self.account.cadence}")
         else:
-            self.account.tell(f"{report}")
+            hint = "" if self.is_driven else "; your code can ask already_finished"
+            self.account.tell(f"{report}{hint}")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""

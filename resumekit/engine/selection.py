@@ -23,6 +23,11 @@ class BestSelection:
         self.best = BestMetric(name, mode) if name is not None else None
         self._latest: tuple[int, float] | None = None
 
+    @property
+    def was_reported(self) -> bool:
+        """Whether the metric has had a value, in this process or before the checkpoint."""
+        return self._latest is not None
+
     def report(self, values: Mapping[str, float], step: int) -> bool:
         """Takes the values reported for a step; whether the best one improved."""
         if self.best is None or self.best.name not in values:
