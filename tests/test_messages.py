@@ -6,7 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
 from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError, DeclarationError, DirectoryInUseError, LoopError
+from resumekit.log import logger
 
 
 def make(directory: Any, **options: Any) -> Checkpointer:
@@ -202,6 +203,19 @@ def test_a_signal_that_other_code_handles_is_one(
 # ---------------------------------------------------------------- the first line, and a resume
 
 
+@pytest.fixture
+def caplog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """The messages of the logger itself, which hands nothing to the root logger."""
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    yield caplog
+    logger.setLevel(level)
+
+
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
     found = [each.getMessage() for each in caplog.records if each.levelno == level]
     caplog.clear()
@@ -249,7 +263,6 @@ def test_a_resume_and_a_finished_run_are_one_line_each(
 def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger="resumekit")
     with make(tmp_path) as checkpointer:
         next(checkpointer.batches([1, 2, 3], epochs=1))
         checkpointer.step()

@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from resumekit.data.between_epochs import sampler_setting
 from resumekit.data.inheritance import (
     inherited_order,
     inherits_order,
     is_reshared,
     of_the_order,
 )
-from resumekit.data.orders import DRAWN, NAMED, Batching, draw_again
+from resumekit.data.orders import DRAWN, IN_ORDER, NAMED, Batching, draw_again
 from resumekit.data.sampler import Begin, Order, PassBatches, PassSamples, WayIn, require_order
 from resumekit.errors import DataPositionError
 
@@ -317,8 +318,10 @@ def way_in(
             lambda: _rest_of_epoch(state, batching, live_name(), where=where),
             batching.batch_sampler,
         )
-    if digest is None:
-        _require_same_order(state["order_name"], live_name(), where)
+    then, now = state["order_name"], live_name()
+    is_known = {then["kind"], now["kind"]} <= NAMED
+    if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
+        _require_same_order(then, now, where)
     return PassSamples(where, used_here(state), digest, batching.batch_sampler)
 
 
@@ -348,13 +351,19 @@ def _places(used: Mapping[str, Any], position: int) -> Any:
 
 
 def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    if then != now:
-        raise DataPositionError(
-            where,
-            found=f"a sampler that gives another order ({_listed(now)})",
-            expected=f"the order of the interrupted run ({_listed(then)})",
-            remedy="Restore the former settings of the sampler",
-        )
+    if then == now:
+        return
+    remedy = "Restore the former settings of the sampler"
+    if then.get("seed") != now.get("seed") and then["kind"] == now["kind"]:
+        remedy = f"Restore the seed of the sampler, {then['seed']}, until this epoch is over"
+    elif (then["kind"] == IN_ORDER) != (now["kind"] == IN_ORDER):
+        remedy = f"Restore shuffle={then['kind'] != IN_ORDER} until this epoch is over"
+    raise DataPositionError(
+        where,
+        found=f"a sampler that gives another order ({_listed(now)})",
+        expected=f"the order of the interrupted run ({_listed(then)})",
+        remedy=remedy,
+    )
 
 
 def _listed(name: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
 from resumekit.contract import Fidelity
+from resumekit.data.between_epochs import followed_changes, sampler_setting
 from resumekit.data.crossing import fetched_from, out_of
 from resumekit.data.elastic import fit, way_in
 from resumekit.data.generators import private_generators
@@ -277,6 +278,7 @@ class MapSource(Source):
             "generators": mark.generators,
             "samples": mark.samples if under_way else 0,
             **(self._epoch_state(mark) if under_way else _NO_EPOCH),
+            "sampler": sampler_setting(self._order_name()),
             "num_workers": self.loader.num_workers,
             "before": self._before if keep_workers else None,
             "workers": {worker: vars(random) for worker, random in workers.items()},
@@ -310,6 +312,9 @@ class MapSource(Source):
         )
         self._former_workers, self._has_crossed = state.get("num_workers"), CROSSED in state
         self.changed, self.changes, self.free = fitted.changes, fitted.words, fitted.free
+        if not state["batch"]:
+            live = self._geometry(), sampler_setting(self._order_name())
+            self.unexpected = tuple(followed_changes(state, *live, self.name))
         self._epoch_batches = fitted.num_batches
         return fitted.state
 

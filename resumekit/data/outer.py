@@ -52,6 +52,7 @@ class OuterSource(Source):
         inner.allowed_changes = self.allowed_changes
         inner.load_state_dict({**state["inner"], **{k: state[k] for k in (RANKS,) if k in state}})
         self.changed, self.changes = inner.changed, inner.changes
+        self.unexpected = inner.unexpected
         return follow(
             {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
             self._geometry(),

@@ -52,6 +52,7 @@ class DataPosition:
 
     Attributes:
         changes: what of it did change, in words, in the order in which the loaders were opened.
+        unexpected: what else the script has changed in a loader between two epochs.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DataPosition:
         self._seed = seed
         self._allowed_changes = frozenset(allowed_changes)
         self.changes: list[str] = []
+        self.unexpected: list[str] = []
         self.sources: dict[str, Source] = {}
         self._loaders: dict[str, Any] = {}
         self._opened_in: dict[str, int] = {}
@@ -131,6 +133,7 @@ class DataPosition:
             source.load_state_dict(self._judged(self._pending[name], source))
             del self._pending[name]
             self.changes += source.changes
+            self.unexpected += source.unexpected
         self.sources[name] = source
         self._loaders[name] = loader
         self._opened_in[name] = self._num_epochs

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.contract import Fidelity
+from resumekit.data.between_epochs import unused_seeds
 from resumekit.data.crossing import refuse
 from resumekit.data.elastic import fit_boundary
 from resumekit.data.generators import loader_generators, samplers_of
@@ -24,7 +25,8 @@ class Source(ABC):
         num_samples: the number of samples in the last batch.
         allowed_changes: what of the loader's geometry the user allows to change.
         changed: which of it did change, once a checkpoint's place was taken.
-        changes: the same in words.
+        changes: the same in words, and generators whose seed the script has changed.
+        unexpected: lines on what else of the loader the script has changed between two epochs.
         free: what of its geometry goes with its sampler, where that is another one now.
     """
 
@@ -41,6 +43,7 @@ class Source(ABC):
         self.allowed_changes: frozenset[str] = frozenset()
         self.changed: tuple[str, ...] = ()
         self.changes: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
         self.free: frozenset[str] = frozenset()
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
         self._made_anew: list[str] = []  # the generators that are made with it
@@ -192,11 +195,14 @@ class Source(ABC):
         self._epoch_batches = None if self._is_endless else self._epoch_batches
         self.epoch, self.batch = state["epoch"], state["batch"]
         self.is_rebuilt, self._made_anew = state["rebuilt"], state["made_anew"]
+        if self.is_rebuilt and not within:
+            self.unexpected = ()  # another loader in each epoch, as in a curriculum
         is_another = not within and (self.is_rebuilt or not is_of_kind)
         self._pending = None if is_another else dict(state)
         anew = () if within else self._made_anew
         saved = state["generators"].items()
         self._generators = {n: each for n, each in saved if n in self._private and n not in anew}
+        self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
 
     def place(self) -> tuple[int, int]:
         """Epoch and batch, the end of an epoch being the start of the next."""

@@ -148,6 +148,10 @@ class Account:
         """The same for the loaders that were opened since the last call."""
         changes, self._position.changes = self._position.changes, []
         self.tell_changes(changes)
+        unexpected, self._position.unexpected = self._position.unexpected, []
+        for line in unexpected:
+            self.warn(line)
+            self._history[-1]["changes"].append(line)
 
     def details(self) -> dict[str, Any]:
         """What every manifest says about how this run came about."""
