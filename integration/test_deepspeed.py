@@ -142,6 +142,16 @@ def test_the_private_attributes_are_where_the_adapter_looks(alone: None) -> None
     shapes = [(name, tuple(shape)) for name, shape in engine._get_zero_param_shapes()[0].items()]
     assert shapes[0] == ("0.weight", (4, 4)), PINNED
     assert engine.module[0].weight.ds_tensor.numel() == 16, PINNED
+    assert engine._is_gradient_accumulation_boundary is None, PINNED
+    assert engine._unmanaged_backward_count == 0, PINNED
+    assert (engine.optimizer.micro_step_id, engine.optimizer._epilogue_ran_this_backward) == (
+        0,
+        False,
+    ), PINNED
+    second = make_engine(2).optimizer
+    assert (second.micro_step_id, second.cpu_offload) == (-1, False), PINNED
+    assert (second.all_grad_tensors, second.averaged_gradients) == ({}, {}), PINNED
+    assert second._use_compact_grad_partition_buffer(0) is False, PINNED
     for name in ("prologue", "epilogue"):
         getattr(engine.optimizer, f"checkpoint_event_{name}")()
     engine.optimizer.refresh_fp32_params()
@@ -346,7 +356,7 @@ def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
     told = capsys.readouterr().err
     lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
     assert lost == ["model/critic: lost", "lr_scheduler/decay: lost"]
-    assert "one Checkpointer takes one engine" in told
+    assert 'takes a dict of engines: {"critic": critic, ...}' in told
     assert 'pass extras={"decay": decay}' in told
     assert (critic.global_steps, decay.last_epoch) == (0, 0)
     with (
@@ -354,6 +364,123 @@ def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
         pytest.raises(InexactError, match="model/critic"),
     ):
         next(checkpointer.batches(make_loader(), epochs=1))
+
+
+def test_several_engines_are_stored_under_their_names(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    critic, actor = make_engine(0), make_engine(2)
+    average = nn.Linear(1, 1)
+    engines = {"critic": critic, "actor": actor}
+    with Checkpointer(engines, tmp_path, ema=average, strict=True) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(critic, batch)
+            one_step(actor, batch)
+    assert "lost" not in capsys.readouterr().err
+    assert checkpointer.progress.step == 6
+    expected = {
+        f"{kind}/{name}"
+        for name in engines
+        for kind in ("model", "optimizer", "callbacks/deepspeed")
+    }
+    assert {*expected, "ema"} <= {*saved_keys(tmp_path)}
+    assert not {"model", "optimizer", "callbacks/deepspeed"} & {*saved_keys(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ((1, 1), [1, 2, 3, 4, 5, 6]),
+        ((1, 2), [0, 1, 1, 2, 2, 3]),
+        ((2, 3), [0, 0, 0, 0, 0, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_an_iteration_of_several_engines_counts_once_when_no_window_is_open(
+    alone: None, tmp_path: Path, windows: tuple[int, int], expected: list[int], calls: int
+) -> None:
+    engines = {
+        name: make_engine(0, gradient_accumulation_steps=window)
+        for name, window in zip("ab", windows, strict=True)
+    }
+    counted = []
+    with Checkpointer(engines, tmp_path) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            counted.append(checkpointer.progress.step)
+            for engine in engines.values():
+                one_step(engine, batch)
+            for _ in range(calls):
+                checkpointer.step()
+    assert [*counted, checkpointer.progress.step] == [0, *expected]
+
+
+def test_a_step_marked_between_two_engines_is_not_saved_inside_a_window(
+    alone: None, tmp_path: Path
+) -> None:
+    first, second = make_engine(0), make_engine(0, gradient_accumulation_steps=2)
+    engines = {"first": first, "second": second}
+    with Checkpointer(engines, tmp_path, save_every=1, keep_latest=9) as checkpointer:
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(first, batch)
+            checkpointer.step()
+            one_step(second, batch)
+            checkpointer.step()
+    store = Store(tmp_path)
+    manifests = [store.open_step(name).manifest for name in store.step_names()]
+    assert sorted(each.progress["micro_step"] for each in manifests) == [2, 4, 6]
+
+
+def test_engines_that_step_at_different_frequencies_count_each_iteration_once(
+    alone: None, tmp_path: Path
+) -> None:
+    critic, actor = make_engine(0), make_engine(0)
+    with Checkpointer({"critic": critic, "actor": actor}, tmp_path) as checkpointer:
+        for number, (batch,) in enumerate(checkpointer.batches(make_loader(), epochs=1)):
+            for _ in range(2):
+                one_step(critic, batch)
+            if number % 3 == 2:
+                one_step(actor, batch)
+    assert (critic.global_steps, actor.global_steps, checkpointer.progress.step) == (12, 2, 6)
+
+
+def test_windows_that_a_script_ends_by_itself_are_seen(alone: None, tmp_path: Path) -> None:
+    manual, unmanaged = make_engine(0), make_engine(0, managed_gradient_accumulation=False)
+    counted = []
+    with Checkpointer({"m": manual, "u": unmanaged}, tmp_path) as checkpointer:
+        for number, (batch,) in enumerate(checkpointer.batches(make_loader(), epochs=1)):
+            counted.append(checkpointer.progress.step)
+            manual.set_gradient_accumulation_boundary(number % 2 == 1)
+            one_step(manual, batch)
+            unmanaged.backward(unmanaged(batch).square().mean())
+            if number % 3 == 2:
+                unmanaged.step()
+    assert (*counted, checkpointer.progress.step) == (0, 0, 0, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "an empty dict"),
+        ({"a": nn.Linear(1, 1)}, "engine 'a': a Linear"),
+        (nn.Linear(1, 1), "engine: a Linear"),
+        ([], "a list.*Pass {"),
+        ({"a/b": 0}, "the name 'a/b'"),
+        ({1: 0}, "the name 1"),
+    ],
+    ids=str,
+)
+def test_what_is_no_engine_is_refused_by_name(
+    alone: None, tmp_path: Path, given: Any, found: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=found):
+        Checkpointer(given, tmp_path)
+
+
+def test_an_engine_given_twice_is_refused_by_name(alone: None, tmp_path: Path) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigurationError, match="engine 'b': the engine 'a' again"):
+        Checkpointer({"a": engine, "b": engine}, tmp_path)
 
 
 class WithExperts(nn.Module):

@@ -42,6 +42,7 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     # Each its own framework; nothing but adapters and its neighbours may import them.
     ("resumekit/frameworks/accelerate.py", NUMERICS),
     ("resumekit/frameworks/deepspeed.py", NUMERICS | {"deepspeed"}),
+    ("resumekit/frameworks/deepspeed_steps.py", {"deepspeed"}),
     ("resumekit/frameworks/zero.py", NUMERICS | {"deepspeed"}),
     ("resumekit/", NUMERICS),
 )

@@ -20,7 +20,10 @@ _NAMED_LIKE_AN_AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
 REMEDIES = {
     Slot.LR_SCHEDULER: "that was not given; pass lr_scheduler={name}",
     Slot.EMA: "that was not given; pass ema={name}",
-    Slot.MODEL: "of its own; one Checkpointer takes one engine",
+    Slot.MODEL: (
+        "that was not given; resumekit.adapters.deepspeed takes a dict of engines: "
+        '{{"{name}": {name}, ...}}'
+    ),
 }
 
 

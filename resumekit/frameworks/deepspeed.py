@@ -33,6 +33,7 @@ from resumekit.requirements import require
 require("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
+from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # noqa: E402
 from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
@@ -68,7 +69,7 @@ _REFUSED = {
 
 
 def engine_components(
-    engine: Any, *, lr_scheduler: Any = None, ema: Any = None
+    engine: Any, *, lr_scheduler: Any = None, ema: Any = None, name: str = ""
 ) -> Iterator[StateComponent]:
     """The engine's state, weights and moments as under every other adapter where that is possible.
 
@@ -76,37 +77,53 @@ def engine_components(
         engine: what ``deepspeed.initialize`` returns first; see ``require_resumable``.
         lr_scheduler: schedulers that step outside of the engine; without any, the engine's own.
         ema: averaged models, or objects with ``state_dict``.
+        name: of the engine, where a run has several: the keys become ``model/<name>``, ...
     """
+
+    def key_of(slot: Slot) -> str:
+        return f"{slot.value}/{name}" if name else slot.value
+
+    def named(given: Any) -> Any:
+        return {name: given} if name and given is not None else given
+
     replicated, per_rank = SharingPattern.REPLICATED, SharingPattern.PER_RANK
     by_name = is_by_name(engine)
     partitioned = engine.zero_optimization_partition_weights() and not by_name
     if isinstance(engine.optimizer, torch.optim.Optimizer):
-        yield from state_components(model=engine.module, optimizer=engine.optimizer, adopt=True)
+        yield from state_components(
+            model=named(engine.module), optimizer=named(engine.optimizer), adopt=True
+        )
     elif by_name:
-        yield StateComponent(Slot.MODEL.value, ZeroModelState(engine), SharingPattern.SHARDED)
+        model, optimizer = key_of(Slot.MODEL), key_of(Slot.OPTIMIZER)
+        yield StateComponent(model, ZeroModelState(engine, key=model), SharingPattern.SHARDED)
         yield StateComponent(
-            Slot.OPTIMIZER.value, ZeroOptimizerState(engine), SharingPattern.SHARDED
+            optimizer, ZeroOptimizerState(engine, key=optimizer), SharingPattern.SHARDED
         )
         scaler = dynamic_scaler(engine.optimizer)
         if scaler is not None:
-            yield StateComponent(Slot.GRAD_SCALER.value, _LossScaler(scaler))
+            key = key_of(Slot.GRAD_SCALER)
+            yield StateComponent(key, _LossScaler(scaler, key=key))
     else:
+        model, optimizer = key_of(Slot.MODEL), key_of(Slot.OPTIMIZER)
         pattern = per_rank if partitioned else replicated
-        yield StateComponent(Slot.MODEL.value, _Model(engine), pattern)
-        yield StateComponent(Slot.OPTIMIZER.value, _Optimizer(engine), per_rank)
+        yield StateComponent(model, _Model(engine, key=model), pattern)
+        yield StateComponent(optimizer, _Optimizer(engine, key=optimizer), per_rank)
     yield from state_components(
         model=None,
-        lr_scheduler=engine.lr_scheduler if lr_scheduler is None else lr_scheduler,
-        grad_scaler=_autocast_scaler(engine),
+        lr_scheduler=named(engine.lr_scheduler) if lr_scheduler is None else lr_scheduler,
+        grad_scaler=named(_autocast_scaler(engine)),
         ema=ema,
     )
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        yield from attribute_components(engine.module)
+        yield from attribute_components(named(engine.module))
     if engine.world_size > 1:
-        model = None if partitioned else engine.module
-        yield from rank_buffer_components(model=model, ema=ema)
+        module = None if partitioned else named(engine.module)
+        yield from rank_buffer_components(model=module, ema=ema)
+    counters = f"{_COUNTERS_KEY}/{name}" if name else _COUNTERS_KEY
     # A run that began under plain PyTorch has none.
-    yield StateComponent(_COUNTERS_KEY, _Counters(engine), required=False, framework="DeepSpeed")
+    yield StateComponent(
+        counters, _Counters(engine, key=counters), required=False, framework="DeepSpeed"
+    )
 
 
 def _autocast_scaler(engine: Any) -> Any:
@@ -115,14 +132,24 @@ def _autocast_scaler(engine: Any) -> Any:
     return engine.torch_autocast_z0_gradscaler if of_zero is None else of_zero
 
 
-def require_resumable(engine: Any) -> None:
+def require_resumable(engine: Any, *, name: str = "engine") -> None:
     """Returns when all of the engine's state can be saved and loaded.
 
+    Args:
+        engine: what ``deepspeed.initialize`` returns first.
+        name: of the engine, for errors.
+
     Raises:
-        ConfigurationError: the engine uses something that cannot be resumed yet; names it.
+        ConfigurationError: it is no engine, or uses something that cannot be resumed yet.
     """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise ConfigurationError(
+            name,
+            found=f"a {type(engine).__name__}",
+            expected="what deepspeed.initialize returns first",
+        )
     if engine.optimizer is None:
-        raise ConfigurationError("engine", found="no optimizer", expected="an engine that trains")
+        raise ConfigurationError(name, found="no optimizer", expected="an engine that trains")
 
     def holds(name: str) -> bool:
         answer = getattr(engine, name)
@@ -134,14 +161,14 @@ def require_resumable(engine: Any) -> None:
     if not engine.zero_load_from_fp32_weights():
         found.append("zero_optimization.load_from_fp32_weights=false")
     if found:
-        raise ConfigurationError("engine", found=f"{', '.join(found)}: not available yet")
+        raise ConfigurationError(name, found=f"{', '.join(found)}: not available yet")
 
 
 class _Counters(AttributeState):
     """The engine's counts and its last gradient norm; its own checkpoint lacks half of them."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, _COUNTERS, key=_COUNTERS_KEY)
+    def __init__(self, engine: Any, *, key: str = _COUNTERS_KEY) -> None:
+        super().__init__(engine, _COUNTERS, key=key)
         self._engine = engine
         self._window_at_start: int = engine.gradient_accumulation_steps()
 
@@ -181,14 +208,15 @@ class _Counters(AttributeState):
 class _LossScaler:
     """Where the dynamic loss scale of fp16 is; how it moves is the configuration's."""
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: Any, *, key: str) -> None:
         self._scaler = scaler
+        self._key = key
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self._scaler, name) for name in self._names()}
 
     def check_state_dict(self, state: Any) -> None:
-        require_fields(Slot.GRAD_SCALER.value, state, dict.fromkeys(_SCALE, object))
+        require_fields(self._key, state, dict.fromkeys(_SCALE, object))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         for name in self._names():
@@ -214,8 +242,8 @@ class _Model(ModelState):
     At ZeRO stage 3 a parameter is this rank's partition of it, and loading is collective.
     """
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.module)
+    def __init__(self, engine: Any, *, key: str) -> None:
+        super().__init__(engine.module, key=key)
         self._optimizer = engine.optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,8 +276,8 @@ class _Model(ModelState):
 class _Optimizer(OptimizerState):
     """This rank's part of what ``engine.save_checkpoint`` saves. Collective, but for its check."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.optimizer, {})
+    def __init__(self, engine: Any, *, key: str) -> None:
+        super().__init__(engine.optimizer, {}, key=key)
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:

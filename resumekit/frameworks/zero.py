@@ -157,10 +157,10 @@ class ZeroModelState(FlatModelState):
     ``after_resume``, which is collective.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, key: str = "model") -> None:
         self._engine = engine
         self._is_loaded = False
-        super().__init__(engine.module)
+        super().__init__(engine.module, key=key)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Copies every value into this rank's live memory; the ranks have not met yet."""
@@ -223,8 +223,8 @@ class ZeroModelState(FlatModelState):
 class ZeroOptimizerState(OptimizerState):
     """The state of the optimizer inside ZeRO, as it would be without ZeRO. No collectives."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.optimizer.optimizer, {"model": engine.module})
+    def __init__(self, engine: Any, *, key: str = "optimizer") -> None:
+        super().__init__(engine.optimizer.optimizer, {"model": engine.module}, key=key)
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
