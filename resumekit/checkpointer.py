@@ -212,10 +212,13 @@ class Checkpointer(LoopHost):
 
         Args:
             tokens: the tokens that this rank used since the last call.
-            **values: what to compare in a trace, e.g. ``loss=loss``; read only when tracing.
+            **values: ``loss=loss`` is recorded in the journal, and compared when a resume repeats
+                the step; other values are read only when tracing.
 
         Raises:
             LoopError: no batch has been fetched through ``batches()``.
+            DivergenceError: ``on_divergence="raise"``, and an earlier attempt recorded other values
+                for this step.
         """
         if not self._unsettled:
             raise LoopError(
@@ -233,8 +236,7 @@ class Checkpointer(LoopHost):
         self._stepped = True
         if not self._cadence.needs_agreement:
             self._due = self._due or self._cadence.is_due(counters.step)
-        if self._run.trace is not None:
-            self._trace_step(values)
+        self._record_step(values)
 
     def report(self, **values: float) -> None:
         """Takes metrics of the current step; an improved best metric makes a save due. Collective.

@@ -29,6 +29,7 @@ from the builtin that a caller would expect, so ``except ValueError`` keeps work
     ├── RankDisagreementError (RuntimeError) the ranks of one job said different things
     ├── RankFailedError (RuntimeError)       something unforeseen failed on one rank
     ├── RankLostError (RuntimeError)         a rank has died or does not answer
+    ├── DivergenceError                      a repeated step is not what an earlier attempt recorded
     ├── TraceError                           a trace is missing or damaged
     └── ProveError                           a command could not be judged
         ├── CommandFailedError               it failed without anybody killing it
@@ -197,6 +198,10 @@ class RankLostError(ResumekitError, RuntimeError):
 
 class RankDisagreementError(ResumekitError, RuntimeError):
     """The ranks of one job said different things where they must agree."""
+
+
+class DivergenceError(ResumekitError):
+    """``on_divergence="raise"``, and a repeated step differs from what the journal recorded."""
 
 
 class TraceError(ResumekitError):

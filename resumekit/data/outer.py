@@ -32,6 +32,11 @@ class OuterSource(Source):
         """How exactly the position and the random numbers in it come back, and why not."""
         return self._inner.fidelity
 
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """That of the inner source, and what the outer loader makes of it."""
+        return {**self._inner.geometry, "outer": self._geometry()}
+
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
         super().end_epoch()

@@ -188,6 +188,10 @@ class DataPosition:
         for source in self.sources.values() if feed is None else feed.sources:
             source.restore_generators()
 
+    def geometry(self) -> dict[str, Any]:
+        """The batch geometry of every loader that was opened, by name."""
+        return {name: source.geometry for name, source in self.sources.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """The place in every loader; one that was not opened again keeps the place it had."""
         states = dict(self._pending)

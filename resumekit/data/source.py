@@ -135,6 +135,11 @@ class Source(ABC):
         num_batches = self.epoch_batches
         return num_batches is not None and self.batch >= num_batches
 
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """What decides how many batches an epoch has, and how many samples are in each."""
+        return self._geometry()
+
     def has_no_end(self) -> None:
         """The batches of this epoch are more than the loader's ``len()`` says: it says nothing."""
         if self.epoch_batches is not None and self.batch > self.epoch_batches:

@@ -171,6 +171,7 @@ class LoopHost:
             if turns.is_alone(feed.names):
                 self._num_used = feed.batch
         self._run.counters.count_batch(feed.num_samples, follows=follows)
+        self._run.journal.note_batch(feed.indices, feed.num_samples)
         if self._run.trace is not None:
             self._run.counters.note_samples(feed.indices)
 
@@ -314,6 +315,12 @@ class LoopHost:
                 step = self.progress.step
                 logger.warning("the save at step %d failed, training goes on: %s", step, error)
         self._cadence.saved()
+
+    def _record_step(self, values: Mapping[str, Any]) -> None:
+        """Records the step that was just counted, in the journal and in a trace."""
+        self._run.record_step(self._place()[0], values.get("loss"))
+        if self._run.trace is not None:
+            self._trace_step(values)
 
     def _trace_step(self, values: Mapping[str, Any]) -> None:
         trace = self._run.trace

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from resumekit.contract import Progress
 from resumekit.distributed import World
 from resumekit.engine.turns import Turns
 from resumekit.layout import Shares
+
+T = TypeVar("T")
 
 
 class Counters:
@@ -32,6 +34,7 @@ class Counters:
         self._is_within_window = False
         self._window_samples: list[Any] = []
         self._knows_window = True
+        self._knew_window = True
 
     @property
     def progress(self) -> Progress:
@@ -58,6 +61,16 @@ class Counters:
         """One optimizer-step boundary was passed."""
         self._counts["step"] += 1
         self._is_within_window = False
+        self._knew_window, self._knows_window = self._knows_window, True
+
+    @property
+    def saw_whole_step(self) -> bool:
+        """Whether this process has used all batches of the step that was counted last."""
+        return self._knew_window
+
+    def samples_so_far(self, num_ranks: int) -> int:
+        """The samples of the run; since the last ``fold`` as many on every rank as on this one."""
+        return self._counts["samples"] + self._local_samples * num_ranks
 
     def is_within_window(self) -> bool:
         """Whether batches were used since the last step."""
@@ -72,20 +85,29 @@ class Counters:
     def take_samples(self) -> tuple[list[Any], bool]:
         """The samples of the window that ends, and whether this process has seen all of them."""
         samples, self._window_samples = self._window_samples, []
-        knows_all, self._knows_window = self._knows_window, True
-        return samples, knows_all
+        return samples, self._knew_window
 
     def move_to(self, epoch: int, batch: int) -> None:
         """The place of the next batch."""
         self._counts["epoch"], self._counts["batch"] = epoch, batch
 
-    def fold(self, world: World, shares: Shares) -> None:
-        """Adds what was used since the last fold, once for ranks of the same data. Collective."""
-        used = world.gather((self._local_samples, self._local_tokens))
+    def fold(self, world: World, shares: Shares, message: T) -> list[T]:
+        """Adds what was used since the last fold, once for ranks of the same data. Collective.
+
+        Args:
+            world: the ranks.
+            shares: which of them take the same data.
+            message: of this rank, for all ranks.
+
+        Returns:
+            The messages of all ranks, in rank order.
+        """
+        used = world.gather((self._local_samples, self._local_tokens, message))
         counted = [used[rank] for rank in shares.first_ranks]
-        self._counts["samples"] += sum(samples for samples, _ in counted)
-        self._counts["tokens"] += sum(tokens for _, tokens in counted)
+        self._counts["samples"] += sum(samples for samples, _, _ in counted)
+        self._counts["tokens"] += sum(tokens for _, tokens, _ in counted)
         self._local_samples = self._local_tokens = 0
+        return [each for _, _, each in used]
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, the horizon, and why the run is over if it is."""

@@ -27,6 +27,11 @@ class RandomState:
         self._pending: dict[str, Any] | None = None
         self._is_restored = False
 
+    @property
+    def generators(self) -> Mapping[str, Any]:
+        """The private generators that the user named."""
+        return self._rng.generators
+
     def state_dict(self) -> dict[str, Any]:
         """The state of every generator but the loaders' own."""
         return self._rng.state_dict() if self._pending is None else self._pending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from resumekit.data.keys import SEED, RunSeed
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.belonging import frameworks_in, frameworks_of
+from resumekit.engine.conditions import code, environment, settings
 from resumekit.engine.drift import drift_messages
 from resumekit.engine.horizon import HORIZON, changed_horizon
+from resumekit.engine.journaling import RunJournal
 from resumekit.engine.loading import Loading
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options
@@ -45,6 +48,7 @@ from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
 from resumekit.engine.shares import agreed_shares, described
 from resumekit.engine.sources import Sources
+from resumekit.journal import Header, RandomStates, lineage, worst
 from resumekit.layout import Shares
 from resumekit.log import show_messages
 from resumekit.prove.trace import StateEvent, Trace
@@ -54,6 +58,9 @@ from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
 Components = Sequence[StateComponent] | Callable[[], Sequence[StateComponent]]
+
+# In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
+JOURNAL = "journal"
 
 
 class Run:
@@ -90,6 +97,13 @@ class Run:
         self.account.components = self.components
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
+        self.journal = RunJournal(
+            self.directory,
+            describe=self._describe_attempt,
+            optimizers=self._optimizers,
+            random_states=self._random_states,
+            raises=options.on_divergence == "raise",
+        )
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
@@ -99,6 +113,8 @@ class Run:
         self._former_frameworks: frozenset[str] | None = None  # under which that was saved
         self._report: ResumeReport | None = None
         self._resumed_from: Manifest | None = None  # until the trace was told
+        self._parent: Manifest | None = None  # of the checkpoint that this attempt resumed from
+        self._fresh: tuple[str, ...] = ()  # components that it lacks
         self._fingerprint: dict[str, Any] = {}
         self._injected = frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
 
@@ -267,6 +283,7 @@ class Run:
         changes = loading.divide(found)
         self.account.tell_changes(changes)
         remarks = loading.load(found, fit.fresh)
+        self._parent, self._fresh = found.manifest, tuple(fit.fresh)
         self._replicas.check_after_resume()
         drift = drift_messages(fit.differences, self.options)
         for warning in drift.warnings:
@@ -357,7 +374,9 @@ class Run:
         call_everywhere(self.world, self.components, "before_save")
         self._replicas.check_before_save()
         assert self._shares is not None
-        self.counters.fold(self.world, self._shares)
+        verdict = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
+        verdicts = self.counters.fold(self.world, self._shares, verdict)
+        known = [each for each in verdicts if each is not None]
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -367,7 +386,11 @@ class Run:
                 metric=self.selection.metric_of(progress.step),
                 capture=self.account.captured(),
                 fingerprint=self._fingerprint,
-                details={**self.account.details(), **described(self._shares)},
+                details={
+                    **self.account.details(),
+                    **described(self._shares),
+                    **({JOURNAL: worst(known)} if known else {}),
+                },
             )
         )
         self.account.detail(f"saved step {progress.step} in {self.directory}")
@@ -375,6 +398,7 @@ class Run:
 
     def close(self) -> None:
         """Gives the directory back."""
+        self.journal.close()
         if self._store is not None and self.world.is_first:
             self._store.release()
 
@@ -384,12 +408,70 @@ class Run:
 
     def learning_rates(self) -> list[Any]:
         """The learning rate of every param group of every optimizer."""
-        return [
-            group["lr"]
+        return [group["lr"] for each in self._optimizers() for group in each.param_groups]
+
+    def _optimizers(self) -> list[Any]:
+        given = [
+            getattr(component.stateful, "optimizer", None)
             for component in self.components
             if component.slot == Slot.OPTIMIZER.value
-            for group in getattr(getattr(component.stateful, "optimizer", None), "param_groups", ())
         ]
+        return [each for each in given if hasattr(each, "param_groups")]
+
+    def record_step(self, epoch: int, loss: Any) -> None:
+        """Records the step that was just counted in the journal.
+
+        Raises:
+            DivergenceError: it is not what an earlier attempt recorded, and that ends the run.
+        """
+        assert self._shares is not None
+        counters = self.counters
+        self.journal.step(
+            counters.step,
+            epoch=epoch,
+            samples=counters.samples_so_far(self._shares.number),
+            is_whole=counters.saw_whole_step,
+            loss=loss,
+        )
+
+    def _describe_attempt(self) -> Header:
+        """The header of this attempt's journal, but for its number."""
+        assert self._store is not None
+        assert self._shares is not None
+        options, parent, rank = self.options, self._parent, self.world.rank
+        share = self._shares.of_ranks[rank]
+        header = Header(
+            run_id=self._store.run_id,
+            attempt=self._store.attempt,
+            number=0,
+            rank=rank,
+            world_size=self.world.world_size,
+            share=share,
+            writes_share=self._shares.first_ranks[share] == rank,
+            lineage=(),
+            resumed_step=None if parent is None else parent.step,
+            options={
+                "randomness": options.randomness,
+                "mid_accumulation": options.mid_accumulation,
+                "horizon": dict(self.counters.horizon),
+                "framework": sorted(frameworks_in(self.components)),
+                "settings": settings(self._fingerprint),
+            },
+            geometry=self.position.geometry(),
+            code=code(),
+            environment=environment(self._optimizers()),
+            excluded=(*(sorted(options.exclude) if parent else ()), *self._fresh),
+        )
+        return replace(
+            header, lineage=lineage(self.directory, header, parent.attempt if parent else None)
+        )
+
+    def _random_states(self) -> RandomStates:
+        """The generators that the journal digests: not the loaders', which workers run ahead of."""
+        sources = self.position.sources.values()
+        others = {id(each) for source in sources for each in source.private.values()}
+        named = self.rng.generators.items()
+        return RandomStates({name: each for name, each in named if id(each) not in others})
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""

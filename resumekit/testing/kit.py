@@ -22,6 +22,7 @@ from resumekit.prove.variables import (
 from resumekit.prove.verdict import Verdict
 from resumekit.testing.cells import Cell, KillPoint
 from resumekit.testing.evidence import work_of_launch
+from resumekit.testing.journals import journal_problem
 from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.runs import FirstLaunches, LaunchResult, Run
@@ -156,6 +157,8 @@ class Kit:
 
     def assert_exact(self, cell: Cell) -> Verdict:
         """Fails unless the killed run is the uninterrupted one, bit for bit.
+
+        Its journal must say the same of the steps that were repeated.
 
         Raises:
             AssertionError: they differ, a launch failed, or a kill point was never reached.
@@ -298,3 +301,6 @@ def _require_exact(run: Run, verdict: Verdict) -> None:
         raise AssertionError(f"{run.cell}: the run never came to the kill point {missed}")
     if not verdict.exact:
         raise AssertionError(f"{run.cell}: {verdict}")
+    problem = journal_problem(run.directory / "training")
+    if problem:
+        raise AssertionError(f"{run.cell}: exact, but the {problem}")

@@ -1,0 +1,251 @@
+"""The journal of a run in progress: writes its records and compares the steps that it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resumekit.engine.losses import LateLosses, plain_loss
+from resumekit.errors import DivergenceError
+from resumekit.journal import (
+    DIRECTORY,
+    LOSS,
+    SAVE,
+    Comparison,
+    Difference,
+    Has,
+    Header,
+    JournalFile,
+    RandomStates,
+    Record,
+    SampleIds,
+    compared,
+    find_attempts,
+    learning_rates_digest,
+    limit_earlier,
+    name_of,
+    number_of_attempt,
+    plain_rates,
+)
+from resumekit.log import logger
+
+# Above this many ranks rank 0 alone keeps a journal.
+MAX_RANKS = 64
+# Random states are digested at each such step, and at the first ones after a resume or a save:
+# those are the steps that the next resume repeats.
+RANDOM_EVERY = 10
+NUM_AFTER_SAVE = 10
+
+
+class RunJournal:
+    """Records every optimizer step of this rank. It never stops training, unless told to.
+
+    Args:
+        directory: the run directory.
+        describe: gives the header of the attempt, its number apart; asked at the first step.
+        optimizers: gives the optimizers whose learning rates are recorded.
+        raises: whether a difference ends the run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        describe: Callable[[], Header],
+        optimizers: Callable[[], Sequence[Any]],
+        random_states: Callable[[], RandomStates],
+        raises: bool = False,
+    ) -> None:
+        self._directory = directory / DIRECTORY
+        self._describe = describe
+        self._find_optimizers = optimizers
+        self._make_random_states = random_states
+        self._raises = raises
+        self._file: JournalFile | None = None
+        self._is_off = False
+        self._comparison: Comparison | None = None  # of an attempt that has resumed
+        self._is_settled = False  # the verdict was logged
+        self._header: Header
+        self._random: RandomStates
+        self._optimizers: Sequence[Any] = ()
+        self._ids = SampleIds()
+        self._late = LateLosses()
+        self._random_until = 0
+
+    def note_batch(self, ids: Any, num_samples: int) -> None:
+        """A batch of the step in progress; the ids are None where the loader has none."""
+        self._ids.add(ids, num_samples)
+
+    def step(self, step: int, *, epoch: int, samples: int, is_whole: bool, loss: Any) -> None:
+        """Records an optimizer step.
+
+        Args:
+            step: the optimizer step.
+            epoch: counted from 0.
+            samples: of the run so far.
+            is_whole: whether this process has used all batches of the step.
+            loss: what the loop gave, or None.
+
+        Raises:
+            DivergenceError: the step is not what an earlier attempt recorded, and a difference is
+                to end the run.
+        """
+        if self._is_off or (self._file is None and not self._open(step)):
+            return
+        ids, has = self._ids, 0
+        if is_whole:
+            has = Has.IDS | Has.COUNT if ids.is_complete else Has.COUNT
+        has, torch_state, host, devices = self._random_digests(has, step)
+        rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
+        lr, lr_digest = 0.0, 0
+        if rates:
+            has, lr, lr_digest = has | Has.LR, rates[0], learning_rates_digest(rates)
+        value = None
+        if loss is not None:
+            value = plain_loss(loss)
+            if value is not None:
+                has |= Has.LOSS
+            else:
+                self._late.add(step, loss)
+        record = Record(
+            step,
+            samples,
+            ids.ordered,
+            ids.unordered,
+            torch_state,
+            host,
+            devices,
+            lr_digest,
+            lr,
+            value or 0.0,
+            epoch,
+            ids.num_samples,
+            has,
+        )
+        ids.clear()
+        self._write([*self._computed_losses(), record] if self._late else [record])
+
+    def _random_digests(self, has: int, step: int) -> tuple[int, int, int, int]:
+        if step > self._random_until and step % RANDOM_EVERY:
+            return has, 0, 0, 0
+        devices = self._random.devices()
+        has |= Has.RNG if devices is None else Has.RNG | Has.DEVICE_RNG
+        return has, self._random.torch(), self._random.host(), devices or 0
+
+    def at_save(self, step: int, micro_step: int) -> dict[str, Any] | None:
+        """Records the random state at a safe point that saves.
+
+        Returns:
+            The verdict on the repeated steps so far; None where nothing was resumed.
+
+        Raises:
+            DivergenceError: as ``step``.
+        """
+        if self._file is not None and not self._is_off:
+            self._random_until = step + NUM_AFTER_SAVE
+            has, torch_state, host, devices = self._random_digests(0, step)
+            record = Record(
+                step,
+                rng_torch=torch_state,
+                rng_host=host,
+                rng_devices=devices,
+                num_samples=micro_step,
+                has=has,
+                kind=SAVE,
+            )
+            self._write([*self._computed_losses(), record])
+        return None if self._comparison is None else self._comparison.verdict.as_dict()
+
+    def close(self) -> None:
+        """Records the losses that are still to come, logs the verdict, and closes the file."""
+        if self._file is not None and not self._is_off:
+            self._late.wait()
+            self._write(self._computed_losses(), may_raise=False)
+            self._log_verdict()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_off = True
+        if self._file is not None:
+            self._file.close()
+
+    # ---------------------------------------------------------------- writing
+
+    def _open(self, step: int) -> bool:
+        """Makes the file, before the first record; what earlier attempts wrote is read first."""
+        header = self._describe()
+        if header.world_size > MAX_RANKS and header.rank:
+            self._is_off = True
+            return False
+        self._random, self._optimizers = self._make_random_states(), self._find_optimizers()
+        self._random_until = step + NUM_AFTER_SAVE - 1
+        try:
+            self._directory.mkdir(exist_ok=True)
+            number = number_of_attempt(self._directory, header.attempt)
+            self._header = header = replace(header, number=number)
+            earlier = find_attempts(self._directory, rank=header.rank)
+            if header.resumed_step is not None:
+                self._comparison = compared(header, earlier)
+            limit_earlier(self._directory, header.rank)
+            path = self._directory / name_of(number, header.attempt, header.rank)
+            self._file = JournalFile(path, header)
+        except OSError as error:
+            self._switch_off(error)
+        return self._file is not None
+
+    def _write(self, records: Sequence[Record], *, may_raise: bool = True) -> None:
+        assert self._file is not None
+        try:
+            self._file.append(b"".join([each.to_bytes() for each in records]))
+        except OSError as error:
+            self._switch_off(error)
+        if self._comparison is not None and not self._is_settled:
+            for record in records:
+                self._compare(self._comparison, record, may_raise=may_raise)
+
+    def _switch_off(self, error: OSError) -> None:
+        logger.warning("the journal is off, repeated steps are not checked from here on: %s", error)
+        self._end()
+
+    def _computed_losses(self) -> list[Record]:
+        return [
+            Record(step, loss=value, has=Has.LOSS, kind=LOSS)
+            for step, value in self._late.computed()
+        ]
+
+    # ---------------------------------------------------------------- comparing
+
+    def _compare(self, comparison: Comparison, record: Record, *, may_raise: bool) -> None:
+        difference = comparison.add(record)
+        if difference is not None:
+            self._is_settled = True
+            self._report(difference, may_raise=may_raise)
+        elif record.step > comparison.last_step and not self._late.waits_for(comparison.last_step):
+            self._log_verdict()
+
+    def _report(self, difference: Difference, *, may_raise: bool) -> None:
+        header = self._header
+        rank = f"rank {header.rank}, " if header.world_size > 1 else ""
+        if self._raises and may_raise:
+            raise DivergenceError(
+                f"{rank}step {difference.step}: {difference.kind}",
+                found=difference.now,
+                expected=f"{difference.then}, as attempt {difference.attempt} recorded",
+                remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
+                "on_divergence='warn'",
+            )
+        logger.warning(
+            "%s%s. The resume was not exact; `resumekit prove` finds the cause", rank, difference
+        )
+
+    def _log_verdict(self) -> None:
+        comparison = self._comparison
+        if comparison is None or self._is_settled:
+            return
+        self._is_settled = True
+        if not self._header.rank:
+            verdict = comparison.verdict
+            log = logger.info if verdict.num_steps else logger.debug
+            log("%s", verdict)

@@ -1,0 +1,49 @@
+"""The journal: one record for each optimizer step, and the comparison of repeated steps."""
+
+from resumekit.journal.comparison import Comparison, Difference, Verdict, worst
+from resumekit.journal.digests import (
+    RandomStates,
+    SampleIds,
+    learning_rates_digest,
+    plain_rates,
+)
+from resumekit.journal.files import (
+    DIRECTORY,
+    Attempt,
+    JournalFile,
+    find_attempts,
+    limit_earlier,
+    name_of,
+    number_of_attempt,
+)
+from resumekit.journal.header import Header
+from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
+from resumekit.journal.verdicts import AttemptVerdict, compared, lineage, verdicts
+
+__all__ = [
+    "DIRECTORY",
+    "LOSS",
+    "SAVE",
+    "STEP",
+    "Attempt",
+    "AttemptVerdict",
+    "Comparison",
+    "Difference",
+    "Has",
+    "Header",
+    "JournalFile",
+    "RandomStates",
+    "Record",
+    "SampleIds",
+    "Verdict",
+    "compared",
+    "find_attempts",
+    "learning_rates_digest",
+    "limit_earlier",
+    "lineage",
+    "name_of",
+    "number_of_attempt",
+    "plain_rates",
+    "verdicts",
+    "worst",
+]

@@ -1,0 +1,238 @@
+"""Comparing the steps of an attempt with those that an earlier attempt recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from resumekit.journal.header import Header, changes, loss_is_comparable, same_device
+from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
+
+Word = Literal["identical", "different", "not comparable", "nothing repeated"]
+
+# The worst first: of several ranks' verdicts it counts.
+WORDS: tuple[Word, ...] = ("different", "not comparable", "identical", "nothing repeated")
+
+SAMPLE_IDS, RANDOM_STATE, LEARNING_RATE, LOSS_VALUE = (
+    "sample ids",
+    "random state",
+    "learning rate",
+    "loss",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value of a repeated step that is not what an earlier attempt recorded.
+
+    Args:
+        step: the optimizer step.
+        kind: ``"sample ids"``, ``"random state"``, ``"learning rate"`` or ``"loss"``.
+        then: what the earlier attempt recorded.
+        now: what this attempt found.
+        attempt: the number of the earlier attempt.
+    """
+
+    step: int
+    kind: str
+    then: str
+    now: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind} {self.now}, attempt {self.attempt} had {self.then}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the comparison of the repeated steps of an attempt came to.
+
+    Args:
+        word: the verdict.
+        num_steps: the repeated steps that were compared.
+        reason: why they are not comparable, or what differs.
+        loss: why a difference in the loss alone proves nothing, with the largest relative one;
+            empty where the losses are equal.
+    """
+
+    word: Word
+    num_steps: int = 0
+    reason: str = ""
+    loss: str = ""
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} repeated step{'' if self.num_steps == 1 else 's'}"
+        if self.word == "nothing repeated":
+            return self.word
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{steps}: {self.word}{reason}" + (f"; {self.loss}" if self.loss else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict in plain values, for a manifest."""
+        found = {"verdict": self.word, "num_steps": self.num_steps}
+        words = {"reason": self.reason, "loss": self.loss}
+        return {**found, **{name: text for name, text in words.items() if text}}
+
+
+def worst(verdicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the verdicts of several ranks, as ``as_dict`` gives them, the one that counts."""
+    return dict(min(verdicts, key=lambda each: WORDS.index(each["verdict"])))
+
+
+@dataclass
+class _Past:
+    """What the latest earlier attempt recorded of one step."""
+
+    header: Header
+    step: Record | None = None
+    loss: float | None = None
+    saves: dict[int, list[Record]] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        if record.kind == STEP:
+            self.step = record
+            if record.has & Has.LOSS:
+                self.loss = record.loss
+        elif record.kind == LOSS:
+            self.loss = record.loss
+        elif record.kind == SAVE:
+            self.saves.setdefault(record.num_samples, []).append(record)
+
+
+class Comparison:
+    """Compares the records of an attempt, as they are made, with those of earlier attempts.
+
+    Args:
+        now: the header of the attempt.
+        earlier: the headers of this rank's earlier attempts with their records of the steps after
+            the one that the attempt resumed from, oldest attempt first.
+
+    Attributes:
+        difference: the first one that proves the resume wrong, or None.
+        last_step: the last step that an earlier attempt recorded; 0 when there is none.
+    """
+
+    def __init__(
+        self, now: Header, earlier: Sequence[tuple[Header, Sequence[Record]]] = ()
+    ) -> None:
+        self._now = now
+        self._past: dict[int, _Past] = {}
+        own = [each for each in earlier if each[0].lineage[:1] == now.lineage[:1]]
+        self._changes = {then.number: _changes(then, now) for then, _ in own}
+        # An attempt that is comparable counts, even where a later one is not.
+        for then, records in sorted(own, key=lambda each: not self._changes[each[0].number]):
+            self._take(then, records)
+        self.difference: Difference | None = None
+        self.last_step = max(self._past, default=0)
+        self._num_steps = 0
+        self._obstacle = ""
+        self._loss_obstacle, self._largest = "", 0.0
+        self._losses: dict[int, float] = {}
+
+    def _take(self, then: Header, records: Sequence[Record]) -> None:
+        latest: dict[int, _Past] = {}
+        for record in records:
+            latest.setdefault(record.step, _Past(then)).add(record)
+        self._past.update({step: each for step, each in latest.items() if each.step is not None})
+
+    def add(self, record: Record) -> Difference | None:
+        """Compares one record of the attempt.
+
+        Returns:
+            The first difference of all, when it is found here.
+        """
+        past = self._past.get(record.step)
+        if past is None or self.difference is not None:
+            return None
+        obstacles = self._changes[past.header.number]
+        if record.kind == STEP:
+            self._num_steps += 1
+        if obstacles:
+            self._obstacle = self._obstacle or ", ".join(obstacles)
+            return None
+        for kind, then, now in self._differences(past, record):
+            self.difference = Difference(record.step, kind, then, now, past.header.number)
+            return self.difference
+        return None
+
+    def _differences(self, past: _Past, now: Record) -> Iterator[tuple[str, str, str]]:
+        if now.kind == STEP:
+            assert past.step is not None
+            yield from _of_samples(past.step, now)
+            yield from self._of_random_states(past, [past.step], now)
+            yield from _of_learning_rates(past.step, now)
+        elif now.kind == SAVE:
+            yield from self._of_random_states(past, past.saves.get(now.num_samples, []), now)
+        if now.has & Has.LOSS and past.loss is not None:
+            yield from self._of_loss(past, past.loss, now.loss)
+
+    def _of_random_states(
+        self, past: _Past, then: Sequence[Record], now: Record
+    ) -> Iterator[tuple[str, str, str]]:
+        if not (now.has & Has.RNG and same_device(past.header, self._now)):
+            return
+        found = [list(_of_random_state(each, now)) for each in then if each.has & Has.RNG]
+        # A step whose end nobody could see is saved twice at one place; one of the two is enough.
+        if found and all(found):
+            yield from found[0]
+
+    def _of_loss(self, past: _Past, then: float, now: float) -> Iterator[tuple[str, str, str]]:
+        if then == now or (math.isnan(then) and math.isnan(now)):
+            return
+        obstacle = loss_is_comparable(past.header, self._now)
+        if not obstacle:
+            yield LOSS_VALUE, repr(then), repr(now)
+            return
+        scale = max(abs(then), abs(now))
+        relative = abs(then - now) / scale if math.isfinite(scale) else math.inf
+        self._loss_obstacle, self._largest = obstacle, max(self._largest, relative)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the steps that were compared so far."""
+        if self.difference is not None:
+            return Verdict("different", self._num_steps, str(self.difference))
+        if not self._num_steps:
+            return Verdict("nothing repeated")
+        loss = ""
+        if self._loss_obstacle:
+            loss = f"loss differs by up to {self._largest:.1e}, no proof: {self._loss_obstacle}"
+        word: Word = "not comparable" if self._obstacle else "identical"
+        return Verdict(word, self._num_steps, self._obstacle, loss)
+
+
+def _changes(then: Header, now: Header) -> tuple[str, ...]:
+    found = changes(then, now)
+    return found or (() if then.lineage == now.lineage else ("the run was changed in between",))
+
+
+def _of_samples(then: Record, now: Record) -> Iterator[tuple[str, str, str]]:
+    both = then.has & now.has
+    if both & Has.COUNT and then.num_samples != now.num_samples:
+        yield SAMPLE_IDS, f"{then.num_samples} samples", f"{now.num_samples} samples"
+    elif both & Has.IDS and then.ids != now.ids:
+        yield SAMPLE_IDS, _short(then.ids), _short(now.ids)
+
+
+def _of_random_state(then: Record, now: Record) -> Iterator[tuple[str, str, str]]:
+    generators = [("torch", then.rng_torch, now.rng_torch)]
+    generators.append(("Python or NumPy", then.rng_host, now.rng_host))
+    if then.has & now.has & Has.DEVICE_RNG:
+        generators.append(("CUDA", then.rng_devices, now.rng_devices))
+    for name, before, after in generators:
+        if before != after:
+            yield RANDOM_STATE, f"{name} {_short(before)}", f"{name} {_short(after)}"
+
+
+def _of_learning_rates(then: Record, now: Record) -> Iterator[tuple[str, str, str]]:
+    if then.has & now.has & Has.LR and then.lr_digest != now.lr_digest:
+        if then.lr != now.lr:
+            yield LEARNING_RATE, repr(then.lr), repr(now.lr)
+        else:
+            yield LEARNING_RATE, "another in a later param group", repr(now.lr)
+
+
+def _short(digest: int) -> str:
+    return f"{digest:016x}"[:8]

@@ -1,0 +1,148 @@
+"""Digests of sample ids, random states and learning rates, cheap enough for every step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from resumekit.capture import generator_state
+from resumekit.capture.unchanged import NumpyState, PythonState
+from resumekit.payload import state_digest
+
+_MASK = 2**64 - 1
+# Odd multipliers with well mixed bits (splitmix64).
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_HALF = np.uint64(32)
+
+
+class SampleIds:
+    """The ids of the samples of one step, added batch by batch.
+
+    Attributes:
+        ordered: digest of the ids in their order.
+        unordered: sum of a hash of each id modulo 2**64.
+        num_samples: how many there were.
+        is_complete: whether every batch had ids that have a stable digest.
+    """
+
+    __slots__ = ("is_complete", "num_samples", "ordered", "unordered")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a step."""
+        self.ordered = self.unordered = self.num_samples = 0
+        self.is_complete = True
+
+    def add(self, ids: Any, num_samples: int) -> None:
+        """Adds the ids of one batch; None where the loader has none."""
+        self.num_samples += num_samples
+        packed = None if ids is None else _packed(ids)
+        if packed is None:
+            self.is_complete = False
+            return
+        self.ordered = xxhash.xxh3_64_intdigest(packed, self.ordered)
+        words = np.frombuffer(packed, dtype=np.uint64) * _FIRST
+        words ^= words >> _HALF
+        words *= _SECOND
+        self.unordered = (self.unordered + int(np.add.reduce(words))) & _MASK
+
+
+def _packed(ids: Any) -> bytes | None:
+    """64 bits for each id; None for ids that have no digest that two processes agree on."""
+    if isinstance(ids, (torch.Tensor, np.ndarray)):
+        ids = ids.tolist()
+    if not isinstance(ids, (list, tuple)):
+        ids = (ids,)
+    try:
+        return struct.pack(f"{len(ids)}q", *ids)
+    except struct.error:
+        words = [_word(each) for each in ids]
+    if None in words:
+        return None
+    return struct.pack(f"{len(words)}Q", *words)
+
+
+def _word(one: Any) -> int | None:
+    """64 bits of an id that is no small integer: a text, bytes, or a tuple of ids."""
+    text = _stable_text(one)
+    return None if text is None else xxhash.xxh3_64_intdigest(text.encode())
+
+
+def _stable_text(one: Any) -> str | None:
+    if isinstance(one, (str, bytes, int, float)):
+        return repr(one)
+    if isinstance(one, (list, tuple)):
+        parts = [_stable_text(each) for each in one]
+        return None if None in parts else f"({','.join(map(str, parts))})"
+    return None  # the repr of an object may hold its address
+
+
+class RandomStates:
+    """Digests of the states of the generators that a run draws from; draws nothing.
+
+    Args:
+        generators: those that the user named.
+    """
+
+    def __init__(self, generators: Mapping[str, Any]) -> None:
+        self._python, self._numpy = PythonState(), NumpyState()
+        self._generators = generators
+        self._seen: tuple[Any, Any] = (None, None)
+        self._host = 0
+
+    def torch(self) -> int:
+        """Of torch's CPU generator."""
+        return xxhash.xxh3_64_intdigest(torch.default_generator.get_state().numpy().data)
+
+    def host(self) -> int:
+        """Of Python's and NumPy's global generators and of the named ones."""
+        python, numpy = self._python.read(), self._numpy.read()
+        if python is not self._seen[0] or numpy is not self._seen[1]:
+            self._seen = (python, numpy)
+            digest = xxhash.xxh3_64(python["words"])
+            digest.update(repr((python["version"], python["gauss_next"])).encode())
+            rest = {**numpy, "state": dict(numpy["state"])}
+            key = rest["state"].pop("key", None)  # only the MT19937 has one
+            if key is not None:
+                digest.update(key.tobytes())
+            digest.update(repr(rest).encode())
+            self._host = digest.intdigest()
+        host = self._host
+        for name, generator in self._generators.items():
+            text = f"{name} {state_digest(generator_state(generator))}"
+            host = xxhash.xxh3_64_intdigest(text.encode(), host)
+        return host
+
+    def devices(self) -> int | None:
+        """Of every CUDA device; None while CUDA is not in use: asking would start a context."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
+            return None
+        digest = xxhash.xxh3_64()
+        for generator in torch.cuda.default_generators:
+            digest.update(generator.get_state().numpy().data)
+        return digest.intdigest()
+
+
+def learning_rates_digest(rates: Sequence[float]) -> int:
+    """One digest for the learning rates of all param groups."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"{len(rates)}d", *rates))
+
+
+def plain_rates(groups: Iterable[Mapping[str, Any]]) -> list[float] | None:
+    """The learning rates; None if one of them can only be read by waiting for a device."""
+    rates = []
+    for group in groups:
+        rate = group.get("lr", 0.0)
+        if isinstance(rate, torch.Tensor):
+            if rate.device.type != "cpu" or rate.numel() != 1:
+                return None
+            rate = rate.item()
+        rates.append(rate)
+    return rates

@@ -1,0 +1,223 @@
+"""Journal files: one for each attempt and rank, appended to by one ``write`` a step.
+
+A file begins with its header; records of a fixed size follow. What was written survives the death
+of the process, because it is in the page cache. Nothing is fsynced: a journal is evidence about
+processes that died, and no resume depends on it. So it does not go through ``storage/io.py``
+either, whose calls are explored for what a power cut may leave of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from resumekit.journal.header import Header
+from resumekit.journal.record import RECORD_BYTES, SAVE, Record, as_array, valid_records
+
+DIRECTORY = "journal"
+
+# Half of what one rank may take: the other half is for the files of earlier attempts.
+MAX_FILE_BYTES = 32 << 20
+MAX_EARLIER_BYTES = 32 << 20
+# Of a file that is thinned, the newest records stay as they are; of the others each 100th step.
+NUM_KEPT = 100_000
+THINNED_TO = 100
+
+_MAGIC = b"rkjrnl01"
+_START = struct.Struct("<8sII")  # magic, bytes of the header, their checksum
+_MAX_HEADER_BYTES = 1 << 20
+_NAME = re.compile(r"attempt-(\d{6,})-([0-9a-f]{8})-rank-(\d{5,})\.journal")
+
+
+class JournalFile:
+    """The file that one rank of one attempt appends to.
+
+    Args:
+        path: must not exist yet.
+        header: of the attempt.
+        max_bytes: above this size older records are thinned.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, header: Header, *, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        path.parent.mkdir(exist_ok=True)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
+        self._handle = os.open(path, flags, 0o644)
+        self._num_bytes = 0
+        self.append(_with_start(header))
+
+    def append(self, data: bytes) -> None:
+        """Hands the data to the kernel. A forked child writes nothing.
+
+        Raises:
+            OSError: not all of it could be written; what was written is a torn last record.
+        """
+        if os.getpid() != self._pid:
+            return
+        written = os.write(self._handle, data)
+        if written != len(data):
+            written += os.write(self._handle, data[written:])  # raises with the cause
+        self._num_bytes += written
+        if self._num_bytes > self._max_bytes:
+            self._thin()
+
+    def _thin(self) -> None:
+        os.close(self._handle)
+        thin(self.path, num_kept=min(NUM_KEPT, self._max_bytes // (2 * RECORD_BYTES)))
+        self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._num_bytes = os.fstat(self._handle).st_size
+        # A header or thinned records that fill the file anyway must not be rewritten each step.
+        self._max_bytes = max(self._max_bytes, 2 * self._num_bytes)
+
+    def close(self) -> None:
+        """Closes the file; without effect in a forked child and the second time."""
+        if self._handle >= 0 and os.getpid() == self._pid:
+            os.close(self._handle)
+        self._handle = -1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A journal file that was found.
+
+    Args:
+        path: the file.
+        header: what it begins with.
+    """
+
+    path: Path
+    header: Header
+
+    def records(self, *, after: int = 0) -> list[Record]:
+        """The valid records of steps after this one, in the order in which they were written.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        data = self.path.read_bytes()
+        _, num_bytes, _ = _START.unpack_from(data)
+        rows = as_array(data[_padded(_START.size + num_bytes) :])
+        return valid_records(rows[rows["step"] > after])
+
+
+def name_of(number: int, attempt: str, rank: int) -> str:
+    """The name of a journal file."""
+    return f"attempt-{number:06d}-{attempt[:8]}-rank-{rank:05d}.journal"
+
+
+def number_of_attempt(directory: Path, attempt: str) -> int:
+    """The number of an attempt: what another rank of it has chosen, or the next one.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    names = [match for match in map(_NAME.fullmatch, _listed(directory)) if match]
+    own = [int(match[1]) for match in names if match[2] == attempt[:8]]
+    return own[0] if own else max((int(match[1]) for match in names), default=0) + 1
+
+
+def find_attempts(directory: Path, *, rank: int | None = None) -> list[Attempt]:
+    """The journal files in a directory, oldest attempt first; damaged ones are left out.
+
+    Args:
+        directory: the folder ``journal/`` of a run; it may be missing.
+        rank: of this rank only.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    return list(_found(directory, rank))
+
+
+def _found(directory: Path, rank: int | None) -> Iterator[Attempt]:
+    matches = [match for match in map(_NAME.fullmatch, _listed(directory)) if match]
+    for match in sorted(matches, key=lambda each: (int(each[1]), int(each[3]))):
+        if rank is None or int(match[3]) == rank:
+            path = directory / match[0]
+            header = _read_header(path)
+            if header is not None:
+                yield Attempt(path, header)
+
+
+def thin(path: Path, *, num_kept: int = NUM_KEPT, every: int = THINNED_TO) -> None:
+    """Keeps of all but the newest records of a file those of each 100th step.
+
+    The file is replaced by a rename, so that a kill leaves the old one or the new one.
+
+    Raises:
+        OSError: as the failing call said; the file is as it was.
+    """
+    data = path.read_bytes()
+    _, num_bytes, _ = _START.unpack_from(data)
+    start = _padded(_START.size + num_bytes)
+    rows = as_array(data[start:])
+    is_kept = (rows["step"] % every == 0) & (rows["kind"] != SAVE)
+    is_kept |= np.arange(len(rows)) >= len(rows) - num_kept
+    draft = path.with_suffix(".draft")
+    try:
+        draft.write_bytes(data[:start] + rows[is_kept].tobytes())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def limit_earlier(directory: Path, rank: int, *, max_bytes: int = MAX_EARLIER_BYTES) -> None:
+    """Thins the files of a rank's earlier attempts, then removes the oldest, to fit a size.
+
+    Raises:
+        OSError: as the failing call said.
+    """
+    paths = [attempt.path for attempt in find_attempts(directory, rank=rank)]
+    sizes = {path: path.stat().st_size for path in paths}
+    for path in paths:
+        if sum(sizes.values()) <= max_bytes:
+            return
+        thin(path, num_kept=0)
+        sizes[path] = path.stat().st_size
+    for path in paths:
+        if sum(sizes.values()) <= max_bytes:
+            return
+        path.unlink()
+        del sizes[path]
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _with_start(header: Header) -> bytes:
+    content = header.to_bytes()
+    start = _START.pack(_MAGIC, len(content), zlib.crc32(content)) + content
+    return start.ljust(_padded(len(start)), b"\0")
+
+
+def _read_header(path: Path) -> Header | None:
+    with open(path, "rb") as file:
+        start = file.read(_START.size)
+        if len(start) < _START.size:
+            return None
+        magic, num_bytes, checksum = _START.unpack(start)
+        if magic != _MAGIC or num_bytes > _MAX_HEADER_BYTES:
+            return None
+        content = file.read(num_bytes)
+    return Header.from_bytes(content) if zlib.crc32(content) == checksum else None
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // RECORD_BYTES) * RECORD_BYTES

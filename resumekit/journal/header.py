@@ -1,0 +1,119 @@
+"""The header of a journal file: which attempt wrote it, and under which conditions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+FORMAT = "resumekit journal"
+FORMAT_VERSION = 1
+
+# The entry of ``Header.code`` that is no source file.
+COMMAND = "command line"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What two attempts must have in common for their records to be comparable.
+
+    Args:
+        run_id: the run.
+        attempt: the id of the attempt, as in the manifests that it wrote.
+        number: counts the attempts of the run from 1.
+        rank: the rank that wrote the file.
+        world_size: the ranks of the attempt.
+        share: which part of the data this rank takes; the ranks of one tensor-parallel group or
+            pipeline take the same.
+        writes_share: whether it is the first of the ranks that take this part.
+        lineage: the attempt that started fresh and that this one descends from, then each attempt
+            on the way that changed the run on purpose (another world size, another option).
+        resumed_step: the step that the attempt resumed from; None for a fresh start.
+        options: options and loop settings that change what a step does.
+        geometry: batch geometry by loader.
+        code: digests of the source files that the run has loaded, by path, and of the command line.
+        environment: device type, thread count, versions: what the bits of a loss depend on.
+        excluded: components that the resume did not load, because ``exclude`` names them or the
+            checkpoint lacks them.
+    """
+
+    run_id: str
+    attempt: str
+    number: int
+    rank: int
+    world_size: int
+    share: int
+    writes_share: bool
+    lineage: tuple[str, ...]
+    resumed_step: int | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    geometry: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """The header as JSON."""
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Header | None:
+        """The header; None if it is damaged or of a newer format version."""
+        try:
+            content = json.loads(data)
+            is_known = (content.pop("format"), content.pop("format_version")) == (
+                FORMAT,
+                FORMAT_VERSION,
+            )
+            if not is_known or set(content) != {each.name for each in fields(cls)}:
+                return None
+            tuples = {name: tuple(content[name]) for name in ("lineage", "excluded")}
+            return cls(**{**content, **tuples})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def changes(then: Header, now: Header) -> tuple[str, ...]:
+    """What has changed between two attempts so that their steps need not be equal, in words."""
+    found = []
+    if then.world_size != now.world_size:
+        found.append(f"world size {then.world_size} -> {now.world_size}")
+    if _differ(then.geometry, now.geometry):
+        found.append("batch geometry")
+    found += [f"option {name}" for name in _differ(then.options, now.options)]
+    if now.excluded:
+        found.append(f"{', '.join(now.excluded)} not restored")
+    found += [_code_change(name) for name in _differ(then.code, now.code)]
+    return tuple(found)
+
+
+def loss_is_comparable(then: Header, now: Header) -> str:
+    """Why a difference in the loss alone proves nothing; empty if it does prove something."""
+    different = _differ(then.environment, now.environment)
+    if different:
+        name = different[0]
+        return f"{name} {then.environment.get(name)} -> {now.environment.get(name)}"
+    is_cpu = str(now.environment.get("device")) == "cpu"
+    if not (is_cpu or now.environment.get("deterministic")):
+        return "no deterministic algorithms on this device"
+    return ""
+
+
+def same_device(then: Header, now: Header) -> bool:
+    """Whether both attempts computed on one type of device: each has its own generators."""
+    return bool(then.environment.get("device") == now.environment.get("device"))
+
+
+def _differ(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names on both sides whose values differ.
+
+    A name on one side only is no difference: loaders and source files that the former attempt had
+    opened by its first step may come later in one that resumed elsewhere in the loop.
+    """
+    return [name for name in then if name in now and then[name] != now[name]]
+
+
+def _code_change(name: str) -> str:
+    return "command line" if name == COMMAND else f"source of {name}"
