@@ -34,7 +34,7 @@ def list_directory(directory: Path, *, as_json: bool) -> None:
     if as_json:
         print_json([_plain(*row) for row in rows])
         return
-    table = _table("checkpoint", "epoch", "batch", "size", "created", "metric", "state")
+    table = _table("checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state")
     for name, manifest, state in rows:
         table.add_row(*map(Text, (str(name), *_middle(manifest), state)))
     _console().print(table)
@@ -178,16 +178,27 @@ def _plain(name: StepName, manifest: Manifest | None, state: str) -> dict[str, A
     if manifest is None:
         return row
     rest = {"created": manifest.created, "num_bytes": _size(manifest), "metric": manifest.metric}
+    if isinstance(manifest.details.get("journal"), Mapping):
+        rest["journal"] = manifest.details["journal"]
     return {**row, "progress": dict(manifest.progress), **rest}
 
 
 def _middle(manifest: Manifest | None) -> tuple[str, ...]:
     """The cells of a list between the name and the state."""
     if manifest is None:
-        return ("",) * 5
+        return ("",) * 6
     epoch, batch = (str(manifest.progress.get(key, "")) for key in ("epoch", "batch"))
     size, created = human_bytes(_size(manifest)), _time(manifest.created)
-    return epoch, batch, size, created, _metric(manifest.metric)
+    return epoch, batch, size, created, _metric(manifest.metric), _verdict(manifest)
+
+
+def _verdict(manifest: Manifest) -> str:
+    """What the journal says of the steps that the attempt has repeated after its resume."""
+    found = manifest.details.get("journal")
+    if not isinstance(found, Mapping):
+        return ""
+    steps, word = found.get("num_steps"), str(found.get("verdict", ""))
+    return f"{word} ({steps} steps)" if steps else word
 
 
 def _is_damage(error: CheckpointError) -> bool:

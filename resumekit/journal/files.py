@@ -75,11 +75,10 @@ class JournalFile:
 
     def _thin(self) -> None:
         os.close(self._handle)
-        thin(self.path, num_kept=min(NUM_KEPT, self._max_bytes // (2 * RECORD_BYTES)))
+        half = self._max_bytes // (2 * RECORD_BYTES)
+        thin(self.path, num_kept=min(NUM_KEPT, half // 2), max_records=half)
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         self._num_bytes = os.fstat(self._handle).st_size
-        # A header or thinned records that fill the file anyway must not be rewritten each step.
-        self._max_bytes = max(self._max_bytes, 2 * self._num_bytes)
 
     def close(self) -> None:
         """Closes the file; without effect in a forked child and the second time."""
@@ -151,10 +150,15 @@ def _found(directory: Path, rank: int | None) -> Iterator[Attempt]:
                 yield Attempt(path, header)
 
 
-def thin(path: Path, *, num_kept: int = NUM_KEPT, every: int = THINNED_TO) -> None:
+def thin(path: Path, *, num_kept: int = NUM_KEPT, max_records: int | None = None) -> None:
     """Keeps of all but the newest records of a file those of each 100th step.
 
     The file is replaced by a rename, so that a kill leaves the old one or the new one.
+
+    Args:
+        path: the file.
+        num_kept: the newest records that stay as they are.
+        max_records: drop the oldest that are above this number.
 
     Raises:
         OSError: as the failing call said; the file is as it was.
@@ -163,11 +167,14 @@ def thin(path: Path, *, num_kept: int = NUM_KEPT, every: int = THINNED_TO) -> No
     _, num_bytes, _ = _START.unpack_from(data)
     start = _padded(_START.size + num_bytes)
     rows = as_array(data[start:])
-    is_kept = (rows["step"] % every == 0) & (rows["kind"] != SAVE)
+    is_kept = (rows["step"] % THINNED_TO == 0) & (rows["kind"] != SAVE)
     is_kept |= np.arange(len(rows)) >= len(rows) - num_kept
+    kept = rows[is_kept]
+    if max_records is not None:
+        kept = kept[-max_records:]
     draft = path.with_suffix(".draft")
     try:
-        draft.write_bytes(data[:start] + rows[is_kept].tobytes())
+        draft.write_bytes(data[:start] + kept.tobytes())
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

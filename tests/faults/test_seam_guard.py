@@ -11,6 +11,10 @@ import pytest
 from crashlab import guarded_training
 from crashlab.system_calls import Change, changes, python, strace, traced
 
+# The journal is not part of a checkpoint: nothing of it is fsynced, and no resume reads it.
+JOURNAL = "journal"
+OF_THE_JOURNAL = {"mkdir", "create", "write"}
+
 # The lock is not part of a checkpoint: it is taken before anything else and never written to.
 LOCK = Change("open for writing", (".lock",))
 
@@ -43,7 +47,10 @@ def test_every_change_of_a_run_directory_goes_through_the_seam(tmp_path: Path) -
     done = traced(command, log=calls, environment=environment)
     assert done.returncode == 0, done.stderr
 
-    asked = [change for change in changes(calls, run) if change != LOCK]
+    everything = [change for change in changes(calls, run) if change != LOCK]
+    journal = [change for change in everything if change.paths[0].split("/")[0] == JOURNAL]
+    assert {change.call for change in journal} == OF_THE_JOURNAL
+    asked = [change for change in everything if change not in journal]
     taken = Change("rename", ("step-00000004/manifest.json",))  # by the script, to do damage
     asked.remove(taken)
     through_the_seam = _seam_changes(log, run)
