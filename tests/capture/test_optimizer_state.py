@@ -257,6 +257,46 @@ def test_values_of_any_shape_come_back(stored: Any, assert_same: Any) -> None:
     assert_same(fresh.state_dict(), saved)
 
 
+def test_further_keys_of_an_optimizers_state_are_restored(stored: Any) -> None:
+    class Counting(SGD):
+        """Counts in an entry of its own beside ``state`` and ``param_groups``."""
+
+        count = 0
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self.register_state_dict_post_hook(lambda own, state: {**state, "count": own.count})
+            self.register_load_state_dict_pre_hook(lambda own, state: own.take(state["count"]))
+
+        def take(self, count: int) -> None:
+            self.count = count
+
+    def state_of(model: nn.Module) -> OptimizerState:
+        return OptimizerState(Counting(model.parameters(), lr=0.1), {"model": model})
+
+    running, fresh = state_of(TwoLayers()), state_of(TwoLayers())
+    running.optimizer.count = 3
+    saved = stored(running.state_dict())
+    fresh.check_state_dict(saved)
+    fresh.load_state_dict(saved)
+    assert fresh.optimizer.count == 3
+
+
+def test_a_count_of_steps_that_an_older_torch_kept_as_a_number_becomes_a_tensor(
+    stored: Any,
+) -> None:
+    saved = stored(adam_state(foreach=False).state_dict())
+    for moments in saved["state"].values():
+        moments["step"] = float(moments["step"])
+    live = adam_state(foreach=False)
+    live.check_state_dict(saved)
+    live.load_state_dict(saved)
+    counts = [moments["step"] for moments in live.optimizer.state.values()]
+    assert counts == [torch.tensor(1.0)] * 4
+    stepped(live.optimizer, live.modules["model"])
+    assert counts == [torch.tensor(2.0)] * 4
+
+
 def test_keys_that_the_checkpoint_lacks_keep_their_live_value(stored: Any) -> None:
     saved = stored(adam_state().state_dict())
     del saved["param_groups"][0]["amsgrad"]
