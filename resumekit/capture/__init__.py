@@ -51,6 +51,7 @@ from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, 
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
 from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
@@ -88,10 +89,12 @@ __all__ = [
     "horizon",
     "named_states",
     "one_or_named",
+    "parameter_components",
     "parameter_names",
     "rank_buffer_components",
     "registered_components",
     "set_generator_state",
     "state_components",
+    "uncaptured_parameters",
     "unwrapped",
 ]

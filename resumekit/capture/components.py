@@ -23,6 +23,7 @@ from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.spread import holds_sharded
 from resumekit.contract import SharingPattern, Slot, StateComponent, Stateful
+from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
 from resumekit.sharding import is_sharded
 
@@ -62,7 +63,9 @@ def state_components(
         **named_states(
             Slot.OPTIMIZER,
             optimizer,
-            lambda given, key: optimizer_kind(given, modules, key=key, adopt=adopt),
+            lambda given, key: optimizer_kind(
+                given, modules, key=key, adopt=adopt, prefix=_stage_prefix(stage_group)
+            ),
         ),
         **named_states(
             Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)
@@ -89,6 +92,12 @@ def state_components(
 
 # What a pipeline stage has some entries of; schedulers and scalers are alike on all ranks.
 _IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
+
+
+def _stage_prefix(stage_group: Any) -> str:
+    """Tells parameters outside of the model of one pipeline stage from those of the others."""
+    ranks = None if stage_group is None else ranks_of(stage_group)
+    return f"rank{min(ranks)}." if ranks else ""
 
 
 def _pattern_of(stateful: Stateful) -> SharingPattern:

@@ -41,19 +41,19 @@ class ObjectState:
         self.given = given
         self.key = key
         weights = given.module if isinstance(given, AveragedModel) else given
-        self._weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
+        self.weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies."""
-        if self._weights is None:
+        if self.weights is None:
             return {"class": class_name(self.given), "opaque": self.given.state_dict()}
-        return {"weights": self._weights.state_dict(), "counters": self._counters()}
+        return {"weights": self.weights.state_dict(), "counters": self._counters()}
 
     def replicated_state(self) -> dict[str, Any]:
         """What must be alike on all ranks; of a module the parameters."""
-        if self._weights is None:
+        if self.weights is None:
             return self.state_dict()
-        return {"weights": self._weights.replicated_state(), "counters": self._counters()}
+        return {"weights": self.weights.replicated_state(), "counters": self._counters()}
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
@@ -62,11 +62,11 @@ class ObjectState:
             StateMismatchError: the weights do not fit (see ``ModelState``), or the checkpoint's
                 object was of another kind.
         """
-        if self._weights is None:
+        if self.weights is None:
             self._check_opaque(state)
             return
         require_fields(self.key, state, {"weights": dict, "counters": dict})
-        self._weights.check_state_dict(state["weights"])
+        self.weights.check_state_dict(state["weights"])
         saved, live = state["counters"], self._counters()
         refuse(
             self.key,
@@ -84,7 +84,7 @@ class ObjectState:
         Returns:
             What did not come back exactly: nothing.
         """
-        if self._weights is None:
+        if self.weights is None:
             self.given.load_state_dict(Restorer()(None, state["opaque"]))
             return ()
         live = self._counters()
@@ -92,13 +92,13 @@ class ObjectState:
         for name, value in state["counters"].items():
             if name in live:
                 restore(live[name], value)
-        return self._weights.load_state_dict(state["weights"])
+        return self.weights.load_state_dict(state["weights"])
 
     @property
     def resplit_state_dict(self) -> Callable[..., Any] | None:
         """What the object makes of the states of another number of ranks; None if it cannot."""
         own = getattr(self.given, "resplit_state_dict", None)
-        if own is None or self._weights is not None:
+        if own is None or self.weights is not None:
             return None
 
         def resplit(states: Mapping[int, Any], change: WorldChange) -> tuple[dict[str, Any], Any]:
@@ -113,7 +113,7 @@ class ObjectState:
 
     def first_rank_only(self) -> frozenset[str]:
         """The buffers of which every rank has its own."""
-        own = frozenset() if self._weights is None else self._weights.first_rank_only()
+        own = frozenset() if self.weights is None else self.weights.first_rank_only()
         return frozenset(f"weights.{name}" for name in own)
 
     def _counters(self) -> dict[str, Any]:

@@ -41,10 +41,12 @@ class OptimizerState:
     Args:
         optimizer: any ``torch.optim.Optimizer``, or an object with both methods.
         modules: the modules whose parameters it updates, by name. A parameter outside all of them
-            is named by its position, ``group0.param3``.
+            has the name that the optimizer was given, or its position, ``group0.param3``.
         key: the component's key, for errors.
         adopt: take the tensors of a loaded state over instead of copying them, where they are on
             the right device. Only for a state that nobody else uses afterwards.
+        prefix: before the names of parameters outside all modules; those of several pipeline
+            stages would else be the same.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class OptimizerState:
         *,
         key: str = "optimizer",
         adopt: bool = False,
+        prefix: str = "",
     ) -> None:
         self.optimizer = optimizer
+        self.prefix = prefix
         self.modules = dict(modules)
         self.key = key
         self.adopt = adopt
@@ -169,6 +173,12 @@ class OptimizerState:
         """
         return part_of_optimizer(self.key, state, self._names())
 
+    def named_parameters(self) -> dict[str, Tensor] | None:
+        """The parameters by the names of the state; None where the optimizer does not show them."""
+        if not isinstance(getattr(self.optimizer, "param_groups", None), list):
+            return None
+        return self._parameters_by_name()
+
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""
         groups = getattr(self.optimizer, "param_groups", [])
@@ -188,7 +198,7 @@ class OptimizerState:
         groups = self.optimizer.param_groups
         found = iter(parameter_names(self.modules, [p for g in groups for p in g["params"]]))
         names = [
-            [next(found) or f"group{g}.param{p}" for p in range(len(group["params"]))]
+            [next(found) or self._name_outside(group, g, p) for p in range(len(group["params"]))]
             for g, group in enumerate(groups)
         ]
         owner: dict[str, int] = {}
@@ -201,6 +211,12 @@ class OptimizerState:
                         expected="one parameter for one name",
                     )
         return names
+
+    def _name_outside(self, group: Mapping[str, Any], number: int, position: int) -> str:
+        """The name of a parameter that is in no module."""
+        given = group.get("param_names")  # torch 2.6: the optimizer was given named parameters
+        name = str(given[position]) if given is not None else f"group{number}.param{position}"
+        return f"{self.prefix}{name}"
 
     def _parameters_by_name(self) -> dict[str, Tensor]:
         return {

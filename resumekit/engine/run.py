@@ -18,6 +18,8 @@ from resumekit.capture import (
     fingerprint,
     gradient_components,
     holds_gradients,
+    parameter_components,
+    uncaptured_parameters,
 )
 from resumekit.contract import (
     SharingPattern,
@@ -95,6 +97,7 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
+        self.account.findings.append(lambda: uncaptured_parameters(self.components))
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(
@@ -135,7 +138,8 @@ class Run:
         self, components: Sequence[StateComponent], *, gradients: bool = False
     ) -> tuple[StateComponent, ...]:
         given = {each.key for each in components}
-        added = tuple(each for each in bucket_components(components) if each.key not in given)
+        derived = (*bucket_components(components), *parameter_components(components))
+        added = tuple(each for each in derived if each.key not in given)
         if gradients or self.options.saves_gradients:
             summed = gradient_components(components, self.counters.is_within_window)
             added += tuple(each for each in summed if each.key not in given)
@@ -251,6 +255,24 @@ class Run:
         patterns = {each.key: str(each.sharing_pattern) for each in components}
         self.world.require_equal("components", patterns)
         return Membership.agreed(self.world, components, self._groups)
+
+    def _add_late_components(self) -> None:
+        """Adds the components of state that came into being after the start. Collective."""
+        added: list[StateComponent] = []
+
+        def find() -> bool:
+            known = {each.key for each in self.components}
+            derived = parameter_components(self.components)
+            added.extend(each for each in derived if each.key not in known)
+            return bool(added)
+
+        if any(self.world.everywhere(find)):
+            assert self._saver is not None
+            parent = self._saver.parent
+            self.components = check_components([*self.components, *added])
+            self.account.components = self.components
+            self._begin_saving()
+            self._saver.parent = parent
 
     def _begin_saving(self) -> None:
         assert self._store is not None
@@ -370,6 +392,7 @@ class Run:
     def save(self) -> None:
         """Saves at this settled point. Collective."""
         assert self._saver is not None
+        self._add_late_components()
         assert self._replicas is not None
         call_everywhere(self.world, self.components, "before_save")
         self._replicas.check_before_save()

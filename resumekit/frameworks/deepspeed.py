@@ -315,6 +315,20 @@ class _Optimizer(OptimizerState):
             )
         return ()
 
+    def named_parameters(self) -> dict[str, Any]:
+        """None: DeepSpeed saves and loads all of the module's."""
+        return {}
+
+    def lost_parameters(self) -> dict[str, Any]:
+        """The parameters that are not in the module, by position."""
+        groups = getattr(self.optimizer, "fp16_groups", ())
+        return {
+            f"group{g}.param{p}": parameter
+            for g, group in enumerate(groups)
+            for p, parameter in enumerate(group)
+            if parameter not in self._engine.param_names
+        }
+
     def _layout(self) -> dict[str, str]:
         """What decides which numbers stand where in a shard."""
         engine = self._engine

@@ -56,6 +56,7 @@ class Stretch:
         begin: the first of them in the parameter.
         numel: how many there are; 0 where this rank has nothing of it.
         copies: as in ``FlatPart``.
+        position: its name where it is in no module; DeepSpeed takes such ones without ZeRO alone.
     """
 
     shape: torch.Size
@@ -65,6 +66,7 @@ class Stretch:
     begin: int
     numel: int
     copies: str | None = None
+    position: str = ""
 
     def of(self, memory: Tensor) -> FlatPart:
         """The part of a tensor that is as long as ``flat``: the weights or a moment of them."""
@@ -99,7 +101,12 @@ def stretches(engine: Any) -> dict[str, Stretch]:
         found = _of_whole_parameters(zero)
     else:
         found = _of_cut_groups(zero)
-    return {clean_name(engine.module, engine.param_names[p]): each for p, each in found}
+    return {_name_of(engine, p, each): each for p, each in found}
+
+
+def _name_of(engine: Any, parameter: Any, stretch: Stretch) -> str:
+    raw = engine.param_names.get(parameter)
+    return stretch.position if raw is None else clean_name(engine.module, raw)
 
 
 def _cuts_parameters(zero: Any) -> bool:
@@ -112,9 +119,15 @@ def _cuts_nothing(zero: Any) -> bool:
 
 def _of_whole_parameters(zero: Any) -> Iterator[tuple[Any, Stretch]]:
     for number, parameters in enumerate(zero.fp16_groups):
-        for parameter, weights in zip(parameters, zero.fp32_groups[number], strict=True):
-            shape, numel = parameter.shape, parameter.numel()
-            yield parameter, Stretch(shape, number, weights, 0, 0, numel, copies=WHOLE)
+        pairs = zip(parameters, zero.fp32_groups[number], strict=True)
+        for place, (parameter, weights) in enumerate(pairs):
+            shape, numel, position = (
+                parameter.shape,
+                parameter.numel(),
+                f"group{number}.param{place}",
+            )
+            stretch = Stretch(shape, number, weights, 0, 0, numel, copies=WHOLE, position=position)
+            yield parameter, stretch
 
 
 def _of_cut_groups(zero: Any) -> Iterator[tuple[Any, Stretch]]:
@@ -291,6 +304,11 @@ class ZeroOptimizerState(OptimizerState):
         self.optimizer.state.update(restored)
         self._link()
         return ()
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The fp32 weights of the parameters that are not in the module."""
+        found = stretches(self._engine)
+        return {name: each.flat for name, each in found.items() if name == each.position}
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
         """Each saved moment with the stretch of its parameter."""

@@ -1,0 +1,208 @@
+"""Parameters that an optimizer trains and that no saved component contains.
+
+Optimizers may be given a bare tensor, the head of a loss module or layers in a plain list. Their
+moments are saved with the optimizer; their values are a component of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
+from resumekit.capture.model import ModelState
+from resumekit.capture.names import clean_name
+from resumekit.capture.objects import ObjectState
+from resumekit.contract import CaptureLine, Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.sharding import fill, is_sharded, local_part
+
+# What the key of such a component ends in.
+OPTIMIZER_PARAMETERS = "parameters"
+
+_REMEDY = "Give the optimizer the parameters that it had when the checkpoint was written"
+
+Named = dict[str, Tensor]
+
+
+class OptimizerParameters:
+    """The values of an optimizer's parameters that no other component contains, by name.
+
+    Names are the optimizer's: ``group0.param3``, or those that the optimizer was given.
+
+    Args:
+        named: gives the live parameters by name; called for each save and restore, because param
+            groups may be added later.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, named: Callable[[], Named], *, key: str) -> None:
+        self.key = key
+        self._named = named
+
+    def state_dict(self) -> Named:
+        """The live values, not copies."""
+        return {name: parameter.detach() for name, parameter in self._named().items()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: a name is missing or unexpected, or a shape or dtype differs.
+        """
+        saved = {name: describe(value) for name, value in state.items()}
+        live = {name: describe(value) for name, value in self._named().items()}
+        problems = name_mismatches(saved, live)
+        problems += [
+            Mismatch(name, f"{saved[name]} in the checkpoint", f"{words}, as here")
+            for name, words in live.items()
+            if saved.get(name, words) != words
+        ]
+        refuse(self.key, problems, remedy=_REMEDY)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Copies every value into the live parameter of that name.
+
+        Returns:
+            What was not restored exactly: nothing.
+        """
+        for name, parameter in self._named().items():
+            fill(parameter, state[name])
+        return ()
+
+
+def parameter_components(components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
+    """The components of the parameters that the other components lack; none where nothing is.
+
+    Args:
+        components: of a run.
+    """
+    found: list[StateComponent] = []
+    contained = _Contained(components)
+    for component in _optimizers(components):
+        named = _parameters_of(component.stateful)
+        missing = None if named is None else contained.missing(named)
+        if missing:
+            found.append(_component(component, components, missing.values()))
+    return tuple(found)
+
+
+def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[CaptureLine]:
+    """A line of the capture report for each optimizer with parameters that nothing saves.
+
+    Args:
+        components: of a run, those of ``parameter_components`` among them.
+    """
+    keys = {each.key for each in components}
+    contained = _Contained(components)
+    for component in _optimizers(components):
+        key = f"{component.key}/{OPTIMIZER_PARAMETERS}"
+        if key in keys:
+            continue
+        named = _parameters_of(component.stateful)
+        lost = getattr(component.stateful, "lost_parameters", dict)()
+        missing = {**({} if named is None else contained.missing(named)), **lost}
+        if missing:
+            names = ", ".join(list(missing)[:3]) + (", .." if len(missing) > 3 else "")
+            reason = f"{len(missing)} trained and in no module of this run ({names})"
+            yield CaptureLine(key, Fidelity.LOST, f"{reason}; move them into the model")
+
+
+def _component(
+    optimizer: StateComponent, components: Sequence[StateComponent], missing: Iterable[Tensor]
+) -> StateComponent:
+    def named() -> Named:
+        return _Contained(components).missing(_parameters_of(optimizer.stateful) or {})
+
+    key = f"{optimizer.key}/{OPTIMIZER_PARAMETERS}"
+    in_parts = optimizer.process_group is not None or any(map(is_sharded, missing))
+    return StateComponent(
+        key,
+        OptimizerParameters(named, key=key),
+        SharingPattern.SHARDED if in_parts else SharingPattern.REPLICATED,
+        process_group=optimizer.process_group,
+        validate=optimizer.validate,
+    )
+
+
+def _optimizers(components: Iterable[StateComponent]) -> Iterator[StateComponent]:
+    for component in components:
+        if component.slot == Slot.OPTIMIZER.value and not isinstance(
+            component.stateful, OptimizerParameters
+        ):
+            yield component
+
+
+def _parameters_of(stateful: Any) -> Named | None:
+    """The parameters of an optimizer by name; None where it does not show them."""
+    own = getattr(stateful, "named_parameters", None)
+    if own is not None:
+        named: Named | None = own()
+        return named
+    groups = getattr(getattr(stateful, "optimizer", stateful), "param_groups", None)
+    if not isinstance(groups, list):
+        return None
+    return {
+        f"group{g}.param{p}": parameter
+        for g, group in enumerate(groups)
+        for p, parameter in enumerate(group["params"])
+    }
+
+
+class _Contained:
+    """The parameters that the components of a run save."""
+
+    def __init__(self, components: Sequence[StateComponent]) -> None:
+        self._components = components
+        self._identities = {
+            id(parameter)
+            for component in components
+            for parameter in _saved_parameters(component.stateful)
+        }
+
+    def missing(self, named: Named) -> Named:
+        """Those of the parameters that no component saves."""
+        missing = {n: p for n, p in named.items() if id(p) not in self._identities}
+        if not missing:
+            return {}
+        # A model's state may be an object of the user's own: then the memory decides.
+        saved = set(self._addresses())
+        return {n: p for n, p in missing.items() if _address(p) not in saved}
+
+    def _addresses(self) -> Iterator[tuple[Any, ...]]:
+        for component in self._components:
+            if component.slot == Slot.MODEL.value and _holder(component.stateful) is None:
+                state = component.stateful.state_dict()
+                for value in state.values() if isinstance(state, Mapping) else ():
+                    if isinstance(value, Tensor) and _address(value) is not None:
+                        yield _address(value)
+
+
+def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
+    """The parameters of a component's module that its ``state_dict`` contains."""
+    holder = _holder(stateful)
+    if holder is None:
+        return
+    module, state = holder
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        if clean_name(module, raw) in state or raw in state:
+            yield parameter
+
+
+def _holder(stateful: Any) -> tuple[nn.Module, Mapping[str, Any]] | None:
+    """The module that a component saves, and its state."""
+    if isinstance(stateful, ObjectState):
+        return _holder(stateful.weights)
+    if isinstance(stateful, ModelState):
+        return stateful.module, stateful.state_dict()
+    return (stateful, stateful.state_dict()) if isinstance(stateful, nn.Module) else None
+
+
+def _address(tensor: Tensor) -> tuple[Any, ...] | None:
+    """The memory of a tensor with elements; two tensors with one address share it."""
+    tensor = local_part(tensor)
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.numel()
