@@ -251,9 +251,9 @@ def test_a_resume_and_a_finished_run_are_one_line_each(
     first.close()
     caplog.clear()
     train(make(tmp_path))
-    assert messages(caplog) == [
-        f"resuming at step 2 from {tmp_path}/step-00000002; saves every 10 min"
-    ]
+    resumed, verdict = messages(caplog)
+    assert resumed == f"resuming at step 2 from {tmp_path}/step-00000002; saves every 10 min"
+    assert verdict.startswith("1 repeated step: ")
     train(make(tmp_path))
     (line,) = messages(caplog)
     assert line.startswith(f"nothing to do, the run finished at step 4 (epochs=1): {tmp_path}")

@@ -102,7 +102,7 @@ def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[Capt
         if key in keys:
             continue
         named = _parameters_of(component.stateful)
-        lost = getattr(component.stateful, "lost_parameters", dict)()
+        lost: Named = getattr(component.stateful, "lost_parameters", dict)()
         missing = {**({} if named is None else contained.missing(named)), **lost}
         if missing:
             names = ", ".join(list(missing)[:3]) + (", .." if len(missing) > 3 else "")
@@ -176,8 +176,9 @@ class _Contained:
             if component.slot == Slot.MODEL.value and _holder(component.stateful) is None:
                 state = component.stateful.state_dict()
                 for value in state.values() if isinstance(state, Mapping) else ():
-                    if isinstance(value, Tensor) and _address(value) is not None:
-                        yield _address(value)
+                    address = _address(value) if isinstance(value, Tensor) else None
+                    if address is not None:
+                        yield address
 
 
 def _saved_parameters(stateful: Any) -> Iterator[Tensor]:

@@ -77,7 +77,7 @@ def has_leftover_gradients(engine: Any) -> bool:
     # deepspeed 0.19 zero/stage_1_and_2.py independent_gradient_partition_epilogue, step; with
     # offload async_accumulate_grad_in_cpu_via_gpu. Otherwise the next backward pass replaces them.
     if zero.cpu_offload:
-        return zero.micro_step_id >= 0
+        return bool(zero.micro_step_id >= 0)
     compact = filter(zero._use_compact_grad_partition_buffer, zero.averaged_gradients)
     kept = [*zero.all_grad_tensors.values(), *map(zero.averaged_gradients.get, compact)]
     return any(gradients is not None for gradients in kept)
