@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from script_judge import ScriptJudge
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
 
@@ -43,3 +44,13 @@ def _an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def judge(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ScriptJudge]:
+    """The judge of the scripts of a file; ``PRELOAD`` as for the kit."""
+    preload = getattr(request.module, "PRELOAD", DEFAULT_PRELOAD)
+    with ScriptJudge(tmp_path_factory.mktemp("scripts"), preload=preload) as judge:
+        yield judge
