@@ -1,0 +1,52 @@
+"""Trains a small GPT at module level: prefetched batches, lr by iteration, the best loss so far.
+
+Nothing is added but the Checkpointer; ``nanogpt.py`` keeps the variables in extras.
+"""
+
+from __future__ import annotations
+
+import torch
+from judged_script import arguments, record
+from nanogpt_parts import LAST_STEP, Decoder, estimate_loss, get_batch, learning_rate, make_data
+from torch.utils.data import DataLoader
+
+from resumekit.adapters.torch import Checkpointer
+
+args = arguments()
+gradient_accumulation_steps = 2
+eval_interval = 4
+
+torch.manual_seed(0)
+data = make_data()
+model = Decoder()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+ckpt = Checkpointer(
+    args.directory, model=model, optimizer=optimizer, save_every=3, strict=args.strict
+)
+
+best_val_loss = 1e9
+num_improved = 0
+X, Y = get_batch(data["train"])
+for iter_num in ckpt.batches(DataLoader(range(LAST_STEP), batch_size=None), steps=LAST_STEP):
+    lr = learning_rate(iter_num)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+    if iter_num % eval_interval == 0:
+        val_loss = estimate_loss(model, data["val"])
+        if val_loss < best_val_loss:
+            best_val_loss = val_loss
+            num_improved += 1
+            if iter_num > 0:
+                torch.save(model.state_dict(), f"{args.directory}-best.pt")
+    used = []
+    for _ in range(gradient_accumulation_steps):
+        loss = model(X, Y) / gradient_accumulation_steps
+        used.append(X)
+        X, Y = get_batch(data["train"])
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state = {"best_val_loss": best_val_loss, "num_improved": num_improved, "X": X, "Y": Y}
+    record(iter_num + 1, loss=loss, optimizers=optimizer, inputs=used, state=state)
+    ckpt.step(loss=loss)

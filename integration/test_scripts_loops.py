@@ -1,0 +1,83 @@
+"""Loops of the user's own whose variables are state: exact with extras, reported without them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from preloads import TORCH
+from script_judge import Script, ScriptJudge
+
+PRELOAD = TORCH
+
+# What the warnings of the bare form must name.
+CARRIED = {
+    "dqn_loop.py": ("obs", "epsilon", "rb", "envs", "target_network"),
+    "nanogpt.py": ("X", "Y", "best_val_loss"),
+    "lstm_language_model.py": ("hidden", "lr", "best_val_loss"),
+}
+# The fields of the records that must differ without them. nanoGPT's X and Y are drawn again by the
+# end of a step; what differs is the input of the step after a resume.
+FIELDS = {
+    "dqn_loop.py": ("obs", "epsilon", "rb", "envs"),
+    "nanogpt.py": ("inputs", "best_val_loss"),
+    "lstm_language_model.py": ("hidden", "lr", "best_val_loss"),
+}
+KILLS = {"dqn_loop.py": (7, 11), "nanogpt.py": (7, 11), "lstm_language_model.py": (8, 17)}
+SCRIPTS = pytest.mark.parametrize("name", list(CARRIED))
+
+
+def given(name: str) -> Script:
+    return Script(name, kills=KILLS[name])
+
+
+def bare(name: str) -> Script:
+    if name == "nanogpt.py":  # a script at module level each
+        return Script("nanogpt_bare.py", kills=KILLS[name])
+    return Script(name, ("--bare",), kills=KILLS[name])
+
+
+@SCRIPTS
+def test_with_its_variables_in_extras_a_script_is_exact(judge: ScriptJudge, name: str) -> None:
+    judge.assert_exact(given(name))
+
+
+@SCRIPTS
+def test_without_the_extras_of_the_checkpoint_it_differs(judge: ScriptJudge, name: str) -> None:
+    judge.assert_differs(given(name), "trained", *FIELDS[name], without="extras")
+
+
+@SCRIPTS
+def test_strict_starts_with_the_variables_in_extras(judge: ScriptJudge, name: str) -> None:
+    run = judge.run_uninterrupted(given(name).with_arguments("--strict")).require_success()
+    assert not run.warnings
+
+
+@SCRIPTS
+def test_with_nothing_added_it_differs(judge: ScriptJudge, name: str) -> None:
+    judge.assert_differs(bare(name), "trained", *FIELDS[name])
+
+
+@SCRIPTS
+def test_with_nothing_added_warnings_name_the_variables(judge: ScriptJudge, name: str) -> None:
+    judge.assert_warns(bare(name), *CARRIED[name])
+
+
+@SCRIPTS
+def test_extras_change_no_bit_of_a_run(judge: ScriptJudge, name: str) -> None:
+    one, other = judge.run_uninterrupted(bare(name)), judge.run_uninterrupted(given(name))
+    fields = ("loss", "trained", "inputs")
+    assert [[r[k] for k in fields] for r in one.records[0].values()] == [
+        [r[k] for k in fields] for r in other.records[0].values()
+    ]
+
+
+@SCRIPTS
+def test_with_nothing_added_strict_names_the_variables_too(judge: ScriptJudge, name: str) -> None:
+    run = judge.run_uninterrupted(bare(name).with_arguments("--strict"))
+    missing = [each for each in CARRIED[name] if not re.search(rf"\b{each}\b", run.outputs[0])]
+    assert not missing, run.outputs[0]
+
+
+def test_a_second_network_that_was_not_given_is_refused_by_strict(judge: ScriptJudge) -> None:
+    judge.assert_strict_refuses(bare("dqn_loop.py"), "target_network")

@@ -1,0 +1,56 @@
+"""Scripts with state in objects of modules, of a LightningModule, and at module level."""
+
+from __future__ import annotations
+
+import pytest
+from preloads import ACCELERATE, LIGHTNING
+from script_judge import USER_STATE, Script, ScriptJudge
+
+PRELOAD = (*LIGHTNING, *ACCELERATE, "resumekit.adapters.torch")
+CASES = pytest.mark.parametrize("case", ["anneal", "roll", "flip", "permute"])
+DQN = Script("dqn_lightning.py")
+EARLY_STOPPING = Script("early_stopping.py")
+
+
+def script(case: str) -> Script:
+    return Script("helper_objects.py", ("--case", case))
+
+
+@CASES
+def test_an_object_in_an_attribute_is_restored(judge: ScriptJudge, case: str) -> None:
+    judge.assert_exact(script(case))
+
+
+@CASES
+def test_without_user_state_it_differs(judge: ScriptJudge, case: str) -> None:
+    judge.assert_differs(script(case), "extra", without=USER_STATE)
+
+
+@CASES
+def test_strict_starts_with_an_object_in_an_attribute(judge: ScriptJudge, case: str) -> None:
+    run = judge.run_uninterrupted(script(case).with_arguments("--strict")).require_success()
+    assert not run.warnings
+
+
+def test_agent_environment_and_replay_buffer_of_a_module_are_restored(judge: ScriptJudge) -> None:
+    judge.assert_exact(DQN)
+
+
+def test_an_agent_that_each_launch_makes_again_differs(judge: ScriptJudge) -> None:
+    judge.assert_differs(DQN.with_arguments("--forget", "yes"), "trained", "agent", "inputs")
+
+
+def test_strict_starts_with_an_agent_in_an_attribute(judge: ScriptJudge) -> None:
+    run = judge.run_uninterrupted(DQN.with_arguments("--strict")).require_success()
+    assert not run.warnings
+
+
+def test_early_stopping_in_extras_is_exact(judge: ScriptJudge) -> None:
+    judge.assert_exact(EARLY_STOPPING)
+    judge.assert_differs(EARLY_STOPPING, "stopper", without="extras")
+
+
+def test_early_stopping_that_was_not_given_differs_and_is_reported(judge: ScriptJudge) -> None:
+    bare = EARLY_STOPPING.with_arguments("--bare")
+    judge.assert_differs(bare, "stopper")
+    judge.assert_warns(bare, "stopper")

@@ -1,0 +1,50 @@
+"""Scripts whose optimizer holds more than the model: parameters and gradients from elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from preloads import SHARDED, TORCH
+from script_judge import Script, ScriptJudge
+
+PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")
+CASES = pytest.mark.parametrize("case", ["temperature", "list", "criterion"])
+TENSOR_PARALLEL = Script("tensor_parallel.py", num_ranks=2)
+
+
+def trained_elsewhere(case: str, optimizer: str = "adamw") -> Script:
+    return Script("trained_elsewhere.py", ("--case", case, "--optimizer", optimizer))
+
+
+@CASES
+def test_parameters_outside_of_the_model_are_restored(judge: ScriptJudge, case: str) -> None:
+    judge.assert_exact(trained_elsewhere(case))
+
+
+@CASES
+def test_without_the_optimizer_they_differ(judge: ScriptJudge, case: str) -> None:
+    # SGD has no moments: nothing but the values is missing.
+    judge.assert_exact(trained_elsewhere(case, "sgd"))
+    judge.assert_differs(trained_elsewhere(case, "sgd"), "others", without="optimizer")
+
+
+@CASES
+def test_strict_starts_with_parameters_outside_of_the_model(judge: ScriptJudge, case: str) -> None:
+    script = trained_elsewhere(case).with_arguments("--strict")
+    assert not judge.run_uninterrupted(script).require_success().warnings
+
+
+def test_gradients_that_add_up_over_all_steps_are_restored(judge: ScriptJudge) -> None:
+    judge.assert_exact(TENSOR_PARALLEL)
+
+
+def test_gradients_that_add_up_are_restored_under_torchrun(judge: ScriptJudge) -> None:
+    judge.assert_exact(Script("tensor_parallel.py", num_ranks=2, kills=(8,), torchrun=True))
+
+
+def test_strict_starts_with_gradients_that_add_up(judge: ScriptJudge) -> None:
+    script = TENSOR_PARALLEL.with_arguments("--strict")
+    assert not judge.run_uninterrupted(script).require_success().warnings
+
+
+def test_without_the_model_tensor_parallel_differs(judge: ScriptJudge) -> None:
+    judge.assert_differs(TENSOR_PARALLEL, without="model")
