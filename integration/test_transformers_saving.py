@@ -49,20 +49,25 @@ END = 2 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize(
-    ("arguments", "steps"),
+    ("arguments", "steps", "words"),
     [
-        ({"save_strategy": "steps", "save_steps": 7}, [7, 14, 21, END]),
-        ({"save_strategy": "steps", "save_steps": 0.25}, [6, 12, 18, END]),
-        ({"save_strategy": "epoch"}, [STEPS_PER_EPOCH, END]),
-        ({"save_strategy": "no"}, [END]),
+        ({"save_strategy": "steps", "save_steps": 7}, [7, 14, 21, END], "every 7 steps"),
+        ({"save_strategy": "steps", "save_steps": 0.25}, [6, 12, 18, END], "every 6 steps"),
+        ({"save_strategy": "epoch"}, [STEPS_PER_EPOCH, END], "at the end of each epoch"),
+        ({"save_strategy": "no"}, [END], "every 10 min"),
     ],
     ids=str,
 )
 def test_it_is_saved_when_the_arguments_say(
-    tmp_path: Path, arguments: dict[str, Any], steps: list[int]
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    steps: list[int],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     trained(tmp_path, {"keep_latest": None}, **arguments)
     assert steps_of(tmp_path) == steps
+    assert f"resumekit: starting in {tmp_path / 'run'}; saves {words}; " in capfd.readouterr().err
 
 
 def test_the_arguments_say_how_many_are_kept_and_which_is_the_best(tmp_path: Path) -> None:

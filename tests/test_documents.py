@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from resumekit.engine.options import OptionKeywords, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -68,3 +71,19 @@ def test_a_command_that_installs_a_checkout_names_the_constraints(document: Path
         for line in block.splitlines():
             if "pip install" in line and " -e " in line:
                 assert "-c constraints.txt" in line, line
+
+
+def test_the_table_of_options_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([^|]*)` \| (.+) \|$", text, re.MULTILINE)
+    default = Options()
+    expected = {item.name: getattr(default, item.name) for item in fields(Options)}
+    shown = {name: value for name, value, _ in rows}
+    assert list(shown) == list(expected)
+    for name, value in expected.items():
+        assert shown[name] == repr(value).replace("'", '"'), name
+    assert all(len(meaning) > 20 for _, _, meaning in rows)
+
+
+def test_the_keywords_of_the_options_are_its_fields() -> None:
+    assert list(OptionKeywords.__annotations__) == [item.name for item in fields(Options)]
