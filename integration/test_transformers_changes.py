@@ -164,6 +164,21 @@ def test_another_learning_rate_is_told_and_the_checkpoints_goes_on(
     assert ignored in capfd.readouterr().err
 
 
+def test_another_data_seed_inside_an_epoch_is_refused_with_the_former_one(tmp_path: Path) -> None:
+    launch(tmp_path, Used(), stop=17, data_seed=4)
+    with pytest.raises(DataPositionError, match="Restore the seed of the sampler, 4, until"):
+        launch(tmp_path, Used(), data_seed=5)
+
+
+def test_another_seed_is_reported_and_the_checkpoints_random_state_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch(tmp_path, Used(), stop=17, data_seed=4, seed=1)
+    launch(tmp_path, Used(), data_seed=4, seed=2)
+    told = "WARNING: seed: was 1, the script says 2, the checkpoint's random state is used"
+    assert told in capfd.readouterr().err
+
+
 def test_another_length_of_the_data_set_is_told_at_the_end_of_an_epoch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

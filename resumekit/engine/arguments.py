@@ -52,7 +52,7 @@ def require_order(first: Any, second: Any, *, call: str) -> None:
     if isinstance(first, (str, os.PathLike)) or first is None:
         name = call.partition("(")[0]
         others = "" if second in (None, "") else f", {type(second).__name__}"
-        found = f"called as {name}({os.fspath(first)!r}{others})" if first else "no argument"
+        found = f"called as {name}({first!s}{others})" if first else "no first argument"
         raise ConfigurationError(name, found=found, expected=call)
 
 

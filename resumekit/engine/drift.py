@@ -17,8 +17,13 @@ _RESTORED = re.compile(
     r"(?P<slot>optimizer)(/[^.]+)?\.param_groups\[\d+\]\.(?!num_parameters)"
     r"|(?P<other>lr_scheduler)(/[^.]+)?\.settings\.(?!.*\.constants\b)"
 )
-# Arguments of a Trainer that only make its optimizer.
-_IN_OPTIMIZER = re.compile(r"callbacks/trainer_state\.(learning_rate|weight_decay)")
+# Settings of a Trainer and of DeepSpeed that only make the optimizer.
+_IN_OPTIMIZER = re.compile(
+    r"callbacks/trainer_state\.(learning_rate|weight_decay)"
+    r"|callbacks/deepspeed\.config\.optimizer\.params\..*"
+)
+# Argument of a Trainer that only begins the random state.
+_SEED = "callbacks/trainer_state.seed"
 
 # What describes the launch, and is no setting of the training.
 _LAUNCH = ("command", "git", "world_size")
@@ -68,19 +73,22 @@ def accept_drift(
 def drift_messages(changed: Iterable[Difference], options: Options) -> DriftMessages:
     """One line for each pair of values, whichever settings have it; each says which one is used."""
     ignored: dict[tuple[str, str], list[str]] = {}
-    versions, used = [], []
+    seeds, versions, used = [], [], []
     for each in changed:
         if each.name.startswith(_VERSIONS):
             versions.append(f"{each.name.removeprefix(_VERSIONS)} was {each.then}, is {each.now}")
         elif re.split(r"[.\[]", each.name, maxsplit=1)[0] in _LAUNCH:
             continue
+        elif each.name == _SEED:
+            used_instead = "the checkpoint's random state is used"
+            seeds.append(f"seed: was {each.then}, the script says {each.now}, {used_instead}")
         elif _is_restored(each.name, options):
             ignored.setdefault((_short(each.then), _short(each.now)), []).append(each.name)
         else:
             before, now = _short(each.then), _short(each.now)
             used.append(f"{each.name}: was {before} in the checkpoint, the script's {now} is used")
     notes = ([f"versions since the checkpoint: {', '.join(versions)}"] if versions else []) + used
-    return DriftMessages(tuple(_ignored(ignored)), tuple(notes))
+    return DriftMessages((*_ignored(ignored), *seeds), tuple(notes))
 
 
 def _ignored(found: dict[tuple[str, str], list[str]]) -> Iterable[str]:
