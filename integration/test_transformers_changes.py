@@ -185,8 +185,8 @@ def test_another_length_of_the_data_set_is_told_at_the_end_of_an_epoch(
     launch(tmp_path, Used(), stop=STEPS_PER_EPOCH + 2)
     used = Used()
     launch(tmp_path, used, num_samples=NUM_BLOCKS - 1)
-    used = f"samples: was {NUM_BLOCKS} in the checkpoint, the script's {NUM_BLOCKS - 1} is used"
-    assert used in capfd.readouterr().err
+    told = f"samples: was {NUM_BLOCKS} in the checkpoint, the script's {NUM_BLOCKS - 1} is used"
+    assert told in capfd.readouterr().err
     assert sum(used.by_epoch[1].values()) == NUM_BLOCKS - 1
 
 

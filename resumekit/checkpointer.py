@@ -53,10 +53,13 @@ class Checkpointer(LoopHost):
         data_parallel_group: the ranks that take different data, this one among them: a process
             group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
             default all ranks; ranks of one tensor-parallel group or pipeline take the same.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.engine.options.Options``, and the table in docs/quickstart.md.
+
+    ``finished`` says why the run is over; ``already_finished`` whether it was when this launch
+    began, so that the loops yield nothing.
 
     Raises:
-        ConfigurationError: an option is wrong.
+        ConfigurationError: an option or another argument is wrong; shows what to write.
         DeclarationError: a component is declared in a way that cannot be right.
     """
 
