@@ -165,7 +165,12 @@ def stock_loop(loaders: Any) -> Callable[[], Any]:
 
 
 def tracked_loop(
-    loaders: Any, options: Mapping[str, Any], stack: contextlib.ExitStack
+    loaders: Any,
+    options: Mapping[str, Any],
+    stack: contextlib.ExitStack,
+    *,
+    loss: Any = None,
+    journal: bool = True,
 ) -> Callable[[], Any]:
     """What asks ours for its next batch and marks a step, as long as the stack is open."""
     model = nn.Linear(1, 1)
@@ -177,11 +182,13 @@ def tracked_loop(
         **{"save_every": 10**9, **options},
     )
     stack.callback(run._run.close)  # and make no save of the end
+    if not journal:
+        run._run.journal.close()
     batches = run.batches(loaders, epochs=1)
 
     def turn() -> None:
         next(batches)
-        run.step()
+        run.step(loss=loss)
 
     return turn
 

@@ -236,9 +236,7 @@ class RunJournal:
                 remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
                 "on_divergence='warn'",
             )
-        logger.warning(
-            "%s%s. The resume was not exact; `resumekit prove` finds the cause", rank, difference
-        )
+        logger.warning("%s%s. The resume was not exact: see `resumekit prove`", rank, difference)
 
     def _log_verdict(self) -> None:
         comparison = self._comparison

@@ -183,7 +183,7 @@ class Comparison:
             return
         obstacle = loss_is_comparable(past.header, self._now)
         if not obstacle:
-            yield LOSS_VALUE, repr(then), repr(now)
+            yield LOSS_VALUE, *_numbers(then, now)
             return
         scale = max(abs(then), abs(now))
         relative = abs(then - now) / scale if math.isfinite(scale) else math.inf
@@ -229,9 +229,15 @@ def _of_random_state(then: Record, now: Record) -> Iterator[tuple[str, str, str]
 def _of_learning_rates(then: Record, now: Record) -> Iterator[tuple[str, str, str]]:
     if then.has & now.has & Has.LR and then.lr_digest != now.lr_digest:
         if then.lr != now.lr:
-            yield LEARNING_RATE, repr(then.lr), repr(now.lr)
+            yield LEARNING_RATE, *_numbers(then.lr, now.lr)
         else:
             yield LEARNING_RATE, "another in a later param group", repr(now.lr)
+
+
+def _numbers(then: float, now: float) -> tuple[str, str]:
+    """Both as short as they differ."""
+    short = f"{then:.6g}", f"{now:.6g}"
+    return short if short[0] != short[1] else (repr(then), repr(now))
 
 
 def _short(digest: int) -> str:
