@@ -109,10 +109,10 @@ def main() -> None:
             "journal",
             heading="What the journal adds to a step",
             before=[
-                "`python benchmarks/journal.py --record`: CPU time of the main process for the",
-                "next batch and, in ours, `step(loss=loss)`, without a save. Three loops in one",
-                f"process, by turns of {BATCHES_PER_TURN} batches; medians of {num_turns} turns, also of",
-                "their differences. Samples are ready and not collated.",
+                "`python benchmarks/journal.py --record`: CPU time of the main process for",
+                "the next batch and, in ours, `step(loss=loss)`, without a save. Three loops in",
+                f"one process, by turns of {BATCHES_PER_TURN} batches; medians of {num_turns}",
+                "turns, also of their differences. Samples are ready and not collated.",
                 f"The aim is to add less than {AIM} microseconds to the stock loop.",
             ],
         )

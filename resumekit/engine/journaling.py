@@ -15,19 +15,25 @@ from resumekit.journal import (
     SAVE,
     Comparison,
     Difference,
+    EarlierUse,
     Has,
     Header,
     JournalFile,
     RandomStates,
     Record,
     SampleIds,
+    Used,
+    UsedHere,
     compared,
+    earlier_use,
     find_attempts,
     learning_rates_digest,
     limit_earlier,
     name_of,
     number_of_attempt,
     plain_rates,
+    sum_over_ranks,
+    worst,
 )
 from resumekit.log import logger
 
@@ -37,6 +43,10 @@ MAX_RANKS = 64
 # those are the steps that the next resume repeats.
 RANDOM_EVERY = 10
 NUM_AFTER_SAVE = 10
+
+
+# Of one rank at a save: its verdict, and the samples that it has used; None without a resume.
+Message = tuple[dict[str, Any], Used] | None
 
 
 class RunJournal:
@@ -72,6 +82,9 @@ class RunJournal:
         self._optimizers: Sequence[Any] = ()
         self._ids = SampleIds()
         self._late = LateLosses()
+        self._used = UsedHere()  # since the attempt began
+        self._earlier = EarlierUse()  # of an attempt of other geometry
+        self._samples: dict[str, Any] = {}  # what their comparison came to
         self._random_until = 0
 
     def note_batch(self, ids: Any, num_samples: int) -> None:
@@ -125,6 +138,7 @@ class RunJournal:
             has,
         )
         ids.clear()
+        self._used.add(record)
         self._write([*self._computed_losses(), record] if self._late else [record])
 
     def _random_digests(self, has: int, step: int) -> tuple[int, int, int, int]:
@@ -134,11 +148,11 @@ class RunJournal:
         has |= Has.RNG if devices is None else Has.RNG | Has.DEVICE_RNG
         return has, self._random.torch(), self._random.host(), devices or 0
 
-    def at_save(self, step: int, micro_step: int) -> dict[str, Any] | None:
+    def at_save(self, step: int, micro_step: int) -> Message:
         """Records the random state at a safe point that saves.
 
         Returns:
-            The verdict on the repeated steps so far; None where nothing was resumed.
+            What the ranks have to agree on, for ``agree``.
 
         Raises:
             DivergenceError: as ``step``.
@@ -156,7 +170,48 @@ class RunJournal:
                 kind=SAVE,
             )
             self._write([*self._computed_losses(), record])
-        return None if self._comparison is None else self._comparison.verdict.as_dict()
+        if self._comparison is None or self._is_off:
+            return None
+        return self._comparison.verdict.as_dict(), self._used.used
+
+    def agree(self, messages: Sequence[Message], first_ranks: Sequence[int]) -> dict[str, Any]:
+        """The verdict of all ranks on the steps that were repeated so far; empty without a resume.
+
+        Args:
+            messages: what ``at_save`` gave on each rank.
+            first_ranks: ranks that take different data, and all data together.
+
+        Raises:
+            DivergenceError: on every rank, as ``step``.
+        """
+        known = [each for each in messages if each is not None]
+        if not known:
+            return {}
+        verdict = worst(verdict for verdict, _ in known)
+        counted = [messages[rank] for rank in first_ranks]
+        total = sum_over_ranks(each[1] for each in counted if each is not None)
+        expected = self._earlier.sums.get(total.num_samples)
+        if None in counted or not total.is_known or expected is None:
+            return {**verdict, **self._samples}
+        if expected == total.ids_sum:
+            self._samples = {"sample_ids": f"identical for {total.num_samples} samples"}
+        elif self._earlier.proves:
+            text = f"the {total.num_samples} samples after step {self._header.resumed_step}"
+            self._earlier = EarlierUse()
+            self._samples = {"verdict": "different", "reason": f"{text} are others"}
+            self._report_samples(text, str(verdict.get("reason", "")))
+        return {**verdict, **self._samples}
+
+    def _report_samples(self, text: str, reason: str) -> None:
+        if self._raises:
+            raise DivergenceError(
+                text,
+                found=f"others than the attempt before used ({reason})",
+                expected="the same, divided otherwise",
+                remedy="Check the sampler, or pass on_divergence='warn'",
+            )
+        if not self._header.rank:
+            logger.warning("%s are others than the attempt before used (%s)", text, reason)
 
     def close(self) -> None:
         """Records the losses that are still to come, logs the verdict, and closes the file."""
@@ -188,6 +243,9 @@ class RunJournal:
             earlier = find_attempts(self._directory, rank=header.rank)
             if header.resumed_step is not None:
                 self._comparison = compared(header, earlier)
+                everyone = find_attempts(self._directory)
+                before = [each for each in everyone if each.header.number < number]
+                self._earlier = earlier_use(header, before)
             limit_earlier(self._directory, header.rank)
             path = self._directory / name_of(number, header.attempt, header.rank)
             self._file = JournalFile(path, header)

@@ -50,7 +50,7 @@ from resumekit.engine.saving import Description, Saver
 from resumekit.engine.selection import BestSelection, best_step
 from resumekit.engine.shares import agreed_shares, described
 from resumekit.engine.sources import Sources
-from resumekit.journal import Header, RandomStates, lineage, worst
+from resumekit.journal import Header, RandomStates, lineage
 from resumekit.layout import Shares
 from resumekit.log import show_messages
 from resumekit.prove.trace import StateEvent, Trace
@@ -397,9 +397,9 @@ class Run:
         call_everywhere(self.world, self.components, "before_save")
         self._replicas.check_before_save()
         assert self._shares is not None
-        verdict = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
-        verdicts = self.counters.fold(self.world, self._shares, verdict)
-        known = [each for each in verdicts if each is not None]
+        message = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
+        messages = self.counters.fold(self.world, self._shares, message)
+        verdict = self.journal.agree(messages, self._shares.first_ranks)
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -412,7 +412,7 @@ class Run:
                 details={
                     **self.account.details(),
                     **described(self._shares),
-                    **({JOURNAL: worst(known)} if known else {}),
+                    **({JOURNAL: verdict} if verdict else {}),
                 },
             )
         )

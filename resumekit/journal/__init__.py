@@ -18,6 +18,7 @@ from resumekit.journal.files import (
 )
 from resumekit.journal.header import Header
 from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
+from resumekit.journal.union import EarlierUse, Used, UsedHere, earlier_use, sum_over_ranks
 from resumekit.journal.verdicts import AttemptVerdict, compared, lineage, verdicts
 
 __all__ = [
@@ -29,14 +30,18 @@ __all__ = [
     "AttemptVerdict",
     "Comparison",
     "Difference",
+    "EarlierUse",
     "Has",
     "Header",
     "JournalFile",
     "RandomStates",
     "Record",
     "SampleIds",
+    "Used",
+    "UsedHere",
     "Verdict",
     "compared",
+    "earlier_use",
     "find_attempts",
     "learning_rates_digest",
     "limit_earlier",
@@ -44,6 +49,7 @@ __all__ = [
     "name_of",
     "number_of_attempt",
     "plain_rates",
+    "sum_over_ranks",
     "verdicts",
     "worst",
 ]

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from resumekit.journal.header import Header, changes, loss_is_comparable, same_device
+from resumekit.journal.header import (
+    Header,
+    changes,
+    loss_is_comparable,
+    same_device,
+)
 from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
 
 Word = Literal["identical", "different", "not comparable", "nothing repeated"]

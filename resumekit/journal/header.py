@@ -10,6 +10,9 @@ from typing import Any
 FORMAT = "resumekit journal"
 FORMAT_VERSION = 1
 
+# Changes that divide the same samples into other steps.
+WORLD_SIZE, GEOMETRY = "world size", "batch geometry"
+
 # The entry of ``Header.code`` that is no source file.
 COMMAND = "command line"
 
@@ -79,14 +82,20 @@ def changes(then: Header, now: Header) -> tuple[str, ...]:
     """What has changed between two attempts so that their steps need not be equal, in words."""
     found = []
     if then.world_size != now.world_size:
-        found.append(f"world size {then.world_size} -> {now.world_size}")
+        found.append(f"{WORLD_SIZE} {then.world_size} -> {now.world_size}")
     if _differ(then.geometry, now.geometry):
-        found.append("batch geometry")
+        found.append(GEOMETRY)
     found += [f"option {name}" for name in _differ(then.options, now.options)]
     if now.excluded:
         found.append(f"{', '.join(now.excluded)} not restored")
     found += [_code_change(name) for name in _differ(then.code, now.code)]
     return tuple(found)
+
+
+def divides_otherwise(then: Header, now: Header) -> bool:
+    """Whether the samples are divided into other steps, and nothing else has changed."""
+    words = changes(then, now)
+    return bool(words) and all(word.startswith((WORLD_SIZE, GEOMETRY)) for word in words)
 
 
 def loss_is_comparable(then: Header, now: Header) -> str:

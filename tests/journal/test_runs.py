@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,27 @@ def test_the_error_does_not_come_after_a_right_resume_nor_after_a_change(tmp_pat
     *_, last = verdicts(tmp_path / "journal")
     assert last.verdict.word == "not comparable"
     assert "batch geometry" in last.verdict.reason
+
+
+def test_after_another_batch_size_the_samples_since_the_checkpoint_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, until=6, save_every=2)
+    geometry: Any = {"batch_size": 8, "allow_changes": {"batch_size"}, "save_every": 1}
+    copy = tmp_path.with_name("copy")
+    for left_out in ("", "data"):
+        shutil.copytree(tmp_path, copy)
+        shutil.rmtree(copy / "step-00000004")
+        if not left_out:
+            train(copy, until=4, keep_latest=None, **geometry)
+            found = details(copy, "step-00000003")["journal"]
+            assert (found["verdict"], found["reason"]) == ("not comparable", "batch geometry")
+            assert found["sample_ids"] == "identical for 8 samples"
+        else:
+            monkeypatch.setenv(INJECT_VARIABLE, left_out)
+            with pytest.raises(DivergenceError, match="the 8 samples after step 2: others than"):
+                train(copy, until=4, on_divergence="raise", **geometry)
+        shutil.rmtree(copy)
 
 
 def test_a_component_that_is_left_out_on_purpose_makes_steps_not_comparable(
