@@ -290,7 +290,7 @@ class RunJournal:
             raise DivergenceError(
                 f"{rank}step {difference.step}: {difference.kind}",
                 found=difference.now,
-                expected=f"{difference.then}, as attempt {difference.attempt} recorded",
+                expected=f"{difference.then}, as {difference.source} had",
                 remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
                 "on_divergence='warn'",
             )

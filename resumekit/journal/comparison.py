@@ -20,7 +20,8 @@ Word = Literal["identical", "different", "not comparable", "nothing repeated"]
 # The worst first: of several ranks' verdicts it counts.
 WORDS: tuple[Word, ...] = ("different", "not comparable", "identical", "nothing repeated")
 
-SAMPLE_IDS, RANDOM_STATE, LEARNING_RATE, LOSS_VALUE = (
+STEP_COUNT, SAMPLE_IDS, RANDOM_STATE, LEARNING_RATE, LOSS_VALUE = (
+    "step count",
     "sample ids",
     "random state",
     "learning rate",
@@ -34,20 +35,21 @@ class Difference:
 
     Args:
         step: the optimizer step.
-        kind: ``"sample ids"``, ``"random state"``, ``"learning rate"`` or ``"loss"``.
+        kind: ``"step count"``, ``"sample ids"``, ``"random state"``, ``"learning rate"`` or
+            ``"loss"``.
         then: what the earlier attempt recorded.
         now: what this attempt found.
-        attempt: the number of the earlier attempt.
+        source: what recorded it: ``"attempt 3"``.
     """
 
     step: int
     kind: str
     then: str
     now: str
-    attempt: int
+    source: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.kind} {self.now}, attempt {self.attempt} had {self.then}"
+        return f"step {self.step}: {self.kind} {self.now}, {self.source} had {self.then}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Comparison:
         self.difference: Difference | None = None
         self.last_step = max(self._past, default=0)
         self._num_steps = 0
+        self._has_begun = False
         self._obstacle = ""
         self._loss_obstacle, self._largest = "", 0.0
         self._losses: dict[int, float] = {}
@@ -148,8 +151,15 @@ class Comparison:
         Returns:
             The first difference of all, when it is found here.
         """
+        if self.difference is not None:
+            return None
+        if record.kind == STEP and not self._has_begun:
+            self._has_begun = True
+            self.difference = self._of_first_step(record)
+            if self.difference is not None:
+                return self.difference
         past = self._past.get(record.step)
-        if past is None or self.difference is not None:
+        if past is None:
             return None
         obstacles = self._changes[past.header.number]
         if record.kind == STEP:
@@ -158,9 +168,19 @@ class Comparison:
             self._obstacle = self._obstacle or ", ".join(obstacles)
             return None
         for kind, then, now in self._differences(past, record):
-            self.difference = Difference(record.step, kind, then, now, past.header.number)
+            source = f"attempt {past.header.number}"
+            self.difference = Difference(record.step, kind, then, now, source)
             return self.difference
         return None
+
+    def _of_first_step(self, record: Record) -> Difference | None:
+        """The step count is the checkpoint's, whatever else has changed since."""
+        before = self._now.resumed_step
+        if before is None or record.step == before + 1 or self._now.excluded:
+            return None
+        return Difference(
+            record.step, STEP_COUNT, str(before), str(record.step - 1), "the checkpoint"
+        )
 
     def _differences(self, past: _Past, now: Record) -> Iterator[tuple[str, str, str]]:
         if now.kind == STEP:

@@ -27,6 +27,13 @@ def record(step: int, **values: Any) -> Record:
 STEPS = [record(step) for step in range(6, 10)]
 
 
+def test_a_step_count_that_does_not_follow_the_checkpoint_is_a_difference() -> None:
+    comparison = compare([record(1)], past=[])
+    assert str(comparison.difference) == "step 1: step count 0, the checkpoint had 5"
+    on_purpose = compare([record(1)], past=[], header=replace(NOW, excluded=("progress",)))
+    assert on_purpose.difference is None
+
+
 def compare(
     now: list[Record], *, then: Header = THEN, header: Header = NOW, past: list[Record] = STEPS
 ) -> Comparison:
@@ -43,7 +50,7 @@ def test_equal_steps_are_identical_and_counted() -> None:
 
 
 def test_without_repeated_steps_nothing_is_repeated() -> None:
-    assert str(compare([record(10)]).verdict) == "nothing repeated"
+    assert str(compare([record(6)], past=[]).verdict) == "nothing repeated"
 
 
 @pytest.mark.parametrize(
