@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,24 +54,11 @@ class RunJournal:
 
     Args:
         directory: the run directory.
-        describe: gives the header of the attempt, its number apart; asked at the first step.
-        optimizers: gives the optimizers whose learning rates are recorded.
         raises: whether a difference ends the run.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        describe: Callable[[], Header],
-        optimizers: Callable[[], Sequence[Any]],
-        random_states: Callable[[], RandomStates],
-        raises: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, *, raises: bool = False) -> None:
         self._directory = directory / DIRECTORY
-        self._describe = describe
-        self._find_optimizers = optimizers
-        self._make_random_states = random_states
         self._raises = raises
         self._file: JournalFile | None = None
         self._is_off = False
@@ -87,12 +74,54 @@ class RunJournal:
         self._samples: dict[str, Any] = {}  # what their comparison came to
         self._random_until = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether ``open`` has not been called yet."""
+        return self._file is None and not self._is_off
+
+    def open(
+        self,
+        step: int,
+        header: Header,
+        *,
+        optimizers: Sequence[Any],
+        random_states: RandomStates,
+    ) -> None:
+        """Makes the file, before the first record; what earlier attempts wrote is read first.
+
+        Args:
+            step: the optimizer step of the first record.
+            header: of the attempt, its number apart.
+            optimizers: those whose learning rates are recorded.
+            random_states: of the generators that the run draws from.
+        """
+        if header.world_size > MAX_RANKS and header.rank:
+            self._is_off = True
+            return
+        self._random, self._optimizers = random_states, optimizers
+        self._random_until = step + NUM_AFTER_SAVE - 1
+        try:
+            self._directory.mkdir(exist_ok=True)
+            number = number_of_attempt(self._directory, header.attempt)
+            self._header = header = replace(header, number=number)
+            earlier = find_attempts(self._directory, rank=header.rank)
+            if header.resumed_step is not None:
+                self._comparison = compared(header, earlier)
+                everyone = find_attempts(self._directory)
+                before = [each for each in everyone if each.header.number < number]
+                self._earlier = earlier_use(header, before)
+            limit_earlier(self._directory, header.rank)
+            path = self._directory / name_of(number, header.attempt, header.rank)
+            self._file = JournalFile(path, header)
+        except OSError as error:
+            self._switch_off(error)
+
     def note_batch(self, ids: Any, num_samples: int) -> None:
         """A batch of the step in progress; the ids are None where the loader has none."""
         self._ids.add(ids, num_samples)
 
     def step(self, step: int, *, epoch: int, samples: int, is_whole: bool, loss: Any) -> None:
-        """Records an optimizer step.
+        """Records an optimizer step; nothing before ``open``.
 
         Args:
             step: the optimizer step.
@@ -105,7 +134,7 @@ class RunJournal:
             DivergenceError: the step is not what an earlier attempt recorded, and a difference is
                 to end the run.
         """
-        if self._is_off or (self._file is None and not self._open(step)):
+        if self._is_off or self._file is None:
             return
         ids, has = self._ids, 0
         if is_whole:
@@ -227,31 +256,6 @@ class RunJournal:
             self._file.close()
 
     # ---------------------------------------------------------------- writing
-
-    def _open(self, step: int) -> bool:
-        """Makes the file, before the first record; what earlier attempts wrote is read first."""
-        header = self._describe()
-        if header.world_size > MAX_RANKS and header.rank:
-            self._is_off = True
-            return False
-        self._random, self._optimizers = self._make_random_states(), self._find_optimizers()
-        self._random_until = step + NUM_AFTER_SAVE - 1
-        try:
-            self._directory.mkdir(exist_ok=True)
-            number = number_of_attempt(self._directory, header.attempt)
-            self._header = header = replace(header, number=number)
-            earlier = find_attempts(self._directory, rank=header.rank)
-            if header.resumed_step is not None:
-                self._comparison = compared(header, earlier)
-                everyone = find_attempts(self._directory)
-                before = [each for each in everyone if each.header.number < number]
-                self._earlier = earlier_use(header, before)
-            limit_earlier(self._directory, header.rank)
-            path = self._directory / name_of(number, header.attempt, header.rank)
-            self._file = JournalFile(path, header)
-        except OSError as error:
-            self._switch_off(error)
-        return self._file is not None
 
     def _write(self, records: Sequence[Record], *, may_raise: bool = True) -> None:
         assert self._file is not None

@@ -100,13 +100,7 @@ class Run:
         self.account.findings.append(lambda: uncaptured_parameters(self.components))
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
-        self.journal = RunJournal(
-            self.directory,
-            describe=self._describe_attempt,
-            optimizers=self._optimizers,
-            random_states=self._random_states,
-            raises=options.on_divergence == "raise",
-        )
+        self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
@@ -449,6 +443,13 @@ class Run:
         """
         assert self._shares is not None
         counters = self.counters
+        if self.journal.is_new:
+            self.journal.open(
+                counters.step,
+                self._describe_attempt(),
+                optimizers=self._optimizers(),
+                random_states=self._random_states(),
+            )
         self.journal.step(
             counters.step,
             epoch=epoch,
