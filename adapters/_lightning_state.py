@@ -14,6 +14,7 @@ from resumekit.capture import (
     gradient_components,
     one_or_named,
     registered_components,
+    require_gradients,
     state_components,
 )
 from resumekit.contract import SharingPattern, StateComponent
@@ -61,5 +62,7 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
         num_ranks=trainer.world_size,
     )
     # Between two steps of one optimizer another one may take some.
-    kept = gradient_components(shared, lambda: True) if keeps_gradients(trainer) else ()
-    return (*shared, *kept, *buckets_of(trainer.model))
+    if not keeps_gradients(trainer):
+        return (*shared, *buckets_of(trainer.model))
+    require_gradients(shared)
+    return (*shared, *gradient_components(shared, lambda: True), *buckets_of(trainer.model))

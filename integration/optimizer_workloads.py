@@ -78,11 +78,15 @@ class Outside:
                 parameter.grad /= dist.get_world_size()
 
 
-@in_a_process_group
-def train(
+def train(directory: str, *, layout: str = "plain", **options: Any) -> None:
+    """Trains; see ``_train`` for the options and the module's docstring."""
+    in_a_process_group(_train)(directory, layout=layout, **options)
+
+
+def _train(
     directory: str,
     *,
-    layout: str = "plain",
+    layout: str,
     where: str = "none",
     clears: str = "bottom",
     clip: bool = False,

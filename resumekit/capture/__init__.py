@@ -41,6 +41,7 @@ from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
     holds_gradients,
+    require_gradients,
 )
 from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
@@ -93,6 +94,7 @@ __all__ = [
     "parameter_names",
     "rank_buffer_components",
     "registered_components",
+    "require_gradients",
     "set_generator_state",
     "state_components",
     "uncaptured_parameters",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from resumekit.capture.gradient_watch import GradientProbe
 from resumekit.capture.names import clean_names
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 
@@ -179,11 +180,18 @@ def _obstacle(module: DistributedDataParallel) -> str:
     if module._comm_hooks:
         return "a communication hook"
     parameters = list(_parameters(module).values())
-    if any(p._post_accumulate_grad_hooks or p._backward_hooks for p in parameters):
+    if any(map(_has_hooks, parameters)):
         return "hooks on the gradients of parameters"
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "sparse gradients"
     return ""
+
+
+def _has_hooks(parameter: Any) -> bool:
+    hooks = (parameter._backward_hooks or {}).values()
+    return bool(parameter._post_accumulate_grad_hooks) or any(
+        not isinstance(hook, GradientProbe) for hook in hooks
+    )
 
 
 def _kept_by_hooks(module: DistributedDataParallel) -> str:

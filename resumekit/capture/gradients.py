@@ -1,8 +1,12 @@
-"""The gradients that an accumulation window has summed up, for a save in the middle of it."""
+"""The gradients that training still needs when a checkpoint is written.
+
+Those that an accumulation window has summed up, for a save in the middle of it; and, at a step
+boundary, those of a loop that adds to them in every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,88 +14,127 @@ from torch import Tensor, nn
 
 from resumekit.capture.buffers import RankBuffers
 from resumekit.capture.gradient_buckets import GradientBuckets
+from resumekit.capture.gradient_watch import GradientWatch
 from resumekit.capture.inplace import fits
-from resumekit.capture.mismatch import Mismatch, describe, refuse
+from resumekit.capture.mismatch import Mismatch, refuse, require_fields
 from resumekit.capture.model import ModelState
 from resumekit.capture.module_attributes import ModuleAttributes
 from resumekit.capture.names import clean_names
+from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.layout import WorldChange
-from resumekit.sharding import is_sharded
+from resumekit.payload import state_digest
+from resumekit.sharding import is_sharded, local_part, sharded_like
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"
 
+# Why a checkpoint has gradients.
+_WINDOW = "window"  # an accumulation window is open
+_CARRIED = "carried"  # a step began with gradients of the one before
+_UNKNOWN = "unknown"  # no step has shown yet whether one does
+_ZEROS = "zeros"  # steps begin with zeros, which are not stored
+
+Named = Mapping[str, Tensor]
+
 
 class AccumulatedGradients:
-    """This rank's ``.grad`` of every parameter of a module, while a window is open.
-
-    Between two windows there is nothing to save: what stands in ``.grad`` then was used.
+    """This rank's ``.grad`` of some parameters, while training still needs them.
 
     Args:
-        module: the module, wrapped or not.
+        named: gives the parameters by wrapper-free name.
         is_within: whether batches were used since the last optimizer step.
         key: the component's key, for errors.
     """
 
-    def __init__(self, module: nn.Module, is_within: Callable[[], bool], *, key: str) -> None:
-        self.module = module
+    def __init__(
+        self, named: Callable[[], Named], is_within: Callable[[], bool], *, key: str
+    ) -> None:
         self.key = key
+        self.watch = GradientWatch(lambda: list(named().values()))
+        self._named = named
         self._is_within = is_within
         self._pending: dict[str, Any] = {}  # to be put back with the random state
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether a checkpoint written now has anything to hold."""
+        return bool(self.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
-        """The live gradients, not copies, by wrapper-free parameter name."""
-        if self._pending or not self._is_within():
+        """The live gradients, not copies, by name, and why they are there; empty without any."""
+        if self._pending:
             return dict(self._pending)
-        live = {name: parameter.grad for name, parameter in self._parameters().items()}
-        return {name: _in_parts(grad) for name, grad in live.items() if grad is not None}
+        live = {n: p.grad for n, p in self._named().items() if p.grad is not None}
+        if not live:
+            return {}
+        parameters = self._named()
+        if self._is_within():
+            reason = _WINDOW
+        elif self.watch.must_save:
+            reason = _CARRIED if self.watch.is_carried else _UNKNOWN
+        elif self.watch.keeps_zeros:
+            return {"reason": _ZEROS, "gradients": dict.fromkeys(live)}
+        else:
+            return {}
+        return {
+            "reason": reason,
+            "gradients": {name: _in_parts(grad, parameters[name]) for name, grad in live.items()},
+        }
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
 
         Raises:
-            StateMismatchError: a gradient of no parameter here, or of another shape.
+            StateMismatchError: a gradient of no parameter here, of another shape, or of another
+                part of a sharded parameter.
         """
-        parameters = self._parameters()
-        problems = [
-            Mismatch(
-                name,
-                f"a gradient of shape {_shape(grad)} in the checkpoint",
-                f"{describe(parameters[name])}, as here" if name in parameters else "a parameter",
-            )
-            for name, grad in state.items()
-            if name not in parameters or _shape(grad) != tuple(parameters[name].shape)
-        ]
-        refuse(self.key, problems, remedy=_REMEDY)
+        if not state:
+            return
+        require_fields(self.key, state, {"reason": str, "gradients": dict})
+        problems = list(self._mismatches(state["gradients"]))
+        if state["reason"] != _UNKNOWN:
+            refuse(self.key, problems, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keeps them until ``put_back_with_random``: code before the next batch may clear them."""
+        """Keeps them until ``put_back_with_random``: code before the next batch may clear them.
+
+        Returns:
+            What was not restored: gradients that do not fit here, if no step needed them yet.
+        """
+        reason = state["reason"] if state else ""
+        if reason != _UNKNOWN:
+            self.watch.inherit(is_carried=reason == _CARRIED, keeps_zeros=reason == _ZEROS)
+        elif any(True for _ in self._mismatches(state["gradients"])):
+            return (f"{self.key}: not restored, because the ranks or the layout changed",)
         self._pending = dict(state)
         return ()
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Nothing: between two windows another number of ranks may take over.
+    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Those that all former ranks have alike.
 
         Raises:
-            StateMismatchError: the checkpoint was written inside a window.
+            StateMismatchError: the former ranks had different ones, in an open window perhaps.
         """
+        first = states[0]
+        if len({state_digest(state) for state in states.values()}) == 1 and not _has_parts(first):
+            return first, ()
+        if {state.get("reason", _UNKNOWN) for state in states.values()} == {_UNKNOWN}:
+            return {}, (f"{self.key}: not restored, because the number of ranks changed",)
         former = change.former_world_size
-        if any(states.values()):
-            raise StateMismatchError(
-                self.key,
-                found=f"the gradients of an accumulation window that {former} ranks have begun, "
-                f"for a job of {change.world_size}",
-                expected=f"{former} ranks until the window is over",
-                remedy=f"Launch with {former} ranks",
-            )
-        return {}, ()
+        raise StateMismatchError(
+            self.key,
+            found=f"gradients that {former} ranks have each summed up, for a job of "
+            f"{change.world_size}",
+            expected=f"{former} ranks",
+            remedy=f"Launch with {former} ranks, or pass exclude={{{self.key!r}}}",
+        )
 
     def start_fresh(self) -> tuple[str, ...]:
-        """A checkpoint that was written between two windows lacks nothing."""
+        """A checkpoint that was written where no gradients were needed lacks nothing."""
         return ()
 
     def put_back_with_random(self) -> None:
@@ -99,23 +142,42 @@ class AccumulatedGradients:
         pending, self._pending = self._pending, {}
         if not pending:
             return
-        for name, parameter in self._parameters().items():
-            saved = pending.get(name)
-            if saved is None:
+        saved = pending["gradients"]
+        for name, parameter in self._named().items():
+            gradient = saved.get(name)
+            if name not in saved:
                 parameter.grad = None
-            elif parameter.grad is not None and fits(parameter.grad, saved):
-                parameter.grad.copy_(saved)
+            elif gradient is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            elif parameter.grad is not None and fits(parameter.grad, gradient):
+                parameter.grad.copy_(gradient)
             else:
-                parameter.grad = _as_gradient(saved, parameter)
+                parameter.grad = _as_gradient(gradient, parameter)
+        self.watch.look()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        parameters = dict(self.module.named_parameters())
-        names = clean_names(self.module, parameters)
-        return {names[raw]: parameter for raw, parameter in parameters.items()}
+    def _mismatches(self, saved: Mapping[str, Any]) -> Iterator[Mismatch]:
+        parameters = self._named()
+        for name, gradient in saved.items():
+            if name not in parameters:
+                yield Mismatch(name, "a gradient in the checkpoint", "a parameter")
+            elif gradient is not None and _place(gradient) != _place_of(parameters[name], gradient):
+                yield Mismatch(
+                    name,
+                    f"a gradient of {_words(_place(gradient))} in the checkpoint",
+                    f"{_words(_place_of(parameters[name], gradient))}, as here",
+                )
 
 
-def _in_parts(gradient: Tensor) -> Any:
-    """The gradient itself, or what a sparse one is made of: an embedding may have such."""
+def _in_parts(gradient: Tensor, parameter: Tensor) -> Any:
+    """The gradient itself, or what a sparse or sharded one is made of; None for zeros."""
+    if _is_zeros_like(gradient, parameter):
+        return None
+    if is_sharded(gradient):
+        return {
+            "local": local_part(gradient),
+            "placements": [str(each) for each in gradient.placements],
+            **_place_of(parameter, None),
+        }
     if gradient.layout != torch.sparse_coo:
         return gradient
     return {
@@ -126,14 +188,48 @@ def _in_parts(gradient: Tensor) -> Any:
     }
 
 
-def _shape(saved: Any) -> tuple[int, ...]:
-    return tuple(saved.shape if isinstance(saved, Tensor) else saved["size"])
+def _is_zeros_like(gradient: Any, parameter: Any) -> bool:
+    """Whether every bit is zero, and ``zeros_like(parameter)`` is this gradient."""
+    local = local_part(gradient)
+    if local.layout != torch.strided or gradient.dtype != parameter.dtype:
+        return False
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        return False
+    return not bool(local.contiguous().view(torch.uint8).any()) if local.dim() else False
 
 
-def _as_gradient(saved: Any, parameter: nn.Parameter) -> Tensor:
+def _has_parts(state: Mapping[str, Any]) -> bool:
+    gradients = state.get("gradients", {}).values()
+    return any(isinstance(each, dict) and "local" in each for each in gradients)
+
+
+def _place(saved: Any) -> dict[str, Any]:
+    """What a saved gradient is a gradient of."""
+    if isinstance(saved, Tensor):
+        return {"size": list(saved.shape)}
+    return {name: saved[name] for name in ("size", "mesh", "coordinate") if name in saved}
+
+
+def _place_of(parameter: Tensor, gradient: Any) -> dict[str, Any]:
+    """The same of a live parameter; the gradient of a DTensor was saved as this rank's part."""
+    size = list(parameter.shape)
+    if not is_sharded(parameter):
+        return {"size": size}
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor's
+    return {"size": size, "mesh": list(mesh.shape), "coordinate": list(mesh.get_coordinate() or ())}
+
+
+def _words(place: Mapping[str, Any]) -> str:
+    where = f" at {place['coordinate']} of the mesh {place['mesh']}" if "mesh" in place else ""
+    return f"shape {tuple(place['size'])}{where}"
+
+
+def _as_gradient(saved: Any, parameter: Tensor) -> Tensor:
     """A copy that lies in memory as torch lays out the gradient of this parameter."""
     if isinstance(saved, Tensor):
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False).copy_(saved)
+    if "local" in saved:
+        return _as_sharded(saved, parameter)
     return torch.sparse_coo_tensor(
         saved["indices"].to(parameter.device, copy=True),
         saved["values"].to(parameter.device, copy=True),
@@ -143,55 +239,108 @@ def _as_gradient(saved: Any, parameter: nn.Parameter) -> Tensor:
     )
 
 
+def _as_sharded(saved: Mapping[str, Any], parameter: Any) -> Tensor:
+    local = saved["local"].to(local_part(parameter).device, copy=True)
+    if saved["placements"] == [str(each) for each in parameter.placements]:
+        made: Tensor = sharded_like(parameter, local)
+        return made
+    # The gradient of a replicated parameter may be a sum that is not reduced yet.
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    known = {str(each): each for each in (*parameter.placements, Partial(), Replicate())}
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        [known[each] for each in saved["placements"]],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def named_parameters(module: nn.Module) -> Callable[[], Named]:
+    """What gives a module's parameters by wrapper-free name."""
+
+    def named() -> Named:
+        parameters = dict(module.named_parameters())
+        names = clean_names(module, parameters)
+        return {names[raw]: parameter for raw, parameter in parameters.items()}
+
+    return named
+
+
 _BESIDE_A_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, ModuleAttributes)
 
 
 def gradient_components(
     components: Iterable[StateComponent], is_within: Callable[[], bool]
 ) -> tuple[StateComponent, ...]:
-    """The gradients of the models among the components, as components: each rank has its own.
+    """The gradients of the parameters among the components, as components: each rank has its own.
 
-    Without an all-reduce inside the window (``no_sync``) every rank sums up other gradients.
+    Without an all-reduce inside the window (``no_sync``) every rank sums up other gradients. Of
+    models that keep their gradients elsewhere there are none, see ``require_gradients``.
 
     Args:
         components: of a run.
         is_within: whether batches were used since the last optimizer step.
+    """
+    found: list[StateComponent] = []
+    for component in components:
+        named = _named_of(component)
+        if named is not None:
+            key = f"{component.key}/{_SUFFIX}"
+            gradients = AccumulatedGradients(named, is_within, key=key)
+            found.append(StateComponent(key, gradients, SharingPattern.PER_RANK, required=False))
+    return tuple(found)
+
+
+def holds_gradients(keys: Iterable[str]) -> frozenset[str]:
+    """The keys of such components among those of a checkpoint."""
+    slots = (Slot.MODEL.value, Slot.OPTIMIZER.value)
+    return frozenset(
+        key for key in keys if key.split("/")[0] in slots and key.endswith(f"/{_SUFFIX}")
+    )
+
+
+def require_gradients(components: Iterable[StateComponent]) -> None:
+    """Returns when the gradients of an open accumulation window can be saved.
 
     Raises:
         ConfigurationError: a model keeps its gradients where they cannot be found.
     """
-    return tuple(
-        _component(component, is_within)
-        for component in components
-        if component.slot == Slot.MODEL.value
-        and not isinstance(component.stateful, _BESIDE_A_MODEL)
-    )
+    for component in components:
+        if component.slot != Slot.MODEL.value or isinstance(component.stateful, _BESIDE_A_MODEL):
+            continue
+        module = _module_of(component)
+        if module is None:
+            raise ConfigurationError(
+                "mid_accumulation",
+                found=f"'gradients', and {component.key} is a {type(component.stateful).__name__}",
+                expected="a model whose gradients stand in the .grad of its parameters",
+                remedy="Leave mid_accumulation at 'boundary'",
+            )
+        if any(map(is_sharded, module.parameters())):
+            # FSDP2 keeps what a window has summed up to itself. torch 2.13
+            # distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.unsharded_accumulated_grad.
+            raise ConfigurationError(
+                "mid_accumulation",
+                found=f"'gradients', and the parameters of {component.key} are sharded",
+                expected="parameters that every rank holds whole",
+                remedy="Leave mid_accumulation at 'boundary'",
+            )
 
 
-def holds_gradients(keys: Iterable[str]) -> bool:
-    """Whether a checkpoint has such components."""
-    return any(key.startswith(f"{Slot.MODEL.value}/") and key.endswith(_SUFFIX) for key in keys)
+def _named_of(component: StateComponent) -> Callable[[], Named] | None:
+    if isinstance(component.stateful, OptimizerParameters):
+        return component.stateful.named
+    if component.slot != Slot.MODEL.value or isinstance(component.stateful, _BESIDE_A_MODEL):
+        return None
+    module = _module_of(component)
+    return None if module is None else named_parameters(module)
 
 
-def _component(component: StateComponent, is_within: Callable[[], bool]) -> StateComponent:
-    stateful, key = component.stateful, f"{component.key}/{_SUFFIX}"
-    # A subclass is a framework's own: it may keep them somewhere else than in `.grad`.
+def _module_of(component: StateComponent) -> nn.Module | None:
+    """The model of a component, unless a framework keeps its gradients elsewhere."""
+    stateful = component.stateful
     module = stateful.module if type(stateful) is ModelState else stateful
-    if not isinstance(module, nn.Module):
-        raise ConfigurationError(
-            "mid_accumulation",
-            found=f"'gradients', and {component.key} is a {type(stateful).__name__}",
-            expected="a model whose gradients stand in the .grad of its parameters",
-            remedy="Leave mid_accumulation at 'boundary'",
-        )
-    if any(map(is_sharded, module.parameters())):
-        # FSDP2 keeps what a window has summed up to itself. torch 2.13
-        # distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.unsharded_accumulated_grad.
-        raise ConfigurationError(
-            "mid_accumulation",
-            found=f"'gradients', and the parameters of {component.key} are sharded",
-            expected="parameters that every rank holds whole",
-            remedy="Leave mid_accumulation at 'boundary'",
-        )
-    gradients = AccumulatedGradients(module, is_within, key=key)
-    return StateComponent(key, gradients, SharingPattern.PER_RANK, required=False)
+    return module if isinstance(module, nn.Module) else None

@@ -40,11 +40,11 @@ class OptimizerParameters:
 
     def __init__(self, named: Callable[[], Named], *, key: str) -> None:
         self.key = key
-        self._named = named
+        self.named = named
 
     def state_dict(self) -> Named:
         """The live values, not copies."""
-        return {name: parameter.detach() for name, parameter in self._named().items()}
+        return {name: parameter.detach() for name, parameter in self.named().items()}
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
@@ -53,7 +53,7 @@ class OptimizerParameters:
             StateMismatchError: a name is missing or unexpected, or a shape or dtype differs.
         """
         saved = {name: describe(value) for name, value in state.items()}
-        live = {name: describe(value) for name, value in self._named().items()}
+        live = {name: describe(value) for name, value in self.named().items()}
         problems = name_mismatches(saved, live)
         problems += [
             Mismatch(name, f"{saved[name]} in the checkpoint", f"{words}, as here")
@@ -68,7 +68,7 @@ class OptimizerParameters:
         Returns:
             What was not restored exactly: nothing.
         """
-        for name, parameter in self._named().items():
+        for name, parameter in self.named().items():
             fill(parameter, state[name])
         return ()
 

@@ -255,6 +255,8 @@ class LoopHost:
         if counters.finished is not None or not (self._unsettled or at_end or finished):
             return
         counters.move_to(*self._place())
+        if self._stepped and self._unsettled:
+            self._run.observe_gradients()
         common = self._hear() if self._may_save() and finished is None else Wishes()
         if finished is not None:
             self._warn_of_metric()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import torch.distributed as dist
 import xxhash
 
 from resumekit.capture import (
+    AccumulatedGradients,
     Extras,
     bucket_components,
     fingerprint,
     gradient_components,
     holds_gradients,
     parameter_components,
+    require_gradients,
     uncaptured_parameters,
 )
 from resumekit.contract import (
@@ -93,6 +95,7 @@ class Run:
         self._groups = groups
         self._data_parallel_group = data_parallel_group
         self._shares: Shares | None = None
+        self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
         self.components = self._with_own(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
@@ -129,14 +132,20 @@ class Run:
         ]
 
     def _with_own(
-        self, components: Sequence[StateComponent], *, gradients: bool = False
+        self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()
     ) -> tuple[StateComponent, ...]:
         given = {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
-        if gradients or self.options.saves_gradients:
-            summed = gradient_components(components, self.counters.is_within_window)
-            added += tuple(each for each in summed if each.key not in given)
+        if self.options.saves_gradients:
+            require_gradients(components)
+        summed = gradient_components([*components, *added], self.counters.is_within_window)
+        self._gradients = tuple(each for each in summed if each.key not in given)
+        added += tuple(
+            each
+            for each in self._gradients
+            if self.options.saves_gradients or each.key in gradients
+        )
         return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
@@ -252,21 +261,30 @@ class Run:
 
     def _add_late_components(self) -> None:
         """Adds the components of state that came into being after the start. Collective."""
-        added: list[StateComponent] = []
+        found: dict[str, StateComponent] = {}
 
-        def find() -> bool:
+        def find() -> list[str]:
             known = {each.key for each in self.components}
-            derived = parameter_components(self.components)
-            added.extend(each for each in derived if each.key not in known)
-            return bool(added)
+            late = [p for p in parameter_components(self.components) if p.key not in known]
+            self._gradients += gradient_components(late, self.counters.is_within_window)
+            found.update({each.key: each for each in (*late, *self._gradients)})
+            needed = (each.key for each in self._gradients if _gradients_of(each).is_needed)
+            return [key for key in (*(each.key for each in late), *needed) if key not in known]
 
-        if any(self.world.everywhere(find)):
+        keys = dict.fromkeys(key for own in self.world.everywhere(find) for key in own)
+        if keys:
             assert self._saver is not None
             parent = self._saver.parent
+            added = [found[key] for key in keys if key in found]
             self.components = check_components([*self.components, *added])
             self.account.components = self.components
             self._begin_saving()
             self._saver.parent = parent
+
+    def observe_gradients(self) -> None:
+        """A step boundary: looks whether the gradients outlive their step."""
+        for each in self._gradients:
+            _gradients_of(each).watch.observe()
 
     def _begin_saving(self) -> None:
         assert self._store is not None
@@ -300,6 +318,9 @@ class Run:
         self.account.tell_changes(changes)
         remarks = loading.load(found, fit.fresh)
         self._parent, self._fresh = found.manifest, tuple(fit.fresh)
+        for each in self._gradients:
+            if self.counters.step and each.key not in found.states:
+                _gradients_of(each).watch.inherit()
         self._replicas.check_after_resume()
         drift = drift_messages(fit.differences, self.options)
         for warning in drift.warnings:
@@ -412,6 +433,8 @@ class Run:
         )
         self.account.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
+        for each in self._gradients:
+            _gradients_of(each).watch.saved()
 
     def close(self) -> None:
         """Gives the directory back."""
@@ -509,6 +532,11 @@ class Run:
         """The best committed checkpoint and the metric's value in it, or None."""
         metric = self.selection.best
         return None if metric is None else best_step(self._store or Store(self.directory), metric)
+
+
+def _gradients_of(component: StateComponent) -> AccumulatedGradients:
+    assert isinstance(component.stateful, AccumulatedGradients)
+    return component.stateful
 
 
 def _comparable(stateful: Any) -> Any:

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resumekit.capture import (
     OptimizerState,
-    gradient_components,
     rank_buffer_components,
+    require_gradients,
     state_components,
 )
 from resumekit.capture.flat import FlatModelState, flat_parts
@@ -240,7 +240,7 @@ def test_settings_that_cannot_be_stored_exactly_are_refused_by_name() -> None:
             FlatOptimizerState(optimizer, {"model": wrapped}).state_dict()
     (component, *_) = state_components(model=wrapped)
     with pytest.raises(ConfigurationError, match="mid_accumulation"):
-        gradient_components([component], lambda: True)
+        require_gradients([component])
 
 
 def test_what_a_forward_pass_left_gathered_is_not_taken_for_what_is_loaded() -> None:

@@ -18,8 +18,8 @@ from resumekit import Checkpointer
 from resumekit.capture import (
     ModelState,
     OptimizerState,
-    gradient_components,
     rank_buffer_components,
+    require_gradients,
     state_components,
 )
 from resumekit.capture.spread import pairs_of
@@ -207,7 +207,7 @@ def test_a_sharded_buffer_belongs_to_the_model_and_not_to_the_rank() -> None:
 def test_gradients_of_sharded_parameters_are_refused_by_name() -> None:
     component = StateComponent("model", ModelState(sharded()), SharingPattern.SHARDED)
     with pytest.raises(ConfigurationError, match="parameters of model are sharded"):
-        gradient_components([component], lambda: True)
+        require_gradients([component])
 
 
 class Own:

@@ -1,0 +1,198 @@
+"""Finds out whether gradients outlive the optimizer step that used them.
+
+A loop that never calls ``zero_grad()`` sums gradients up over all its steps. At a step boundary it
+looks like one that clears them just before its next backward pass. The two differ one step later:
+``zero_grad()`` drops the tensor, and autograd adds to one that is still there. No value is read on
+a device before a checkpoint needs it. See docs/design/0022-gradients-across-steps.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from resumekit.sharding import local_part
+
+# After so many boundaries every parameter is looked at, later some of them in turn.
+_NUM_FULL = 3
+_NUM_SAMPLED = 4
+
+
+class GradientProbe:
+    """Sees ``.grad`` of one parameter just before the first backward pass of a step adds to it.
+
+    It is there for one step after a start, and as long as a loop keeps the tensor that it clears:
+    with ``zero_grad(set_to_none=False)``, or under DDP with ``gradient_as_bucket_view=True``. It
+    goes from parameter to parameter. What it finds stays on the device until it is asked for.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.has_found_tensor = False
+        self._carried: Any = False
+        self._cleared: Any = False
+        self._attach(parameter)
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.was_called:
+            return
+        self.was_called = True
+        now = self._parameter.grad
+        if now is None:
+            self._cleared = True
+            return
+        self.has_found_tensor = True
+        has_values = _any(now)
+        self._carried = has_values | self._carried
+        self._cleared = (self._had_values & ~has_values) | self._cleared
+
+    def next_step(self, parameter: Tensor | None) -> None:
+        """A step boundary; the next backward pass is the first one of a step.
+
+        Args:
+            parameter: the one to look at in it; None for the same.
+        """
+        now = self._parameter.grad
+        if not self.was_called and now is not None and self._had_values is not False:
+            # FSDP2 calls no hook; a step may not use the parameter. The tensor was not replaced.
+            self.has_found_tensor = True
+            self._carried = _any(now) | self._carried
+        self._handle.remove()
+        self._attach(self._parameter if parameter is None else parameter)
+
+    @property
+    def has_found_values(self) -> bool:
+        """Whether a step began with a gradient that was not zero. Waits for the device."""
+        return bool(self._carried)
+
+    @property
+    def has_seen_clearing(self) -> bool:
+        """Whether a gradient with values was gone when a step began. Waits for the device."""
+        return bool(self._cleared)
+
+    def inherit_zeros(self) -> None:
+        """Takes over that the steps before the checkpoint cleared the tensor and kept it."""
+        self.has_found_tensor = self._cleared = True
+
+    def remove(self) -> None:
+        """Takes the hook away."""
+        self._handle.remove()
+
+    def _attach(self, parameter: Tensor) -> None:
+        self._parameter = parameter
+        self.was_called = False
+        grad = parameter.grad
+        self._had_values: Any = False if grad is None else _any(grad)
+        self._handle = parameter.register_hook(self)
+
+
+def _any(gradient: Tensor) -> Tensor:
+    """Whether any element is not zero, on the gradient's device."""
+    values = local_part(gradient).detach()
+    return (values._values() if values.is_sparse else values).any()
+
+
+class GradientWatch:
+    """Whether the gradients of some parameters are state, as far as the steps so far show.
+
+    Args:
+        parameters: gives them; called at the first boundaries and after each checkpoint.
+    """
+
+    def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        self._give = parameters
+        self._parameters: Sequence[Tensor] = ()
+        self._before: list[tuple[Tensor, Any]] = []
+        self._num_boundaries = 0
+        self._num_full = _NUM_FULL
+        self._probe: GradientProbe | None = None
+        self._is_carried = False
+        self._is_known = False  # whether a step was seen that began after another one
+        self._had_zeros = False  # before a resume
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a step began with gradients of the one before. May wait for the device."""
+        if not self._is_carried and self._probe is not None and self._probe.has_found_values:
+            self._set_carried()
+        return self._is_carried
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint at this boundary needs the gradients that are there."""
+        if self.is_carried or not self._is_known:
+            return True
+        return self._probe is not None and not self._probe.has_seen_clearing
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether steps begin with gradients of zeros and not without any."""
+        return self._probe is not None and self._probe.has_found_tensor and not self.must_save
+
+    def inherit(self, *, is_carried: bool = False, keeps_zeros: bool = False) -> None:
+        """Takes over what the steps before the checkpoint have shown."""
+        self._is_known, self._is_carried, self._had_zeros = True, is_carried, keeps_zeros
+
+    def look(self) -> None:
+        """Remembers the gradients with which the next step begins."""
+        if self._num_full > 0 or not self._parameters:
+            self._num_full -= 1
+            self._parameters = self._give()
+            chosen = self._parameters
+        else:
+            first = self._num_boundaries * _NUM_SAMPLED % len(self._parameters)
+            chosen = self._parameters[first : first + _NUM_SAMPLED]
+        there = [(each, each.grad) for each in chosen]
+        self._before = [(each, weakref.ref(grad)) for each, grad in there if grad is not None]
+        self._place_probe()
+
+    def observe(self) -> None:
+        """A step boundary: compares the gradients with those that the step began with."""
+        self._num_boundaries += 1
+        if not self._is_carried:
+            self._compare()
+            self.look()
+
+    def saved(self) -> None:
+        """A checkpoint was written here: the step that begins is looked at in full."""
+        self._num_full = max(self._num_full, 1)
+        if not self._is_carried:
+            self.look()
+
+    def _compare(self) -> None:
+        there = [(each.grad, before()) for each, before in self._before]
+        is_kept = any(now is not None and now is before for now, before in there)
+        probe = self._probe
+        if probe is not None and (is_kept or probe.was_called):
+            self._is_known = True
+            if not is_kept and not probe.has_found_tensor and probe.was_called:
+                self._remove_probe()
+        elif is_kept:
+            # It dropped them so far. Until a step shows what it does now, they are saved.
+            self._is_known = False
+        elif any(now is not None and now.requires_grad for now, _ in there):
+            self._set_carried()  # with create_graph=True autograd adds out of place
+        elif there:
+            self._is_known = True
+            self._remove_probe()
+
+    def _place_probe(self) -> None:
+        trained = [each for each, _ in self._before if each.requires_grad and each.is_leaf]
+        if self._probe is not None:
+            self._probe.next_step(trained[0] if trained else None)
+        elif trained and (self._had_zeros or not self._is_known):
+            self._probe = GradientProbe(min(trained, key=Tensor.numel))
+            if self._had_zeros:
+                self._probe.inherit_zeros()
+            self._had_zeros = False
+
+    def _remove_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.remove()
+            self._probe = None
+
+    def _set_carried(self) -> None:
+        self._is_carried = self._is_known = True
+        self._remove_probe()

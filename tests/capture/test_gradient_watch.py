@@ -1,0 +1,183 @@
+"""Whether gradients outlive their step: what the watch concludes from loops of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resumekit.capture.gradient_watch import GradientWatch
+
+
+def concluded(
+    clear: Callable[[torch.optim.Optimizer], None] | None = None,
+    *,
+    at: str = "top",
+    model: nn.Module | None = None,
+    steps: int = 4,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> list[bool]:
+    """Whether a checkpoint would need gradients, after each step."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)) if model is None else model
+    optim = optimizer(model.parameters(), lr=0.01)
+    watch = GradientWatch(lambda: list(model.parameters()))
+    found = []
+    for _ in range(steps):
+        if at == "top" and clear is not None:
+            clear(optim)
+        loss = model(torch.ones(1, 2)).sum()
+        if at == "before backward" and clear is not None:
+            clear(optim)
+        backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optim.step()
+        watch.observe()
+        found.append(watch.must_save)
+    return found
+
+
+def drop(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def fill_data(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize("at", ["top", "before backward"])
+@pytest.mark.parametrize("clear", [drop, fill, fill_data])
+def test_gradients_that_are_cleared_are_not_needed_after_the_second_step(
+    clear: Any, at: str
+) -> None:
+    assert concluded(clear, at=at) == [True, False, False, False]
+
+
+def test_gradients_that_are_never_cleared_are_needed() -> None:
+    assert concluded() == [True] * 4
+
+
+def with_graph(loss: torch.Tensor) -> None:
+    loss.backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_sums_out_of_place_are_seen_too() -> None:
+    assert concluded(backward=with_graph) == [True] * 4
+    assert concluded(drop, backward=with_graph, steps=2) == [True, False]
+
+
+def test_a_parameter_that_never_has_a_gradient_proves_nothing() -> None:
+    class Dead(nn.Module):
+        """Its smallest parameter has a gradient of zeros."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dead = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch) + 0 * self.dead
+
+    assert concluded(model=Dead()) == [True] * 4
+
+
+def test_one_parameter_that_is_not_cleared_is_enough() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+    def drop_first(optimizer: torch.optim.Optimizer) -> None:
+        model[0].zero_grad()
+
+    def fill_first(optimizer: torch.optim.Optimizer) -> None:
+        model[0].zero_grad(set_to_none=False)
+
+    assert concluded(drop_first, model=model) == [True] * 4
+    assert concluded(fill_first, model=model, steps=8)[-1]
+
+
+def test_a_loop_that_stops_clearing_is_noticed() -> None:
+    calls = iter(range(100))
+
+    def sometimes(optimizer: torch.optim.Optimizer) -> None:
+        if next(calls) < 4:
+            optimizer.zero_grad()
+
+    assert concluded(sometimes, steps=8) == [True, False, False, False, True, True, True, True]
+
+
+def test_ddps_buckets_as_gradients_are_told_from_a_sum(tmp_path: Any) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+
+        def wrapped() -> nn.Module:
+            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+        assert concluded(drop, model=wrapped(), steps=6)[-3:] == [False] * 3
+        assert concluded(model=wrapped(), steps=6)[-3:] == [True] * 3
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_sparse_gradients_are_watched() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 2, sparse=True)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.words(batch.long())
+
+    def loop(clear: Any) -> list[bool]:
+        model, found = Words(), []
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch = GradientWatch(lambda: list(model.parameters()))
+        for _ in range(3):
+            if clear is not None:
+                clear(optim)
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+            watch.observe()
+            found.append(watch.must_save)
+        return found
+
+    assert loop(None) == [True] * 3
+    assert loop(drop) == [True, False, False]
+
+
+def test_an_optimizer_that_calls_a_closure_clears_inside_its_step() -> None:
+    model = nn.Linear(2, 1)
+    optim = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    watch = GradientWatch(lambda: list(model.parameters()))
+
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    found = []
+    for _ in range(3):
+        optim.step(closure)  # type: ignore[arg-type]  # torch wants a float
+        watch.observe()
+        found.append(watch.must_save)
+    assert found == [True, False, False]
+
+
+def test_hooks_stay_only_where_a_loop_keeps_the_tensor_that_it_clears() -> None:
+    for clear, expected in ((drop, 0), (fill, 1)):
+        model = nn.Linear(2, 1)
+        concluded(clear, model=model)
+        hooks = [len(each._backward_hooks or {}) for each in model.parameters()]
+        assert sum(hooks) == expected
