@@ -31,6 +31,7 @@ class GradientProbe:
 
     def __init__(self, parameter: Tensor) -> None:
         self.has_found_tensor = False
+        self.was_called = False
         self._carried: Any = False
         self._cleared: Any = False
         self._attach(parameter)
@@ -85,13 +86,14 @@ class GradientProbe:
         self.was_called = False
         grad = parameter.grad
         self._had_values: Any = False if grad is None else _any(grad)
-        self._handle = parameter.register_hook(self)
+        self._handle = parameter.register_hook(self)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _any(gradient: Tensor) -> Tensor:
     """Whether any element is not zero, on the gradient's device."""
     values = local_part(gradient).detach()
-    return (values._values() if values.is_sparse else values).any()
+    has_values: Tensor = (values._values() if values.is_sparse else values).any()
+    return has_values
 
 
 class GradientWatch:

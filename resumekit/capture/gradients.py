@@ -168,7 +168,7 @@ class AccumulatedGradients:
                 )
 
 
-def _in_parts(gradient: Tensor, parameter: Tensor) -> Any:
+def _in_parts(gradient: Any, parameter: Tensor) -> Any:
     """The gradient itself, or what a sparse or sharded one is made of; None for zeros."""
     if _is_zeros_like(gradient, parameter):
         return None

@@ -275,9 +275,8 @@ class Run:
         if keys:
             assert self._saver is not None
             parent = self._saver.parent
-            added = [found[key] for key in keys if key in found]
-            self.components = check_components([*self.components, *added])
-            self.account.components = self.components
+            added = (found[key] for key in keys if key in found)
+            self.account.components = self.components = check_components([*self.components, *added])
             self._begin_saving()
             self._saver.parent = parent
 
