@@ -49,19 +49,19 @@ class GradientProbe:
         self._carried = has_values | self._carried
         self._cleared = (self._had_values & ~has_values) | self._cleared
 
-    def next_step(self, parameter: Tensor | None) -> None:
-        """A step boundary; the next backward pass is the first one of a step.
-
-        Args:
-            parameter: the one to look at in it; None for the same.
-        """
+    def next_step(self) -> None:
+        """A step boundary; the next backward pass is the first one of a step."""
         now = self._parameter.grad
         if not self.was_called and now is not None and self._had_values is not False:
             # FSDP2 calls no hook; a step may not use the parameter. The tensor was not replaced.
             self.has_found_tensor = True
             self._carried = _any(now) | self._carried
+        self.move(self._parameter)
+
+    def move(self, parameter: Tensor) -> None:
+        """Looks at this parameter in the step that begins."""
         self._handle.remove()
-        self._attach(self._parameter if parameter is None else parameter)
+        self._attach(parameter)
 
     @property
     def has_found_values(self) -> bool:
@@ -155,6 +155,8 @@ class GradientWatch:
         self._num_boundaries += 1
         if not self._is_carried:
             self._compare()
+            if self._probe is not None:
+                self._probe.next_step()
             self.look()
 
     def saved(self) -> None:
@@ -183,7 +185,8 @@ class GradientWatch:
     def _place_probe(self) -> None:
         trained = [each for each, _ in self._before if each.requires_grad and each.is_leaf]
         if self._probe is not None:
-            self._probe.next_step(trained[0] if trained else None)
+            if trained:
+                self._probe.move(trained[0])
         elif trained and (self._had_zeros or not self._is_known):
             self._probe = GradientProbe(min(trained, key=Tensor.numel))
             if self._had_zeros:

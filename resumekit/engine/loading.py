@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resumekit.capture import Difference, differences
+from resumekit.capture import Difference, differences, holds_gradients
 from resumekit.contract import Slot, StateComponent
 from resumekit.data.keys import SEED, check_randomness
 from resumekit.distributed import World
@@ -88,10 +88,14 @@ class Loading:
         return Fit(tuple(changed), not_needed(manifest, others), fresh)
 
     def _empty(self, found: Found) -> frozenset[str]:
-        """The keys of callbacks' states on one side only in which there is nothing. Collective."""
+        """The keys on one side only in which there is nothing. Collective.
+
+        Of callbacks' states, and of gradients that training did not need.
+        """
         live = {each.key: each for each in self.components if each.slot == Slot.CALLBACKS.value}
-        saved = {each.key for each in found.manifest.components}
-        saved = {key for key in saved if key.partition("/")[0] == Slot.CALLBACKS.value}
+        every = {each.key for each in found.manifest.components}
+        saved = {key for key in every if key.partition("/")[0] == Slot.CALLBACKS.value}
+        saved |= holds_gradients(every) - {each.key for each in self.components}
         if saved == live.keys():
             return frozenset()
 

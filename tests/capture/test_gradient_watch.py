@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from resumekit import Checkpointer as BaseCheckpointer
+from resumekit import StateComponent
+from resumekit.adapters.torch import Checkpointer
+from resumekit.capture import ModelState, OptimizerState
 from resumekit.capture.gradient_watch import GradientWatch
 
 
@@ -181,3 +186,30 @@ def test_hooks_stay_only_where_a_loop_keeps_the_tensor_that_it_clears() -> None:
         concluded(clear, model=model)
         hooks = [len(each._backward_hooks or {}) for each in model.parameters()]
         assert sum(hooks) == expected
+
+
+def test_gradients_that_no_step_needed_stop_no_model_that_keeps_them_elsewhere(
+    tmp_path: Path,
+) -> None:
+    class Engine(ModelState):
+        """A framework's own, whose parameters have no ``.grad``."""
+
+    model = nn.Linear(2, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model=model, optimizer=optim, save_every=1) as saver:
+        for batch in saver.batches([torch.ones(1, 2)] * 3, steps=3):
+            optim.zero_grad()
+            model(batch).sum().backward()
+            optim.step()
+            saver.step()
+    other = nn.Linear(2, 1)
+    optimizer = OptimizerState(torch.optim.SGD(other.parameters(), lr=0.1), {"model": other})
+    components = [
+        StateComponent("model", Engine(other)),
+        StateComponent("optimizer", optimizer),
+    ]
+    options = {"exclude": {"model/attributes"}}
+    with BaseCheckpointer(tmp_path, components=components, **options) as loader:
+        report = loader.resume()
+    assert report.resumed
+    assert torch.equal(other.weight, model.weight)
