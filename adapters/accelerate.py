@@ -95,7 +95,7 @@ class Checkpointer(_Checkpointer):
             directory, components=held.components(), extras=extras, generators=generators, **options
         )
         lines = overlooked(variables_of(sys._getframe(1)), held.everything)
-        self._run.account.findings.append(lambda: lines)
+        self._run.account.add_finding(lambda: lines)
         self._steps = StepsTaken(accelerator, held.optimizers)
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to

@@ -95,7 +95,8 @@ class Checkpointer(_Checkpointer):
             [*engines.values(), *schedulers, *averages, *extras.values()],
             remedies=_REMEDIES,
         )
-        self._run.account.findings.extend((lambda: lines, self._leftover_gradients))
+        self._run.account.add_finding(lambda: lines)
+        self._run.account.add_finding(self._leftover_gradients)
 
     def _at_step_boundary(self) -> bool:
         if self._has_counted:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
+from weakref import WeakMethod
 
 from resumekit.contract import (
     Absent,
@@ -22,6 +24,9 @@ from resumekit.engine.options import Options
 from resumekit.log import logger
 from resumekit.storage import Manifest
 
+# Gives lines for state that the run has and no component holds.
+Finding = Callable[[], Iterable[CaptureLine]]
+
 
 class Account:
     """Tells each thing once, and keeps what belongs into every manifest.
@@ -35,8 +40,6 @@ class Account:
         components: of the run.
         start: what the first line says of a run that starts; empty for one that resumes.
         cadence: when it saves, in words.
-        findings: each gives lines for state that the run has and no component holds; called for
-            every report, in the order in which they were added.
     """
 
     def __init__(self, options: Options, world: World, position: DataPosition) -> None:
@@ -46,7 +49,7 @@ class Account:
         self.components: Sequence[StateComponent] = ()
         self.start = ""
         self.cadence = str(parse_cadence(options.save_every))
-        self.findings: list[Callable[[], Iterable[CaptureLine]]] = []
+        self._findings: list[Callable[[], Finding | None]] = []
         self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
@@ -64,6 +67,16 @@ class Account:
         """One line that only DEBUG shows, from rank 0."""
         if self._world.is_first:
             logger.debug("%s", message)
+
+    def add_finding(self, finding: Finding) -> None:
+        """Asks for more lines whenever a report is made, in the order of these calls.
+
+        Args:
+            finding: a function, or a method, whose object is referred to weakly: a run that refers
+                to itself would keep the lock of its directory when it is abandoned.
+        """
+        is_method = isinstance(finding, MethodType)
+        self._findings.append(WeakMethod(finding) if is_method else lambda: finding)
 
     # ---------------------------------------------------------------- how exactly it comes back
 
@@ -120,7 +133,8 @@ class Account:
             before = () if isinstance(present, Absent) else present
             slots[component.slot] = (*before, self._as_it_is(component))
         report = TrainState(**slots).capture_report()
-        found = (line for finding in self.findings for line in finding())
+        findings = filter(None, (each() for each in self._findings))
+        found = (line for finding in findings for line in finding())
         return CaptureReport((*report.lines, *found))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from resumekit.capture import (
     uncaptured_parameters,
 )
 from resumekit.contract import (
+    CaptureLine,
     SharingPattern,
     Slot,
     StateComponent,
@@ -100,7 +101,7 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
-        self.account.findings.append(lambda: uncaptured_parameters(self.components))
+        self.account.add_finding(self._uncaptured_parameters)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
@@ -149,6 +150,9 @@ class Run:
         return check_components([*components, *added, *self._own])
 
     # ---------------------------------------------------------------- the way in
+
+    def _uncaptured_parameters(self) -> Iterable[CaptureLine]:
+        return uncaptured_parameters(self.components)
 
     @property
     def has_resumed(self) -> bool:
