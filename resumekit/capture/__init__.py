@@ -45,7 +45,6 @@ from resumekit.capture.gradients import (
 )
 from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
-from resumekit.capture.library_code import attributes_set_by
 from resumekit.capture.model import ModelState
 from resumekit.capture.module_attributes import ModuleAttributes, attribute_components
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -57,6 +56,7 @@ from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
+from resumekit.capture.user_state import Holder, UserState, attributes_set_by, content_digest
 
 __all__ = [
     "AccumulatedGradients",
@@ -64,6 +64,7 @@ __all__ = [
     "Difference",
     "Extras",
     "HeldState",
+    "Holder",
     "ModelState",
     "ModuleAttributes",
     "ObjectState",
@@ -73,6 +74,7 @@ __all__ = [
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "UserState",
     "attribute_components",
     "attributes_set_by",
     "bucket_components",
@@ -81,6 +83,7 @@ __all__ = [
     "by_key",
     "clean_name",
     "clean_names",
+    "content_digest",
     "ddp_around",
     "differences",
     "fingerprint",

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from resumekit.capture.attribute_values import AttributeValues, tensors_of, without_fractions
 from resumekit.capture.devices import device_of, off_host
 from resumekit.capture.inplace import Restorer
-from resumekit.capture.library_code import attributes_set_by
 from resumekit.capture.mismatch import require_fields
 from resumekit.capture.named import by_key
 from resumekit.capture.names import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.user_state.library_code import attributes_set_by
 from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.layout import WorldChange
 from resumekit.payload import state_digest

@@ -1,0 +1,8 @@
+"""User state: what attributes of modules, callbacks, datasets and other objects hold."""
+
+from resumekit.capture.user_state.content import content_digest
+from resumekit.capture.user_state.library_code import attributes_set_by
+from resumekit.capture.user_state.slots import Holder
+from resumekit.capture.user_state.tracker import UserState
+
+__all__ = ["Holder", "UserState", "attributes_set_by", "content_digest"]

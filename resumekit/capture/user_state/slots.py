@@ -1,0 +1,224 @@
+"""The attributes of one object as slots that can be read and written, without its properties."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from resumekit.capture.names import unwrapped, wrapped_attribute
+from resumekit.capture.user_state.leaves import class_of, slots_of
+
+# torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+# deepspeed 0.19 runtime/zero/parameter_offload.py: what stage 3 notes in every module.
+_OF_ZERO = frozenset(
+    {
+        "_external_params",
+        "_original_parameters",
+        "applied_pre_backward_ref_cnt",
+        "ds_external_parameters",
+        "ds_grads_remaining",
+        "ds_id",
+        "ds_inflight_param_registry",
+        "ds_recompute_parameters",
+    }
+)
+
+# torchmetrics 1.9 metric.py Metric: `_defaults` names what it sums up; the rest follows from that.
+_UPDATES = "_update_count"
+
+# What an object of a class that is derived from a container holds beside its attributes.
+_CONTAINERS = (list, dict, set)
+
+
+class Role(str, Enum):
+    """Where a slot's value is kept."""
+
+    ATTRIBUTE = "attribute"
+    ITEMS = "items"
+    TRAINING = "training"
+    REQUIRES_GRAD = "requires_grad"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    EXTRA_STATE = "extra_state"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """An object whose attributes are user state.
+
+    Args:
+        value: the object.
+        left_out: attributes of library code, or that are saved elsewhere.
+        only: where it is known, which attributes are state.
+        is_component: of a module: a component saves its ``state_dict``; flags, attributes and
+            non-persistent buffers are left.
+        data_only: leave out attributes with plain values only, as the counters of library code.
+        has_generators: False where its random generators are saved elsewhere.
+    """
+
+    value: Any
+    left_out: Collection[str] = ()
+    only: Collection[str] | None = None
+    is_component: bool = False
+    data_only: bool = False
+    has_generators: bool = True
+
+
+class Slot(NamedTuple):
+    """One value of an object.
+
+    Args:
+        owner: the object.
+        role: where the value is kept.
+        name: of the attribute, parameter or buffer; empty where the role says it.
+    """
+
+    owner: Any
+    role: Role
+    name: str
+
+    def get(self) -> Any:
+        """The value. Raises AttributeError or KeyError where there is none."""
+        owner, name = self.owner, self.name
+        if self.role is Role.ATTRIBUTE:
+            attributes = getattr(owner, "__dict__", {})
+            return attributes[name] if name in attributes else object.__getattribute__(owner, name)
+        if self.role is Role.ITEMS:
+            kind = next(each for each in _CONTAINERS if isinstance(owner, each))
+            return kind(owner)
+        if self.role is Role.TRAINING:
+            return owner.training
+        if self.role is Role.REQUIRES_GRAD:
+            return owner._parameters[name].requires_grad
+        if self.role is Role.EXTRA_STATE:
+            return owner.get_extra_state()
+        return (owner._parameters if self.role is Role.PARAMETER else owner._buffers)[name]
+
+    def set(self, value: Any) -> None:
+        """Writes the value; what other code does on assignment is not done."""
+        owner, name = self.owner, self.name
+        if self.role is Role.ATTRIBUTE and name in slots_of(class_of(owner)):
+            object.__setattr__(owner, name, value)
+        elif self.role is Role.ATTRIBUTE:
+            vars(owner)[name] = value
+        elif self.role is Role.ITEMS:
+            _refill(owner, value)
+        elif self.role is Role.TRAINING:
+            owner.training = value
+        elif self.role is Role.REQUIRES_GRAD:
+            # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
+            if owner._parameters[name].requires_grad != value:
+                owner._parameters[name].requires_grad_(value)
+        elif self.role is Role.EXTRA_STATE:
+            owner.set_extra_state(value)
+        else:
+            (owner._parameters if self.role is Role.PARAMETER else owner._buffers)[name] = value
+
+    def label(self, path: str) -> str:
+        """The path of the value, below the path of its owner."""
+        if self.role is Role.ITEMS:
+            return path
+        if self.role is Role.REQUIRES_GRAD:
+            return f"{path}.{self.name}.requires_grad"
+        return f"{path}.{self.name or self.role.value}"
+
+
+def _refill(owner: Any, items: Any) -> None:
+    if isinstance(owner, list):
+        list.__setitem__(owner, slice(None), items)
+    else:
+        kind: Any = dict if isinstance(owner, dict) else set
+        kind.clear(owner)
+        kind.update(owner, items)
+
+
+def may_appear(owner: Any, name: str) -> bool:
+    """Whether a checkpoint may add an attribute of this name to an object that lacks it."""
+    if not name.isidentifier() or (name.startswith("__") and name.endswith("__")):
+        return False
+    if name in slots_of(class_of(owner)):
+        return True
+    own = inspect.getattr_static(type(owner), name, None)
+    is_code = inspect.isroutine(own) or inspect.isclass(own) or inspect.isdatadescriptor(own)
+    if isinstance(owner, nn.Module):
+        is_code = is_code or name in _OF_EVERY_MODULE | set(owner._modules) | set(owner._parameters)
+    return hasattr(owner, "__dict__") and not is_code
+
+
+def slots(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[Slot]:
+    """The slots of an object, submodules excepted.
+
+    Args:
+        owner: the object.
+        holder: the root that it was reached from; its names count for the root itself.
+        in_component: whether a component saves the ``state_dict`` of this module.
+    """
+    if isinstance(owner, nn.Module):
+        yield from _of_module(owner, in_component=in_component)
+        return
+    if isinstance(owner, _CONTAINERS):
+        yield Slot(owner, Role.ITEMS, "")
+    for name in attribute_names(owner):
+        is_root = owner is holder.value
+        is_asked = holder.only is None or name in holder.only
+        if not is_root or (is_asked and name not in holder.left_out):
+            yield Slot(owner, Role.ATTRIBUTE, name)
+
+
+def attribute_names(owner: Any) -> list[str]:
+    """The attributes that an object has now, in ``__dict__`` and in ``__slots__``."""
+    found = list(getattr(owner, "__dict__", ()))
+    kind = class_of(owner)
+    for name in slots_of(kind):
+        descriptor = inspect.getattr_static(kind, name, None)
+        if inspect.ismemberdescriptor(descriptor):
+            try:
+                descriptor.__get__(owner, kind)
+            except AttributeError:
+                continue  # not set yet
+            found.append(name)
+    return found
+
+
+def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
+    yield Slot(module, Role.TRAINING, "")
+    loose = module._non_persistent_buffers_set
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Slot(module, Role.REQUIRES_GRAD, name)
+            if not in_component:
+                yield Slot(module, Role.PARAMETER, name)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and (not in_component or name in loose):
+            yield Slot(module, Role.BUFFER, name)
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if not in_component:  # it says itself which of its attributes are state
+            yield Slot(module, Role.EXTRA_STATE, "")
+        return
+    sums: Any = getattr(module, "_defaults", None)
+    is_metric = sums is not None and hasattr(module, _UPDATES)
+    for name in vars(module):
+        if name in _OF_EVERY_MODULE or name in _OF_ZERO:
+            continue
+        if not is_metric or name in sums or name == _UPDATES:
+            yield Slot(module, Role.ATTRIBUTE, name)
+
+
+def submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The direct submodules without their wrappers, by name."""
+    for name, each in module._modules.items():
+        if each is not None:
+            yield name, unwrapped(each)
+
+
+def without_wrappers(value: Any) -> Any:
+    """A module inside its wrappers; any other object as it is."""
+    is_wrapper = isinstance(value, nn.Module) and wrapped_attribute(value) is not None
+    return unwrapped(value) if is_wrapper else value

@@ -1,0 +1,377 @@
+"""User state of a run as one component: found, compared with what the script made, restored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from resumekit.capture.mismatch import describe, require_fields
+from resumekit.capture.user_state.encoding import Decoder, Encoder, check_nodes
+from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
+from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
+from resumekit.capture.user_state.walk import (
+    Foreign,
+    Scope,
+    Seen,
+    UncapturedError,
+    Walk,
+    walk,
+)
+from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
+from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
+
+_FIELDS = ("slots", "nodes", "first", "lost")
+_NUM_NAMED = 3
+_MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
+
+
+class UserState:
+    """What the attributes of a user's objects hold, where it is not what the script made.
+
+    The state of the objects when this is made is the baseline. At a save, what differs from it is
+    saved; at a resume, the saved values are set, and what only this launch has changed is set back.
+    A plain value whose baseline differs from that of the former launch stays the script's.
+
+    Args:
+        holders: the objects by name; one that needs more than its attributes as a ``Holder``.
+        key: the component's key.
+        foreign: gives what is saved elsewhere, at any time: models, optimizers, parameters.
+        transient: attribute paths that are neither saved nor reported, see ``Options``.
+        limit_bytes: see ``Options.user_state_limit``.
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[str, Any],
+        *,
+        key: str,
+        foreign: Callable[[], Iterable[Any]] = tuple,
+        transient: Collection[str] = (),
+        limit_bytes: int = 256 * 10**6,
+    ) -> None:
+        self.key = key
+        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        self._scope = Scope(foreign, frozenset(transient), limit_bytes)
+        self._pending: Mapping[str, Any] | None = None
+        self._for_save: Walk | None = None
+        self._began = False
+        self._take_baseline()
+
+    def _take_baseline(self) -> None:
+        found = self._walk()
+        self._first = {path: each.digest for path, each in found.seen.items() if _is_known(each)}
+        self._made = {
+            path: copy.deepcopy(each.value)
+            for path, each in found.seen.items()
+            if each.is_plain and _is_small(each.value)
+        }
+        self._known = found.kinds()
+        self._unsaved_from_start = _unsaved(found)
+
+    def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
+        """Takes the run's options, before training begins."""
+        scope = replace(self._scope, transient=frozenset(transient), limit_bytes=limit_bytes)
+        if scope != self._scope:
+            self._scope = scope
+            self._take_baseline()
+
+    def add(self, holders: Mapping[str, Any]) -> None:
+        """More holders, as they are now; state that was loaded for them is restored next."""
+        new = {n: _as_holder(each) for n, each in holders.items() if n not in self._holders}
+        if new:
+            before = dict(self._first), dict(self._made), dict(self._known)
+            self._holders.update(new)
+            self._take_baseline()
+            self._first.update(before[0])
+            self._made.update(before[1])
+            self._known.update(before[2])
+
+    def component(self) -> StateComponent:
+        """This state as a component; each rank has its own."""
+        return StateComponent(self.key, self, SharingPattern.PER_RANK, required=False)
+
+    # ---------------------------------------------------------------- saving
+
+    def before_save(self) -> None:
+        """Looks at the objects once for the whole save."""
+        self._for_save = self._walk()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What differs from the baseline; live tensors, not copies."""
+        if self._pending is not None:
+            return dict(self._pending)
+        found, self._for_save = self._for_save or self._walk(), None
+        encoder, encoded, lost = self._encoded(found)
+        return {
+            "slots": [
+                [found.seen[path].owner, *_place(found.seen[path].slot), value]
+                for path, value in encoded.items()
+            ],
+            "nodes": encoder.nodes,
+            "first": {p: str(self._first[p]) for p in encoded if p in self._made},
+            "lost": sorted(lost),
+        }
+
+    def _encoded(self, found: Walk) -> tuple[Encoder, dict[str, Any], dict[str, str]]:
+        """The values that differ, by path, and why others that differ cannot be saved."""
+        encoder = Encoder(found, self._known, self._foreign())
+        changed = self._changed(found)
+        values: dict[str, Any] = {}
+        lost: dict[str, str] = {}
+        for path in changed:
+            seen = found.seen[path]
+            try:
+                values[path] = encoder.encode(seen, is_known=path in self._first)
+            except UncapturedError as error:
+                lost[path] = str(error)
+        beside = self._owners_of_new_unsaved(found, lost)
+        for path in [each for each in values if found.seen[each].owner in beside]:
+            del values[path]
+            lost[path] = f"changed beside {beside[found.seen[path].owner]}"
+        return encoder, values, lost
+
+    def _changed(self, found: Walk) -> list[str]:
+        """The slots that differ; those of an object that is encoded as a whole are in there."""
+        return [
+            path
+            for path, each in found.seen.items()
+            if _is_known(each)
+            and each.owner in self._known
+            and self._first.get(path, _NOTHING) != each.digest
+        ]
+
+    def _owners_of_new_unsaved(self, found: Walk, lost: Mapping[str, str]) -> dict[str, str]:
+        """Objects that training gave something that cannot be saved, with the path of that.
+
+        A flag or a length beside it may describe what a resumed launch would not have.
+        """
+        paths = [path for path in (*_unsaved(found), *lost) if path in found.seen]
+        new = (path for path in paths if path not in self._unsaved_from_start)
+        return {found.seen[path].owner: path for path in new if path not in self._first}
+
+    def comparable_state(self) -> dict[str, Any]:
+        """The digests of what differs, without floats: some are read from a clock."""
+        changed = self._changed(self._walk())
+        found = walk(self._holders, self._scope, ignore_floats=True)
+        return {path: str(found.seen[path].digest) for path in changed if path in found.seen}
+
+    def findings(self) -> tuple[CaptureLine, ...]:
+        """What the holders have that is not in the checkpoint, by attribute path."""
+        found = self._for_save or self._walk()
+        lines = [_line(path, each) for path, each in found.seen.items() if each.problem]
+        _, _, lost = self._encoded(found)
+        lines += [
+            CaptureLine(path, Fidelity.LOST, f"{reason}; {_remedy(path)}")
+            for path, reason in lost.items()
+        ]
+        return tuple(lines)
+
+    # ---------------------------------------------------------------- restoring
+
+    def check_state_dict(self, state: Any) -> None:
+        """Returns when ``state`` can be kept; changes nothing.
+
+        Raises:
+            StateMismatchError: it is no user state.
+        """
+        require_fields(self.key, state, {"slots": list, "nodes": list, "first": dict, "lost": list})
+        for entry in state["slots"]:
+            is_right = isinstance(entry, list) and len(entry) == 4
+            names = entry[:3] if is_right else [None]
+            if not all(isinstance(each, str) for each in names) or entry[1] not in set(Role):
+                raise StateMismatchError(self.key, found=f"a slot {entry!r:.60}", expected="one")
+        check_nodes(self.key, state["nodes"], [entry[3] for entry in state["slots"]])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Keeps the state until ``restore_now``: objects may make their attributes first.
+
+        Returns:
+            What is not restored.
+        """
+        begun_otherwise = {p for p, d in state["first"].items() if self._differs_at_start(p, d)}
+        slots = [e for e in state["slots"] if _label(e) not in begun_otherwise]
+        self._pending = {**state, "slots": slots}
+        if not begun_otherwise:
+            return ()
+        names = _listed(sorted(begun_otherwise))
+        return (f"initial value changed in the script: {names}; using the script's value",)
+
+    def _differs_at_start(self, path: str, digest: str) -> bool:
+        return path in self._made and str(self._first[path]) != digest
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """A checkpoint that has none was written when nothing had changed."""
+        return ()
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What one former rank had."""
+        return dict(states[change.model_rank]), ()
+
+    def put_back_with_random(self) -> None:
+        """The last moment to restore: the engine sets the RNG state, the first batch follows."""
+        self.restore_now()
+
+    def restore_now(self) -> tuple[str, ...]:
+        """Sets the saved values in the live objects, once; also takes note of what training finds.
+
+        To be called in each launch just before the first batch, when all hooks that make objects
+        have run. Nothing changes when an object that is needed is missing.
+
+        Returns:
+            The paths that were set.
+
+        Raises:
+            StateMismatchError: an object whose state was saved is not there.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None and self._began:
+            return ()
+        found = self._walk()
+        self._began = True
+        self._unsaved_from_start |= _unsaved(found)
+        if pending is None:
+            self._known = {**found.kinds(), **self._known}
+            return ()
+        restored = self._restore(pending, found)
+        self._known = {**found.kinds(), **self._known}
+        return restored
+
+    def _restore(self, saved: Mapping[str, Any], found: Walk) -> tuple[str, ...]:
+        decoder = Decoder(self.key, saved["nodes"], found, self._device())
+        written: list[tuple[Slot, Any]] = []
+        restored: list[str] = []
+        for entry in saved["slots"]:
+            slot = self._slot(entry, found)
+            if slot is None:
+                continue
+            path = _label(entry)
+            present = found.seen.get(path)
+            live = present.value if present is not None else None
+            self._require_compatible(path, entry[3], live, saved["nodes"])
+            written.append((slot, decoder.value(entry[3], live, path)))
+            restored.append(path)
+        kept = {*restored, *saved["lost"], *saved["first"]}
+        for path in self._changed(found):
+            if path in self._made and path not in kept:
+                written.append((found.seen[path].slot, copy.deepcopy(self._made[path])))
+        decoder.run()
+        for slot, value in written:
+            slot.set(value)
+            self._read_back(slot, value)
+        return tuple(restored)
+
+    def _slot(self, entry: Any, found: Walk) -> Slot | None:
+        """The live slot that an entry is for; None where it has gone, or is named no more."""
+        owner_path, role, name, _ = entry
+        owner = found.objects.get(owner_path)
+        if owner is None or self._scope.is_transient(_label(entry)) or is_secret(name, "text"):
+            return None
+        slot = Slot(owner, Role(role), name)
+        if _label(entry) in found.seen:
+            return slot
+        is_allowed = slot.role is Role.ATTRIBUTE and may_appear(owner, name)
+        is_buffer = slot.role is Role.BUFFER and name in getattr(owner, "_buffers", ())
+        return slot if is_allowed or is_buffer else None
+
+    def _require_compatible(
+        self, path: str, encoded: Any, live: Any, nodes: list[list[Any]]
+    ) -> None:
+        kind = kind_of(live)
+        saved = nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
+        needed = {Kind.GENERATOR: "generator", Kind.STATEFUL: "stateful", Kind.MODULE: "object"}
+        is_same = needed.get(kind, saved) == saved
+        if not is_same or (kind is Kind.LEAF and saved not in ("tensor", "live")):
+            raise StateMismatchError(
+                f"{self.key}: {path}",
+                found=describe(live),
+                expected=f"what can hold {saved}, as when the checkpoint was written",
+                remedy="Make it in __init__ or when the training begins",
+            )
+
+    def _read_back(self, slot: Slot, value: Any) -> None:
+        if slot.role in (Role.ITEMS, Role.EXTRA_STATE):
+            return
+        now = slot.get()
+        if now is not value and not (type(now) is type(value) and repr(now) == repr(value)):
+            raise StateMismatchError(
+                f"{self.key}: {slot.name}", found=describe(now), expected=describe(value)
+            )
+
+    # ---------------------------------------------------------------- helpers
+
+    def _walk(self) -> Walk:
+        return walk(self._holders, self._scope)
+
+    def _foreign(self) -> Foreign:
+        return Foreign(self._scope.foreign(), self._holders.values())
+
+    def _device(self) -> torch.device | None:
+        """That of the first parameter or buffer of a model."""
+        given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
+        modules = (each for each in given if isinstance(each, nn.Module))
+        tensors = (t for m in modules for group in (m.parameters(), m.buffers()) for t in group)
+        first = next(tensors, None)
+        return None if first is None else first.device
+
+
+_NOTHING = object()
+
+
+def _as_holder(given: Any) -> Holder:
+    return given if isinstance(given, Holder) else Holder(given)
+
+
+def _is_known(seen: Seen) -> bool:
+    return seen.problem is None and not seen.is_ignored
+
+
+def _is_small(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, dict, set)) or len(value) <= _MAX_COPIED
+
+
+def _unsaved(found: Walk) -> set[str]:
+    """The paths of values that have no visible content."""
+    return {
+        path
+        for path, each in found.seen.items()
+        if each.problem or (not each.is_ignored and kind_of(each.value) is Kind.OPAQUE)
+    }
+
+
+def _place(slot: Slot) -> tuple[str, str]:
+    return slot.role.value, slot.name
+
+
+def _label(entry: Any) -> str:
+    owner, role, name, _ = entry
+    return Slot(None, Role(role), name).label(owner)
+
+
+def _line(path: str, seen: Seen) -> CaptureLine:
+    assert seen.problem is not None
+    reason = seen.problem.reason
+    if seen.problem.num_bytes:
+        reason = f"{seen.problem.num_bytes / 1e6:.0f} MB, {reason}: raise it"
+        return CaptureLine(path, Fidelity.UNKNOWN, f"{reason}, or pass {_transient(path)}")
+    return CaptureLine(path, Fidelity.UNKNOWN, f"{reason}; {_remedy(path)}")
+
+
+def _remedy(path: str) -> str:
+    return f"keep it in an object with state_dict, or pass {_transient(path)}"
+
+
+def _transient(path: str) -> str:
+    return f'transient={{"{path}"}}'
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,482 @@
+"""Walks user state: finds every slot below the holders, and digests what each one holds."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from resumekit.capture.generator import generator_state
+from resumekit.capture.mismatch import class_name
+from resumekit.capture.user_state.leaves import (
+    LIBRARIES,
+    MAPPINGS,
+    SCALARS,
+    SETS,
+    Kind,
+    class_of,
+    is_secret,
+    kind_of,
+    top_package,
+)
+from resumekit.capture.user_state.library_code import attributes_set_by
+from resumekit.capture.user_state.slots import (
+    Holder,
+    Role,
+    Slot,
+    slots,
+    submodules,
+    without_wrappers,
+)
+from resumekit.errors import UnsupportedValueError
+from resumekit.payload.leaves import buffers_of
+from resumekit.sharding import is_sharded
+
+_LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+
+_OBJECT_BYTES = 64  # of a Python object in a container, about
+_MAX_COMPUTED_ELEMENTS = 1 << 16  # larger tensors with a graph are the output of a forward pass
+
+
+class Problem(NamedTuple):
+    """Why the content of a slot cannot be digested.
+
+    Args:
+        reason: what it is, in words.
+        num_bytes: its size, where that is the reason.
+    """
+
+    reason: str
+    num_bytes: int = 0
+
+
+class Seen(NamedTuple):
+    """What a walk found in a slot.
+
+    Args:
+        slot: the slot.
+        owner: the path of its owner.
+        value: what it held.
+        digest: of its content; equal digests, equal content.
+        is_plain: whether it holds builtin values alone.
+        is_ignored: whether it holds what is never entered, or is saved elsewhere.
+        problem: why it has no digest.
+    """
+
+    slot: Slot
+    owner: str
+    value: Any
+    digest: Any
+    is_plain: bool
+    is_ignored: bool
+    problem: Problem | None
+
+
+class OverLimitError(Exception):
+    """More user state than the limit allows."""
+
+
+class UncapturedError(Exception):
+    """A value whose content cannot be read or stored."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is user state and what is not.
+
+    Args:
+        foreign: gives objects that are saved elsewhere: models, optimizers, their parameters. What
+            shares memory with them is left out.
+        transient: attribute paths, or ends of them, that are left out.
+        limit_bytes: of all values together.
+    """
+
+    foreign: Callable[[], Iterable[Any]] = tuple
+    transient: Collection[str] = ()
+    limit_bytes: int = 256 * 10**6
+
+    def is_transient(self, path: str) -> bool:
+        """Whether the user has named this path, its end, or an object above it."""
+        dotted = f".{path.replace('[', '.[')}."
+        return any(f".{name.replace('[', '.[')}." in dotted for name in self.transient)
+
+
+@dataclass
+class Walk:
+    """Everything that one walk found.
+
+    Args:
+        seen: the slots, by path.
+        objects: every object that has slots, by path.
+        paths: the path of each of them, by id.
+    """
+
+    seen: dict[str, Seen] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[int, str] = field(default_factory=dict)
+
+    def kinds(self) -> dict[str, str]:
+        """The class of each object, by path."""
+        return {path: class_name(value) for path, value in self.objects.items()}
+
+    def of(self, owner: str) -> Iterator[Seen]:
+        """The slots of one object."""
+        return (each for each in self.seen.values() if each.owner == owner)
+
+
+def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = False) -> Walk:
+    """Finds and digests the state below some holders; breadth first, so that paths are short.
+
+    Args:
+        holders: the roots, by name.
+        scope: what is left out.
+        ignore_floats: digest each Python float as the same one: some are read from a clock.
+    """
+    return _Walker(holders, scope, ignore_floats=ignore_floats).run()
+
+
+class _Walker:
+    def __init__(self, holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool) -> None:
+        self._scope = scope
+        self._found = Walk()
+        self._foreign = Foreign(scope.foreign(), holders.values())
+        self._waiting: deque[tuple[str, Any, Holder]] = deque()
+        self._content = Content(self, scope.limit_bytes, ignore_floats=ignore_floats)
+        self._holder = Holder(None)
+        for name, holder in holders.items():
+            value = without_wrappers(holder.value)
+            if id(value) not in self._found.paths:
+                self._add(name, value, holder)
+
+    def run(self) -> Walk:
+        while self._waiting:
+            path, value, self._holder = self._waiting.popleft()
+            in_component = id(value) in self._foreign.of_components
+            for slot in slots(value, self._holder, in_component=in_component):
+                if not self._is_bookkeeping(slot):
+                    self._look_at(slot, path)
+            if isinstance(value, nn.Module):
+                for name, each in submodules(value):
+                    self.path_of(each, f"{path}.{name}")
+        return self._found
+
+    def path_of(self, value: Any, path: str) -> str | None:
+        """The path of an object with slots, which is walked later; None where it is left out."""
+        value = without_wrappers(value)
+        known = self._found.paths.get(id(value))
+        if known is not None:
+            return known
+        if id(value) in self._foreign.ids or self._scope.is_transient(path):
+            return None
+        self._add(path, value, self._holder)
+        return path
+
+    def is_foreign(self, value: Any) -> bool:
+        """Whether an object or a tensor is saved elsewhere."""
+        is_tensor = isinstance(value, Tensor)
+        return self._foreign.has_tensor(value) if is_tensor else id(value) in self._foreign.ids
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether the random generators of the holder at hand are state."""
+        return self._holder.has_generators
+
+    def _add(self, path: str, value: Any, holder: Holder) -> None:
+        self._found.paths[id(value)] = path
+        self._found.objects[path] = value
+        self._waiting.append((path, value, holder))
+
+    def _is_bookkeeping(self, slot: Slot) -> bool:
+        """Whether a framework keeps it in the user's modules; its adapter saves what counts."""
+        is_attribute = slot.role is Role.ATTRIBUTE and isinstance(slot.owner, nn.Module)
+        return is_attribute and slot.name in attributes_set_by(_LIGHTNING, type(slot.owner))
+
+    def _is_data_only(self, slot: Slot) -> bool:
+        """Whether plain values are no state: those that library code sets, caches and counters."""
+        kind = class_of(slot.owner)
+        if self._holder.data_only:
+            return True
+        if slot.role is not Role.ATTRIBUTE or isinstance(slot.owner, nn.Module):
+            return False
+        is_derived = top_package(kind) not in LIBRARIES
+        return is_derived and slot.name in attributes_set_by(LIBRARIES, kind)
+
+    def _look_at(self, slot: Slot, owner: str) -> None:
+        path = slot.label(owner)
+        try:
+            value = slot.get()
+        except (AttributeError, KeyError):
+            return
+        if is_secret(slot.name, value) or self._scope.is_transient(path):
+            return
+        content = self._content
+        content.begin()
+        digest: Any = None
+        problem: Problem | None = None
+        if self._is_ignored(slot, value):
+            self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
+            return
+        try:
+            digest = content.digest(value, path)
+        except OverLimitError:
+            problem = Problem("above user_state_limit", size_of(value))
+        except UncapturedError as error:
+            problem = Problem(str(error))
+        if problem or not (content.is_plain and self._is_data_only(slot)):
+            seen = Seen(slot, owner, value, digest, content.is_plain, False, problem)
+            self._found.seen[path] = seen
+
+    def _is_ignored(self, slot: Slot, value: Any) -> bool:
+        if slot.role is Role.PARAMETER and self._foreign.has_tensor(value):
+            return True
+        kind = kind_of(value)
+        if kind is Kind.LEAF or id(value) in self._foreign.ids:
+            return True
+        if kind is Kind.GENERATOR:
+            return not self._holder.has_generators
+        if kind is not Kind.TENSOR:
+            return False
+        is_computed = value.grad_fn is not None and value.numel() > _MAX_COMPUTED_ELEMENTS
+        return is_computed or self._foreign.has_tensor(value)
+
+
+class Foreign:
+    """Objects that are saved elsewhere, and the memory of their tensors.
+
+    Args:
+        given: the objects.
+        holders: the roots; those with ``is_component`` are entered, and their tensors are foreign.
+    """
+
+    def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
+        roots = [each.value for each in holders if each.is_component]
+        self.of_components = {id(m) for root in roots for m in root.modules()}
+        self.ids: set[int] = set()
+        self._memory: set[int] = set()
+        for each in given:
+            if isinstance(each, nn.Module):
+                self.ids.update(map(id, each.modules()))
+                self._memory.update(_address(t) for t in (*each.parameters(), *each.buffers()))
+            elif isinstance(each, Tensor):
+                self._memory.add(_address(each))
+            elif each is not None:
+                self.ids.add(id(each))
+        self.ids -= self.of_components
+        for root in roots:
+            self._memory.update(map(_address, root.parameters()))
+            for module in root.modules():
+                loose = module._non_persistent_buffers_set
+                saved = (b for n, b in module._buffers.items() if b is not None and n not in loose)
+                self._memory.update(map(_address, saved))
+
+    def has_tensor(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of theirs, or begins in the memory of one."""
+        return bool(self._memory) and _address(tensor) in self._memory
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its storage begins; of a tensor without memory of its own, which object it is."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    address = tensor.untyped_storage().data_ptr() if is_plain else 0
+    return address or id(tensor)
+
+
+class Content:
+    """Digests of values, in the order of their elements.
+
+    Args:
+        walker: gives the paths of objects with slots, and says what is foreign.
+        limit_bytes: of all values together.
+        ignore_floats: see ``walk``.
+    """
+
+    def __init__(self, walker: _Walker, limit_bytes: int, *, ignore_floats: bool) -> None:
+        self._walker = walker
+        self._left = limit_bytes
+        self._ignore_floats = ignore_floats
+        self._met: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self.is_plain = True
+
+    def begin(self) -> None:
+        """The next value is that of another slot."""
+        self._met, self._kept, self.is_plain = {}, [], True
+
+    def digest(self, value: Any, path: str) -> Any:
+        """A value that is equal for equal content.
+
+        Raises:
+            OverLimitError: it is larger than what is left of the limit.
+            UncapturedError: a part of it has no visible content.
+        """
+        if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
+            self.is_plain = type(value) in SCALARS
+            if self._ignore_floats and isinstance(value, (float, np.floating)):
+                return "float"
+            return type(value).__name__, repr(value)
+        before = self._left
+        hasher = xxhash.xxh3_128()
+        try:
+            self.feed(hasher, value, path)
+        except OverLimitError:
+            self._left = before
+            raise
+        return hasher.hexdigest()
+
+    def feed(self, hasher: Any, value: Any, path: str) -> None:
+        """Adds the content of a value to a digest."""
+        kind = kind_of(value)
+        if kind is Kind.SCALAR:
+            self._scalar(hasher, value)
+            return
+        hasher.update(_tag(class_of(value)))
+        if kind is Kind.CONTAINER:
+            self._container(hasher, value, path)
+            return
+        self.is_plain = False
+        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT):
+            hasher.update(_identity(kind, value))
+        elif kind is Kind.ITERATOR:
+            raise UncapturedError(f"a {type(value).__name__}, whose position nothing can read")
+        elif not self._is_met(hasher, value):
+            self._data(hasher, kind, value, path)
+
+    def _data(self, hasher: Any, kind: Kind, value: Any, path: str) -> None:
+        if kind is Kind.TENSOR:
+            self._tensor(hasher, value)
+        elif kind is Kind.ARRAY:
+            self._array(hasher, value, path)
+        elif kind is Kind.GENERATOR:
+            if self._walker.has_generators:
+                self.feed(hasher, generator_state(value), path)
+        elif kind is Kind.STATEFUL:
+            if not self._walker.is_foreign(value):
+                self.feed(hasher, value.state_dict(), path)
+        else:
+            hasher.update(str(self._walker.path_of(value, path)).encode())
+
+    def _scalar(self, hasher: Any, value: Any) -> None:
+        kind = class_of(value)
+        if kind is float:
+            hasher.update(b"f" if self._ignore_floats else struct.pack("<cd", b"f", value))
+            self._spend(_OBJECT_BYTES)
+            return
+        self.is_plain = self.is_plain and kind in SCALARS
+        if kind is bytes:
+            text = value
+        elif kind is str:
+            text = value.encode("utf-8", "surrogatepass")
+        elif self._ignore_floats and isinstance(value, np.floating):
+            text = b""
+        else:
+            text = repr(value).encode()
+        self._spend(_OBJECT_BYTES + len(text))
+        hasher.update(_tag(kind) + struct.pack("<q", len(text)) + text)
+
+    def _container(self, hasher: Any, value: Any, path: str) -> None:
+        kind = type(value)
+        self._spend(_OBJECT_BYTES)
+        if not isinstance(value, tuple) and self._is_met(hasher, value):
+            return
+        hasher.update(struct.pack("<q", len(value)))
+        if kind in SETS:
+            self._set(hasher, value)
+        elif kind in MAPPINGS:
+            hasher.update(repr(getattr(value, "default_factory", None)).encode())
+            for key, each in value.items():
+                self.feed(hasher, key, path)
+                self.feed(hasher, each, f"{path}[{key!r}]")
+        elif not self._numbers(hasher, value):
+            if kind is deque:
+                hasher.update(repr(value.maxlen).encode())
+            for index, each in enumerate(value):
+                self.feed(hasher, each, f"{path}[{index}]")
+
+    def _numbers(self, hasher: Any, value: Any) -> bool:
+        """A long sequence of floats at once."""
+        if len(value) < 64 or self._ignore_floats or set(map(type, value)) != {float}:
+            return False
+        self._spend(_OBJECT_BYTES * len(value))
+        hasher.update(b"floats")
+        hasher.update(np.array(value, "<f8"))
+        return True
+
+    def _set(self, hasher: Any, value: Any) -> None:
+        if not all(kind_of(each) is Kind.SCALAR for each in value):
+            raise UncapturedError("a set of objects")
+        for text in sorted(f"{type(each).__name__} {each!r}" for each in value):
+            self._spend(_OBJECT_BYTES)
+            hasher.update(text.encode("utf-8", "surrogatepass"))
+
+    def _tensor(self, hasher: Any, value: Tensor) -> None:
+        if self._walker.is_foreign(value):
+            return
+        self._spend(value.nbytes)
+        hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
+        try:
+            for piece in buffers_of(value.detach()):
+                hasher.update(piece)
+        except (RuntimeError, KeyError, UnsupportedValueError) as error:
+            raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
+
+    def _array(self, hasher: Any, value: Any, path: str) -> None:
+        self._spend(value.nbytes)
+        hasher.update(f"{value.dtype}{value.shape}".encode())
+        if value.dtype.hasobject:
+            self.feed(hasher, value.tolist(), path)
+            return
+        for piece in buffers_of(value):
+            hasher.update(piece)
+
+    def _is_met(self, hasher: Any, value: Any) -> bool:
+        """Whether a cycle or an alias leads to an object that was digested before."""
+        number = self._met.setdefault(id(value), len(self._met))
+        if number < len(self._kept):
+            hasher.update(b"@" + struct.pack("<q", number))
+            return True
+        self._kept.append(value)  # its id stays its own
+        return False
+
+    def _spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise OverLimitError
+
+
+@cache
+def _tag(kind: type) -> bytes:
+    return f"<{kind.__module__}.{kind.__qualname__}>".encode()
+
+
+def _identity(kind: Kind, value: Any) -> bytes:
+    if kind is Kind.CONSTANT:
+        return repr(value).encode()
+    return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
+
+
+def size_of(value: Any) -> int:
+    """The bytes of a value, about: of its tensors and arrays, and of what containers hold."""
+    if isinstance(value, Tensor):
+        return 0 if is_sharded(value) else int(value.nbytes)
+    if isinstance(value, (np.ndarray, bytes, str)):
+        return int(getattr(value, "nbytes", len(value)))
+    total, waiting, met = 0, [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in met or len(met) > 10**6:
+            continue
+        met.add(id(each))
+        if isinstance(each, (Tensor, np.ndarray, bytes, str)):
+            total += size_of(each)
+        elif kind_of(each) is Kind.CONTAINER:
+            waiting += [*each.values()] if isinstance(each, dict) else list(each)
+        total += _OBJECT_BYTES
+    return total
