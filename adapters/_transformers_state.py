@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from resumekit import Progress
@@ -15,23 +14,14 @@ from resumekit.adapters._transformers_arguments import (
     saves_by_itself,
 )
 from resumekit.adapters._transformers_files import with_files
-from resumekit.adapters._transformers_own import objects_called
-from resumekit.adapters._transformers_settings import ChangedSettings
 from resumekit.adapters._transformers_trl import (
     SUMS_OF_TRL,
     lost_of_trl,
     trl_components,
     without_times,
 )
-from resumekit.capture import (
-    AttributeState,
-    HeldState,
-    PlainValues,
-    attributes_set_by,
-    buckets_of,
-    by_class_and_ordinal,
-)
-from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent, Stateful
+from resumekit.capture import AttributeState, UserState, buckets_of, by_class_and_ordinal
+from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.layout import WorldChange
 
@@ -49,14 +39,6 @@ STATE = (
 
 # transformers 5.23 trainer.py _run_epoch: what is summed up between two lines of the log.
 SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-
-# What their Trainers keep between two steps is known by name, or told to be unknown.
-_OF_TRAINERS = frozenset({"transformers", "trl"})
-
-# Whose objects count nothing that would have to be saved beside what is.
-_LIBRARIES = frozenset(
-    {"transformers", "trl", "peft", "torch", "datasets", "accelerate", "resumekit", "builtins"}
-)
 
 # transformers 5.23 trainer_utils.py speed_metrics, trainer.py evaluation_loop: these are read from
 # a clock. The last is TRL's.
@@ -78,7 +60,6 @@ _SETTINGS = (
 _CALLBACKS = Slot.CALLBACKS.value
 _OWN = SharingPattern.PER_RANK  # each rank sums up its own losses
 _TRAINER = "the Trainer"  # whose own loop alone needs it
-_OF_THE_CLASS = "trainer"  # what a class derived from it holds
 
 
 class _OfTheJob(AttributeState):
@@ -154,15 +135,10 @@ class _TrainerState(_OfTheJob):
         return state
 
 
-def changed_settings(trainer: Any) -> ChangedSettings:
-    """What callbacks will have changed in the Trainer's arguments, from now on."""
-    return ChangedSettings(trainer, key=f"{_CALLBACKS}/settings")
-
-
 def trainer_components(
     trainer: Any,
-    held: HeldState,
-    settings: ChangedSettings,
+    attributes: UserState,
+    settings: UserState,
     progress: Callable[[], Progress],
     *,
     ema: Any,
@@ -171,8 +147,8 @@ def trainer_components(
 
     Args:
         trainer: the ``transformers.Trainer``, prepared for training.
-        held: what the other callbacks hold.
-        settings: what callbacks changed in the arguments.
+        attributes: of the other callbacks, the Trainer's class and what it calls.
+        settings: the arguments that callbacks change.
         progress: tells where the run is.
         ema: averaged models that the user gave.
     """
@@ -197,7 +173,7 @@ def trainer_components(
         StateComponent(sums.key, sums, _OWN, fidelity=fidelity, reason=reason, framework=_TRAINER),
         *trl_components(trainer, key=f"{_CALLBACKS}/generated", framework=_TRAINER),
         *_exported(callbacks),
-        StateComponent(held.key, held, _OWN, required=False),
+        attributes.component(),
         StateComponent(settings.key, settings, _OWN, required=False, framework=_TRAINER),
     )
 
@@ -209,75 +185,6 @@ def _exported(callbacks: Iterable[Any]) -> Iterator[StateComponent]:
         state = _OfTheJob(callback, callback.state()["attributes"], key=f"{_CALLBACKS}/{name}")
         framework = _TRAINER if type(callback).__module__.startswith("transformers.") else ""
         yield StateComponent(state.key, state, _OWN, required=False, framework=framework)
-
-
-def held_by_user_code(trainer: Any, *, besides: Any, others: Iterable[Any]) -> HeldState:
-    """What the Trainer's other callbacks hold, and a class derived from it, from now on.
-
-    Args:
-        trainer: the ``transformers.Trainer``.
-        besides: the callback that is not asked.
-        others: what else is saved already.
-    """
-    callbacks = [each for each in trainer.callback_handler.callbacks if each is not besides]
-
-    def foreign() -> list[Any]:
-        optimizer = trainer.optimizer
-        own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
-        return [*own, getattr(optimizer, "optimizer", None), trainer.accelerator.scaler, *others]
-
-    called = objects_called(trainer)
-    return HeldState(
-        {**by_class_and_ordinal(callbacks), **called, _OF_THE_CLASS: trainer},
-        key=f"{_CALLBACKS}/attributes",
-        foreign=foreign,
-        left_out={
-            **dict.fromkeys(called, frozenset()),
-            _OF_THE_CLASS: _set_by_libraries(trainer),
-        },
-    )
-
-
-def counted_by_user_code(trainer: Any, *, extras: Mapping[str, Any]) -> PlainValues:
-    """The plain values of all code of the user's that the Trainer holds: what nobody saves yet.
-
-    Args:
-        trainer: the ``transformers.Trainer``.
-        extras: the user's own values, which are saved.
-    """
-    named = by_class_and_ordinal(trainer.callback_handler.callbacks)
-    holders = {name: each for name, each in named.items() if not isinstance(each, ExportableState)}
-    given = ("train_dataset", "data_collator")
-    holders |= {_OF_THE_CLASS: trainer} | {name: getattr(trainer, name) for name in given}
-    holders |= objects_called(trainer)
-    holders = {name: each for name, each in holders.items() if not isinstance(each, Stateful)}
-    return PlainValues(
-        {name: each for name, each in holders.items() if _is_of_user(each)},
-        left_out={_OF_THE_CLASS: _set_by_libraries(trainer), "train_dataset": _EPOCH},
-        known=(extras, *extras.values()),
-    )
-
-
-# A data set is told its epoch, and so need not keep it.
-_EPOCH = frozenset({"epoch", "_epoch"})
-
-
-def _is_of_user(holder: Any) -> bool:
-    """A Trainer always may: what its libraries set is left out by name."""
-    library = type(holder).__module__.partition(".")[0]
-    return isinstance(holder, Trainer) or library not in _LIBRARIES
-
-
-def _set_by_libraries(trainer: Any) -> frozenset[str]:
-    """The attributes of a Trainer that are not a derived class's own."""
-    return attributes_set_by(_OF_TRAINERS, type(trainer))
-
-
-def not_saved(counted: PlainValues, held: HeldState) -> str:
-    """What to tell of plain values that changed since the last call, and are in no checkpoint."""
-    places = "the callback, of what the Trainer calls or of your Trainer"
-    remedy = f"keep it in extras=, or in state_dict() and load_state_dict() of {places}"
-    return counted.remark(saved=held.names, remedy=remedy)
 
 
 def _fidelity(trainer: Any) -> tuple[Fidelity, str]:

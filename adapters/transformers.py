@@ -36,19 +36,13 @@ from resumekit.adapters._transformers_arguments import (
 )
 from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
 from resumekit.adapters._transformers_plan import Counts, Plan
-from resumekit.adapters._transformers_state import (
-    changed_settings,
-    counted_by_user_code,
-    held_by_user_code,
-    not_saved,
-    trainer_components,
-)
+from resumekit.adapters._transformers_state import trainer_components
+from resumekit.adapters._transformers_user_state import changed_settings, user_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.adapters._transformers_settings import ChangedSettings
-    from resumekit.capture import HeldState, PlainValues
+    from resumekit.capture import UserState
     from resumekit.contract import StateComponent
     from resumekit.engine.options import OptionKeywords
 
@@ -93,10 +87,10 @@ class ResumeCallback(TrainerCallback):
         self._directory = run_directory(directory)
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
         self._extras = checked_extras(extras)
-        self._not_held = [*averages, *self._extras.values()]
-        self._held: HeldState
-        self._settings: ChangedSettings
-        self._counted: PlainValues
+        self._saved_elsewhere = [*averages, self._extras, *self._extras.values()]
+        self._user_state: UserState
+        self._settings: UserState
+        self._options = whole
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             self._directory,
             components=lambda: self._components(ema),
@@ -110,7 +104,7 @@ class ResumeCallback(TrainerCallback):
         self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
-        self._num_epochs = self._num_steps = 0
+        self._num_epochs = 0
         self._in_training = False
         self.attach(trainer)
 
@@ -171,7 +165,7 @@ class ResumeCallback(TrainerCallback):
     def _components(self, ema: Any) -> tuple[StateComponent, ...]:
         """All that makes up the run, when the Trainer has prepared it."""
         return trainer_components(
-            self._trainer, self._held, self._settings, lambda: self._loop.progress, ema=ema
+            self._trainer, self._user_state, self._settings, lambda: self._loop.progress, ema=ema
         )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
@@ -207,9 +201,15 @@ class ResumeCallback(TrainerCallback):
         # The others are to see what was restored, so it comes first.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
-        self._held = held_by_user_code(self._trainer, besides=self, others=self._not_held)
+        self._user_state = user_state(
+            self._trainer,
+            without=self,
+            others=self._saved_elsewhere,
+            transient=self._options.transient,
+            limit_bytes=self._options.user_state_limit,
+        )
         self._settings = changed_settings(self._trainer)
-        self._in_training, self._num_steps = False, 0
+        self._in_training = False
         if self._loop.finished:
             return num_train_epochs, 0
         return self._plan.epoch, self._plan.batches_to_skip
@@ -227,11 +227,11 @@ class ResumeCallback(TrainerCallback):
         """The first epoch of this launch; each later one begins when the former is over."""
         if not self._in_training:
             # Every callback has begun, and made what it keeps.
-            self._held.put_back()
-            self._counted = counted_by_user_code(self._trainer, extras=self._extras)
-            other = self._settings.put_back()
-            if other and state.is_world_process_zero:
-                logger.info("%s", other)
+            self._user_state.restore_now()
+            changed = self._settings.restore_now()
+            if changed and state.is_world_process_zero:
+                values = ", ".join(changed)
+                logger.info("%s: changed in training; using the checkpoint's values", values)
             self._loop.next_epoch()
             self._in_training = True
 
@@ -250,7 +250,6 @@ class ResumeCallback(TrainerCallback):
             **(self._plan.epoch_under_way if continued else {}),
         }
         run(**{**rest, **resumed}, epoch=epoch)
-        self._tell_what_is_not_saved()
         state = self._trainer.state
         if state.global_step >= state.max_steps:
             self._loop.finish(f"steps={state.max_steps}")
@@ -260,21 +259,13 @@ class ResumeCallback(TrainerCallback):
             self._loop.next_epoch()
         self._best.point()
 
-    def _tell_what_is_not_saved(self) -> None:
-        lost = not_saved(self._counted, self._held)
-        if lost and self._trainer.is_world_process_zero():
-            logger.warning("%s", lost)
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The step before is settled."""
         self._best.point()
-        if self._num_steps == 1:
-            self._tell_what_is_not_saved()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
         self._checkpointer.step(loss=self._trainer._tr_loss)
-        self._num_steps += 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""

@@ -10,6 +10,8 @@ back exactly, in words; it is empty when all did. Some have more:
 - ``after_resume()``: called on every rank when all components are loaded; may be collective; gives
   remarks;
 - ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
+- ``configure(transient, limit_bytes)``: takes the options for user state, before training begins;
+- ``findings()``: lines for the capture report, for state that is not in the checkpoint;
 - ``put_back_with_random()``: called when the random state is set, the last act of a resume, for
   what code before the next batch may change;
 - ``fidelity``: how exactly the state comes back as far as is known by now, and the reason;
@@ -46,7 +48,6 @@ from resumekit.capture.gradients import (
 from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
-from resumekit.capture.module_attributes import ModuleAttributes, attribute_components
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
 from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.capture.objects import ObjectState
@@ -56,7 +57,13 @@ from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.user_state import Holder, UserState, attributes_set_by, content_digest
+from resumekit.capture.user_state import (
+    Holder,
+    UserState,
+    attribute_components,
+    attributes_set_by,
+    content_digest,
+)
 
 __all__ = [
     "AccumulatedGradients",
@@ -66,7 +73,6 @@ __all__ = [
     "HeldState",
     "Holder",
     "ModelState",
-    "ModuleAttributes",
     "ObjectState",
     "OptimizerState",
     "PlainValues",

@@ -18,9 +18,9 @@ from resumekit.capture.gradient_watch import GradientWatch
 from resumekit.capture.inplace import fits
 from resumekit.capture.mismatch import Mismatch, refuse, require_fields
 from resumekit.capture.model import ModelState
-from resumekit.capture.module_attributes import ModuleAttributes
 from resumekit.capture.names import clean_names
 from resumekit.capture.optimizer_parameters import OptimizerParameters
+from resumekit.capture.user_state import UserState
 from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.layout import WorldChange
@@ -269,7 +269,7 @@ def named_parameters(module: nn.Module) -> Callable[[], Named]:
     return named
 
 
-_BESIDE_A_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, ModuleAttributes)
+_BESIDE_A_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, UserState)
 
 
 def gradient_components(

@@ -29,7 +29,7 @@ IN_FP32 = "in_fp32"
 class ModelState:
     """The state of a module, whatever wraps it now or wrapped it when it was saved.
 
-    Only what ``module.state_dict()`` holds is saved; for the rest see ``ModuleAttributes``.
+    Only what ``module.state_dict()`` holds is saved; for the rest see ``attribute_components``.
 
     Args:
         module: the model, wrapped or not.

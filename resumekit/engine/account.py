@@ -119,6 +119,18 @@ class Account:
         for line in report.lines:
             self.detail(f"in each checkpoint: {line}")
 
+    def look(self) -> None:
+        """Reports what a step has changed and no component saves. Collective.
+
+        Raises:
+            InexactError: ``strict=True``, and something is not restored exactly.
+        """
+        if self._told:
+            report = self.capture_report()
+            if self._options.strict:
+                self._world.everywhere(report.require_exact)
+            self._warn_of_new(report)
+
     def _warn_of_new(self, report: CaptureReport) -> None:
         for line in report.inexact:
             if (line.key, line.fidelity) not in self._told:
@@ -133,8 +145,9 @@ class Account:
             before = () if isinstance(present, Absent) else present
             slots[component.slot] = (*before, self._as_it_is(component))
         report = TrainState(**slots).capture_report()
-        findings = filter(None, (each() for each in self._findings))
-        found = (line for finding in findings for line in finding())
+        own = (getattr(each.stateful, "findings", tuple) for each in self.components)
+        others = filter(None, (each() for each in self._findings))
+        found = (line for finding in (*own, *others) for line in finding())
         return CaptureReport((*report.lines, *found))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:

@@ -17,6 +17,9 @@ from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.log import logger
 from resumekit.prove.trace import rng_digests
 
+# The first steps of a launch: most user code shows in them what it changes.
+_NUM_LOOKED = 2
+
 
 class LoopHost:
     """Keeps what is between two settled points, and saves at a settled point what is due."""
@@ -39,6 +42,7 @@ class LoopHost:
         self._due = False
         self._stop_reason: str | None = None
         self._steps_at_epoch_start: int | None = 0
+        self._num_looked = 0
 
     @property
     def progress(self) -> Progress:
@@ -266,6 +270,9 @@ class LoopHost:
             self._signals.restore()
         elif common.leave or common.save or (self._due and self._may_save()):
             self._save()
+        elif self._num_looked < _NUM_LOOKED and self._stepped:
+            self._num_looked += 1
+            self._run.account.look()
         self._unsettled = False
         if common.leave:
             self._leave(common.leave)

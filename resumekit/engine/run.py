@@ -138,6 +138,8 @@ class Run:
         given = {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
+        for each in components:
+            configure_user_state(each.stateful, self.options)
         if self.options.saves_gradients:
             require_gradients(components)
         summed = gradient_components([*components, *added], self.counters.is_within_window)
@@ -540,6 +542,13 @@ class Run:
 def _gradients_of(component: StateComponent) -> AccumulatedGradients:
     assert isinstance(component.stateful, AccumulatedGradients)
     return component.stateful
+
+
+def configure_user_state(stateful: Any, options: Options) -> None:
+    """Gives a component with user state the options that say what of it is left out."""
+    configure = getattr(stateful, "configure", None)
+    if configure is not None:
+        configure(transient=options.transient, limit_bytes=options.user_state_limit)
 
 
 def _comparable(stateful: Any) -> Any:

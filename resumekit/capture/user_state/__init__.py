@@ -2,7 +2,8 @@
 
 from resumekit.capture.user_state.content import content_digest
 from resumekit.capture.user_state.library_code import attributes_set_by
+from resumekit.capture.user_state.models import attribute_components
 from resumekit.capture.user_state.slots import Holder
 from resumekit.capture.user_state.tracker import UserState
 
-__all__ = ["Holder", "UserState", "attributes_set_by", "content_digest"]
+__all__ = ["Holder", "UserState", "attribute_components", "attributes_set_by", "content_digest"]

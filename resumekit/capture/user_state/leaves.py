@@ -334,26 +334,26 @@ def is_secret(name: str, value: Any) -> bool:
     ``hf_token``, ``api_key`` and ``password`` do; ``tokens``, ``token_count``, ``pad_token``,
     ``sort_key`` and ``key_padding`` do not, and a number never does.
     """
-    words = _words(name)
-    if not words or not _holds_text(value):
-        return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if last in _ALWAYS_SECRET:
-        return True
-    if last == "token":
-        return before not in _TOKENS_OF_TEXT
-    return last == "key" and (not before or before in _SECRET_KEYS)
+    return _names_secret(name) and _holds_text(value)
 
 
 @functools.cache
-def _words(name: str) -> tuple[str, ...]:
+def _names_secret(name: str) -> bool:
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    return tuple(filter(None, snake.split("_")))
+    words = [*filter(None, snake.split("_"))]
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "token":
+        return before not in _TOKENS_OF_TEXT
+    if last == "key":
+        return not before or before in _SECRET_KEYS
+    return last in _ALWAYS_SECRET
 
 
 def _holds_text(value: Any) -> bool:
-    if isinstance(value, (str, bytes)):
-        return bool(value)
-    if isinstance(value, dict):
-        return any(map(_holds_text, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_holds_text, value))
+    """Whether it is text, or a container with some."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(each, (str, bytes)) and each for each in items)
+    return isinstance(value, (str, bytes)) and bool(value)

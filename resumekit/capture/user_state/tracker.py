@@ -153,7 +153,7 @@ class UserState:
         """
         paths = [path for path in (*_unsaved(found), *lost) if path in found.seen]
         new = (path for path in paths if path not in self._unsaved_from_start)
-        return {found.seen[path].owner: path for path in new if path not in self._first}
+        return {found.seen[path].owner: path for path in new}
 
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
@@ -197,10 +197,22 @@ class UserState:
         begun_otherwise = {p for p, d in state["first"].items() if self._differs_at_start(p, d)}
         slots = [e for e in state["slots"] if _label(e) not in begun_otherwise]
         self._pending = {**state, "slots": slots}
-        if not begun_otherwise:
-            return ()
-        names = _listed(sorted(begun_otherwise))
-        return (f"initial value changed in the script: {names}; using the script's value",)
+        remarks = []
+        if begun_otherwise:
+            names = _listed(sorted(begun_otherwise))
+            remarks.append(
+                f"initial value changed in the script: {names}; using the script's value"
+            )
+        gone = sorted(_label(each) for each in slots if self._has_gone(each[0]))
+        if gone:
+            remarks.append(f"not in this program, not restored: {_listed(gone)}")
+        return tuple(remarks)
+
+    def _has_gone(self, owner: str) -> bool:
+        """Whether no holder of this launch has the object, or will make it."""
+        names = [n for n in self._holders if owner == n or owner.startswith((f"{n}.", f"{n}["))]
+        is_of_model = any(self._holders[name].is_component for name in names)
+        return not names or (is_of_model and owner not in self._known)
 
     def _differs_at_start(self, path: str, digest: str) -> bool:
         return path in self._made and str(self._first[path]) != digest

@@ -9,14 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture import ModuleAttributes
+from resumekit.capture import Holder, UserState
 from resumekit.contract import Fidelity
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
 
 
 class Handle:
-    """What no checkpoint can hold."""
+    """An object of the user's, without attributes yet."""
+
+
+def state_of(model: nn.Module) -> UserState:
+    return UserState({"model": Holder(model, is_component=True)}, key="attributes")
+
+
+def paths(state: Any) -> set[str]:
+    """The owners and names of the slots in a state."""
+    return {f"{owner}.{name or role}" for owner, role, name, _ in state["slots"]}
 
 
 class Annealed(nn.Module):
@@ -48,8 +57,8 @@ class Annealed(nn.Module):
         self.norm.eval()
 
 
-def resumed(saved: nn.Module, state: Any, live: nn.Module) -> ModuleAttributes:
-    found = ModuleAttributes(live, key="attributes")
+def resumed(saved: nn.Module, state: Any, live: nn.Module) -> UserState:
+    found = state_of(live)
     live.load_state_dict(saved.state_dict())
     found.check_state_dict(state)
     assert found.load_state_dict(state) == ()
@@ -58,7 +67,7 @@ def resumed(saved: nn.Module, state: Any, live: nn.Module) -> ModuleAttributes:
 
 def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> None:
     model = Annealed()
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.train_on(2.0)
     model.train_on(3.0)
     state = stored(attributes.state_dict())
@@ -68,7 +77,7 @@ def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> 
     assert live.calls == 0  # not yet
     assert live.norm.training
     assert found.state_dict() == state
-    found.put_back_with_random()
+    found.restore_now()
     assert (live.calls, live.dropout.p, live.norm.momentum) == (2, 0.5 / 3, 0.01)
     assert live.seen == model.seen
     assert live.seen.maxlen == 3
@@ -86,88 +95,106 @@ def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> 
 
 
 def test_what_is_as_the_script_made_it_is_not_saved() -> None:
-    attributes = ModuleAttributes(Annealed(), key="attributes")
+    attributes = state_of(Annealed())
     assert not any(attributes.state_dict().values())
-    assert attributes.fidelity == (Fidelity.EXACT, "")
+    assert attributes.findings() == ()
 
 
 def test_what_went_back_to_its_start_goes_back_though_the_launch_has_changed_it() -> None:
-    state = ModuleAttributes(Annealed(), key="attributes").state_dict()
+    state = state_of(Annealed()).state_dict()
     live = Annealed()
-    found = ModuleAttributes(live, key="attributes")
+    found = state_of(live)
     found.load_state_dict(state)
     live.calls, live.dropout.p = 5, 0.9
     live.linear.weight.requires_grad_(False)
     live.eval()
-    found.put_back_with_random()
+    found.restore_now()
     assert (live.calls, live.dropout.p, live.training) == (0, 0.5, True)
     assert live.linear.weight.requires_grad
     live.calls = 7
-    found.put_back_with_random()
+    found.restore_now()
     assert live.calls == 7  # once
 
 
 def test_another_wrapper_does_not_change_a_name(stored: Any) -> None:
     model = nn.Sequential(Annealed())
     wrapped = nn.DataParallel(model)
-    attributes = ModuleAttributes(wrapped, key="attributes")
+    attributes = state_of(wrapped)
     model[0].train_on(1.0)
     state = stored(attributes.state_dict())
-    assert set(state["values"]) == {"0", "0.dropout", "0.norm"}
-    assert set(state["buffers"]) == {"0.total"}
+    assert {"model.0.calls", "model.0.dropout.p", "model.0.norm.momentum", "model.0.total"} < paths(
+        state
+    )
     live = nn.Sequential(Annealed())
-    resumed(model, state, live).put_back_with_random()
+    resumed(model, state, live).restore_now()
     assert live[0].calls == 1
 
 
-def test_values_beside_something_that_cannot_be_saved_are_lost_and_told() -> None:
+def test_values_beside_something_that_cannot_be_saved_are_lost_and_reported() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.is_ready = False
-            self.helper: Any = None
+            self.source: Any = None
 
     model = nn.Sequential(Cached(), nn.Dropout(0.5))
-    attributes = ModuleAttributes(model, key="attributes")
-    model[0].helper, model[0].is_ready, model[1].p = Handle(), True, 0.1
-    fidelity, reason = attributes.fidelity
-    assert fidelity is Fidelity.LOST
-    assert reason.startswith("0.is_ready: changed in training beside")
+    attributes = state_of(model)
+    model[0].source, model[0].is_ready, model[1].p = iter([1]), True, 0.1
+    unknown, lost = attributes.findings()
+    assert (unknown.key, unknown.fidelity) == ("model.0.source", Fidelity.UNKNOWN)
+    assert (lost.key, lost.fidelity) == ("model.0.is_ready", Fidelity.LOST)
+    assert lost.reason.startswith("changed beside model.0.source")
+    assert 'transient={"model.0.is_ready"}' in lost.reason
     state = attributes.state_dict()
-    assert state["lost"] == ["0"]
+    assert state["lost"] == ["model.0.is_ready"]
     live = nn.Sequential(Cached(), nn.Dropout(0.5))
-    found = ModuleAttributes(live, key="attributes")
+    found = state_of(live)
     found.load_state_dict(state)
     live[0].is_ready = True  # by the script itself
-    found.put_back_with_random()
+    found.restore_now()
     assert live[0].is_ready
     assert live[1].p == 0.1
+
+
+def test_an_object_that_training_made_is_made_again(stored: Any) -> None:
+    model = Annealed()
+    attributes = state_of(model)
+    model.helper = Handle()
+    model.helper.step = 3  # type: ignore[attr-defined]
+    model.also = model.helper
+    live = Annealed()
+    resumed(model, stored(attributes.state_dict()), live).restore_now()
+    assert type(live.helper) is Handle
+    assert live.helper.step == 3  # type: ignore[attr-defined]
+    assert live.also is live.helper
 
 
 @pytest.mark.parametrize("size", [2, 1 << 18])
 def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
     model = nn.Linear(1, 1)
     model.calls = 0
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.features = model(torch.ones(size, 1))
     model.calls = 1
-    assert attributes.fidelity == (Fidelity.EXACT, "")
-    assert attributes.state_dict()["values"][""]["calls"] == 1
+    assert attributes.findings() == ()
+    assert "model.calls" in paths(attributes.state_dict())
 
 
 def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_told(
     stored: Any,
 ) -> None:
     model = Annealed()
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.train_on(1.0)
     state = stored(attributes.state_dict())
     live = Annealed()
     live.dropout.p = 0.9
-    found = ModuleAttributes(live, key="attributes")
+    found = state_of(live)
     (remark,) = found.load_state_dict(state)
-    assert remark == "attributes: begun otherwise by this script, which counts: dropout.p"
-    found.put_back_with_random()
+    assert (
+        remark == "initial value changed in the script: model.dropout.p; using the script's value"
+    )
+    found.restore_now()
     assert (live.dropout.p, live.calls) == (0.9, 1)
 
 
@@ -179,21 +206,21 @@ def test_a_tensor_that_is_another_attribute_too_is_replaced(stored: Any) -> None
         return model
 
     model = aliased()
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.total = torch.ones(1)
     live = aliased()
-    resumed(model, stored(attributes.state_dict()), live).put_back_with_random()
+    resumed(model, stored(attributes.state_dict()), live).restore_now()
     assert (live.total.item(), live.default.item()) == (1.0, 0.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_lay_on_a_device_goes_back_there(stored: Any) -> None:
     model = Annealed().cuda()
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.recent, model.mean = [torch.ones(1, device="cuda")], torch.ones(2, device="cuda")
     model.on_host = [torch.ones(1)]
     live = Annealed().cuda()
-    resumed(model, stored(attributes.state_dict()), live).put_back_with_random()
+    resumed(model, stored(attributes.state_dict()), live).restore_now()
     assert live.recent[0].is_cuda
     assert live.mean.is_cuda
     assert not live.on_host[0].is_cuda
@@ -211,37 +238,44 @@ def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
 
     model = Own()
     model.calls = 0
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model.calls = 3
     assert not any(attributes.state_dict().values())
 
 
-def test_a_container_that_holds_itself_is_left_alone() -> None:
-    model = nn.Linear(1, 1)
-    model.graph = {}
-    model.graph["self"] = model.graph
-    attributes = ModuleAttributes(model, key="attributes")
+def test_a_container_that_holds_itself_is_restored(stored: Any) -> None:
+    def cyclic() -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.graph = {}
+        model.graph["self"] = model.graph
+        return model
+
+    model, live = cyclic(), cyclic()
+    attributes = state_of(model)
     model.graph["other"] = 1
-    assert not any(attributes.state_dict().values())
+    graph = live.graph
+    resumed(model, stored(attributes.state_dict()), live).restore_now()
+    assert live.graph is graph is graph["self"]
+    assert graph["other"] == 1
 
 
-def test_what_is_not_in_this_model_is_told() -> None:
+def test_a_module_that_is_gone_is_left_out() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     model[1].p = 0.1
-    found = ModuleAttributes(nn.Sequential(nn.Dropout(0.5)), key="attributes")
+    found = state_of(nn.Sequential(nn.Dropout(0.5)))
     (remark,) = found.load_state_dict(attributes.state_dict())
-    assert remark == "attributes: not in this model, and left out: 1"
-    found.put_back_with_random()
+    assert remark == "not in this program, not restored: model.1.p"
+    found.restore_now()
 
 
 def test_another_number_of_ranks_takes_over_those_of_one() -> None:
     model = nn.Dropout(0.5)
-    attributes = ModuleAttributes(model, key="attributes")
+    attributes = state_of(model)
     change = WorldChange(1, 2, 1)
-    assert attributes.resplit_state_dict({0: {"values": {}}}, change) == ({"values": {}}, ())
+    assert attributes.resplit_state_dict({0: {"slots": []}}, change) == ({"slots": []}, ())
 
 
 def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(StateMismatchError):
-        ModuleAttributes(nn.Linear(1, 1), key="attributes").check_state_dict({"names": 3})
+        state_of(nn.Linear(1, 1)).check_state_dict({"names": 3})
