@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from resumekit.capture.generator import generator_state, set_generator_state
 from resumekit.capture.inplace import Restorer, fits
@@ -433,8 +434,15 @@ class Decoder:
 
     def _tensor(self, node: Sequence[Any], live: Any) -> Any:
         _, saved, was_on_device, requires_grad = node
-        is_own = isinstance(live, torch.Tensor) and (self._uses[id(live)] < 2 or live.requires_grad)
-        if is_own and live.grad_fn is None and fits(live, saved) and self._take(live):
+        # Where two attributes share a tensor, a write into it would change both.
+        is_own = isinstance(live, nn.Parameter) or self._uses[id(live)] < 2
+        if (
+            is_own
+            and isinstance(live, torch.Tensor)
+            and live.grad_fn is None
+            and fits(live, saved)
+            and self._take(live)
+        ):
             self._actions.append(lambda: fill(live, saved))
             return live
         device = live.device if isinstance(live, torch.Tensor) else self._device

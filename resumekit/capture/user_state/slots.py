@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from resumekit.capture.names import unwrapped, wrapped_attribute
-from resumekit.capture.user_state.leaves import class_of, slots_of
+from resumekit.capture.user_state.leaves import Kind, class_of, kind_of, slots_of
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -47,6 +47,7 @@ class Role(str, Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     EXTRA_STATE = "extra_state"
+    STATE = "state_dict"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Holder:
             non-persistent buffers are left.
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
+        attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
     """
 
     value: Any
@@ -69,6 +71,7 @@ class Holder:
     is_component: bool = False
     data_only: bool = False
     has_generators: bool = True
+    attributes_only: bool = False
 
 
 class Slot(NamedTuple):
@@ -93,6 +96,8 @@ class Slot(NamedTuple):
         if self.role is Role.ITEMS:
             kind = next(each for each in _CONTAINERS if isinstance(owner, each))
             return kind(owner)
+        if self.role is Role.STATE:
+            return owner
         if self.role is Role.TRAINING:
             return owner.training
         if self.role is Role.REQUIRES_GRAD:
@@ -112,6 +117,8 @@ class Slot(NamedTuple):
             _refill(owner, value)
         elif self.role is Role.TRAINING:
             owner.training = value
+        elif self.role is Role.STATE:
+            pass  # the object itself, which has loaded its state
         elif self.role is Role.REQUIRES_GRAD:
             # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
             if owner._parameters[name].requires_grad != value:
@@ -123,7 +130,7 @@ class Slot(NamedTuple):
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""
-        if self.role is Role.ITEMS:
+        if self.role in (Role.ITEMS, Role.STATE):
             return path
         if self.role is Role.REQUIRES_GRAD:
             return f"{path}.{self.name}.requires_grad"
@@ -162,6 +169,9 @@ def slots(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[Slot]:
     """
     if isinstance(owner, nn.Module):
         yield from _of_module(owner, in_component=in_component)
+        return
+    if owner is holder.value and not holder.attributes_only and kind_of(owner) is Kind.STATEFUL:
+        yield Slot(owner, Role.STATE, "")
         return
     if isinstance(owner, _CONTAINERS):
         yield Slot(owner, Role.ITEMS, "")

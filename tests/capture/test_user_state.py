@@ -1,0 +1,470 @@
+"""What objects that were not written to be saved hold in their attributes."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from resumekit.capture import Holder as Root
+from resumekit.capture import UserState
+from resumekit.contract import Fidelity
+from resumekit.errors import StateMismatchError
+
+KEY = "callbacks/attributes"
+Transition = namedtuple("Transition", "obs action reward")
+
+
+class Holder:
+    """An object with attributes of its own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Tally:
+    """An object with a state."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Slotted:
+    __slots__ = ("late", "owner", "rate")
+
+    def __init__(self, owner: Any = None) -> None:
+        self.rate, self.owner = 1.0, owner
+
+
+class Stage(Enum):
+    WARM = 1
+    FULL = 2
+
+
+def held(*foreign: Any, **holders: Any) -> UserState:
+    return UserState(holders, key=KEY, foreign=lambda: foreign)
+
+
+def paths(state: UserState) -> set[str]:
+    """The owners and names of the slots in its state."""
+    return {f"{owner}.{name or role}" for owner, role, name, _ in state.state_dict()["slots"]}
+
+
+def passed_on(saved: UserState, live: UserState, stored: Any) -> tuple[str, ...]:
+    state = stored(saved.state_dict())
+    live.check_state_dict(state)
+    remarks = live.load_state_dict(state)
+    live.restore_now()
+    return remarks
+
+
+def test_tensors_and_containers_are_restored_in_place(stored: Any) -> None:
+    def made() -> Holder:
+        return Holder(sum=torch.zeros(2), shadow={"a": torch.zeros(1), "n": 0}, rows=[], d=deque())
+
+    old, new = made(), made()
+    saved, live = held(one=old), held(one=new)
+    old.sum += 1
+    old.shadow["a"] += 1
+    old.shadow["n"] = 1
+    old.rows.append(torch.zeros(1))
+    old.d = deque([1.5], maxlen=3)
+    live_sum, live_weight, live_rows = new.sum, new.shadow["a"], new.rows
+    assert passed_on(saved, live, stored) == ()
+    assert new.sum is live_sum
+    assert new.shadow["a"] is live_weight
+    assert new.rows is live_rows
+    assert (new.sum.tolist(), new.shadow["n"], len(new.rows)) == ([1.0, 1.0], 1, 1)
+    assert (new.d, new.d.maxlen) == (deque([1.5]), 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(b=1, a=2.0),
+        Counter("abb"),
+        defaultdict(list, a=[1]),
+        {1, "a"},
+        frozenset({2}),
+        (1, (2.0, [3])),
+        {("a", 1): {2: [None, True, b"x", 1j]}},
+        Transition(np.arange(3.0), 1, 0.5),
+        [Transition(np.arange(3, dtype=np.int16), torch.ones(2), -0.0), float("nan")],
+        Stage.FULL,
+        [np.float32(0.1), torch.bfloat16, torch.Size([1, 2])],
+    ],
+    ids=repr,
+)
+def test_a_container_of_every_kind_is_restored(stored: Any, value: Any) -> None:
+    old, new = Holder(value=None, slotted=Slotted()), Holder(value=None, slotted=Slotted())
+    saved, live = held(one=old), held(one=new)
+    old.value = value
+    passed_on(saved, live, stored)
+    assert type(new.value) is type(value)
+    assert repr(new.value) == repr(value)
+
+
+def test_two_paths_to_one_object_are_restored_as_one(stored: Any) -> None:
+    def made() -> Holder:
+        return Holder(a=None, b=None, inner=Holder(rows=[]), also=None)
+
+    old, new = made(), made()
+    saved, live = held(one=old), held(one=new)
+    old.a = old.b = [torch.zeros(1), {}]
+    old.also = old.inner
+    old.inner.rows.append(old.a)
+    passed_on(saved, live, stored)
+    assert new.a is new.b is new.inner.rows[0]
+    assert new.also is new.inner
+
+
+def test_attributes_in_slots_and_cycles_are_restored(stored: Any) -> None:
+    def made() -> Holder:
+        one = Holder()
+        one.inner = Slotted(one)
+        return one
+
+    old, new = made(), made()
+    saved, live = held(one=old), held(one=new)
+    old.inner.rate, old.inner.late = 0.5, [3]
+    passed_on(saved, live, stored)
+    assert (new.inner.rate, new.inner.late) == (0.5, [3])
+    assert new.inner.owner is new
+
+
+def test_a_helper_object_and_a_buffer_of_objects_are_restored(stored: Any) -> None:
+    def made() -> Holder:
+        return Holder(helper=Slotted(), buffer=deque(maxlen=100))
+
+    old, new = made(), made()
+    saved, live = held(one=old), held(one=new)
+    old.helper.rate = 0.25
+    old.buffer.extend(Holder(obs=np.full(2, i), reward=float(i)) for i in range(5))
+    passed_on(saved, live, stored)
+    assert new.helper.rate == 0.25
+    assert [each.reward for each in new.buffer] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [each.obs.tolist() for each in new.buffer] == [[i, i] for i in range(5)]
+
+
+@pytest.mark.parametrize("change", [torch.flip, torch.roll, "permute"], ids=str)
+def test_a_large_tensor_of_the_same_elements_in_another_order_is_saved(change: Any) -> None:
+    one = Holder(bank=torch.arange(2**19, dtype=torch.float32))
+    saved = held(one=one)
+    assert paths(saved) == set()
+    if change == "permute":
+        one.bank = one.bank[torch.randperm(2**19)]
+    else:
+        one.bank = change(one.bank, 1, 0) if change is torch.roll else one.bank.flip(0)
+    assert paths(saved) == {"one.bank"}
+
+
+def test_modules_and_objects_with_a_state_are_restored(stored: Any) -> None:
+    model = nn.Linear(2, 1)
+    old = Holder(ema=AveragedModel(model), count=Tally(), nets={"a": [nn.BatchNorm1d(1)]})
+    new = Holder(ema=AveragedModel(nn.Linear(2, 1)), count=Tally(), nets={"a": [nn.BatchNorm1d(1)]})
+    saved, live = held(one=old), held(one=new)
+    with torch.no_grad():
+        model.weight += 1
+    old.ema.update_parameters(model)
+    old.count.count = 3
+    old.nets["a"][0](torch.ones(2, 1))
+    weight = new.ema.module.weight
+    passed_on(saved, live, stored)
+    assert new.count.count == 3
+    assert new.ema.n_averaged == 1
+    assert new.ema.module.weight is weight
+    assert torch.equal(weight, old.ema.module.weight)
+    assert new.nets["a"][0].num_batches_tracked == 1
+
+
+def test_tied_parameters_stay_tied(stored: Any) -> None:
+    def made() -> Holder:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+        net[1].weight = net[0].weight
+        return Holder(net=net)
+
+    old, new = made(), made()
+    saved, live = held(one=old), held(one=new)
+    old.net[0].weight += 1
+    passed_on(saved, live, stored)
+    assert new.net[0].weight is new.net[1].weight
+    assert isinstance(new.net[0].weight, nn.Parameter)
+    assert torch.equal(new.net[0].weight, old.net[0].weight)
+
+
+def generators() -> Holder:
+    return Holder(
+        torch=torch.Generator().manual_seed(1),
+        numpy=np.random.default_rng(2),
+        legacy=np.random.RandomState(3),
+        python=random.Random(4),
+    )
+
+
+def drawn(holder: Holder) -> list[float]:
+    one = torch.rand((), generator=holder.torch).item()
+    return [one, holder.numpy.random(), holder.legacy.rand(), holder.python.random()]
+
+
+def test_private_generators_are_restored(stored: Any) -> None:
+    old, new = generators(), generators()
+    saved, live = held(one=old), held(one=new)
+    start = drawn(old)
+    numpy = new.numpy
+    passed_on(saved, live, stored)
+    assert new.numpy is numpy
+    assert drawn(new) == drawn(old) != start
+
+
+def test_a_generator_that_is_not_there_is_an_error_and_nothing_changes(stored: Any) -> None:
+    old, new = generators(), Holder(torch=[], count=0)
+    saved, live = held(one=old), held(one=new)
+    drawn(old)
+    old.count = 3
+    with pytest.raises(StateMismatchError, match=r"one\.torch"):
+        passed_on(saved, live, stored)
+    assert new.count == 0
+
+
+def test_a_value_that_never_changed_stays_the_scripts(stored: Any) -> None:
+    old, new = Holder(num=0, decay=0.9), Holder(num=0, decay=0.5)
+    saved, live = held(one=old), held(one=new)
+    old.num, old.late = 7, 2
+    assert passed_on(saved, live, stored) == ()
+    assert (new.num, new.late, new.decay) == (7, 2, 0.5)
+
+
+def test_what_belongs_to_others_is_left_out() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    data: Any = DataLoader([torch.ones(1)])  # type: ignore[arg-type]
+    one = Holder(model=None, body=None, parameters=None, view=None, optimizer=None, data=None)
+    saved = held(model, optimizer, one=one)
+    one.model, one.body = model, nn.Sequential(model)
+    one.view, one.optimizer, one.data = model.weight.data, optimizer, data
+    with torch.no_grad():
+        model.weight += 1
+    assert paths(saved) == set()
+
+
+def test_a_module_that_refers_to_the_model_keeps_what_is_its_own() -> None:
+    class Loss(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.head = nn.Linear(1, 1)
+            self.register_buffer("seen", torch.zeros(()))
+            self.mean = torch.zeros(())
+
+    model = nn.Linear(2, 1)
+    loss = Loss(model)
+    saved = UserState({"loss": loss}, key=KEY, foreign=lambda: [model, *loss.head.parameters()])
+    with torch.no_grad():
+        model.weight += 1
+        loss.head.weight += 1
+    loss.seen += 1
+    loss.mean = loss.mean + 1
+    assert paths(saved) == {"loss.seen", "loss.mean"}
+
+
+def test_objects_that_hooks_make_are_there_when_the_state_is_restored(stored: Any) -> None:
+    old, new = Holder(ema=None), Holder(ema=None)
+    saved, live = held(one=old), held(one=new)
+    old.ema = nn.Linear(1, 1)
+    saved.restore_now()  # the first batch follows
+    old.ema.weight.data.fill_(3.0)
+    state = stored(saved.state_dict())
+    assert live.load_state_dict(state) == ()
+    assert live.state_dict() == state  # also if it is saved before that
+    new.ema = nn.Linear(1, 1)
+    live.restore_now()
+    live.restore_now()
+    assert new.ema.weight.item() == 3.0
+    new.ema.weight.data.fill_(4.0)
+    assert "one.ema.weight" in paths(live)
+
+
+def test_an_object_that_is_gone_is_reported(stored: Any) -> None:
+    old = Holder(sum=torch.ones(1))
+    saved = held(a=old)
+    old.sum += 1
+    (remark,) = passed_on(saved, held(b=Holder()), stored)
+    assert remark == "not in this program, not restored: a.sum"
+
+
+def test_an_object_with_a_state_that_is_not_there_is_an_error(stored: Any) -> None:
+    old = Holder(count=Tally())
+    saved = held(one=old)
+    old.count.count = 1
+    with pytest.raises(StateMismatchError, match=r"one\.count"):
+        passed_on(saved, held(one=Holder()), stored)
+
+
+def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
+    old, new = Tally(), Tally()
+    saved, live = held(one=old), held(one=new)
+    old.count = 4
+    passed_on(saved, live, stored)
+    assert new.count == 4
+    attributes = UserState({"one": Root(old, attributes_only=True)}, key=KEY)
+    old.count = 5
+    assert paths(attributes) == {"one.count"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"one": 3},
+        {"slots": [["one", "attribute", "a", [0]]], "nodes": [], "first": {}, "lost": []},
+        {"slots": [["one", "code", "a", 1]], "nodes": [], "first": {}, "lost": []},
+        {"slots": [], "nodes": [["list", [[7]], None]], "first": {}, "lost": []},
+        {"slots": [], "nodes": [["function", "os.system"]], "first": {}, "lost": []},
+    ],
+    ids=["fields", "reference", "role", "item", "node"],
+)
+def test_a_malformed_state_is_refused(state: Any) -> None:
+    with pytest.raises(StateMismatchError):
+        held().check_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["__class__", "step", "rate", "no name"])
+def test_a_checkpoint_adds_no_attribute_that_the_class_defines(name: str) -> None:
+    class Guarded:
+        rate = property(lambda self: 1)
+
+        def step(self) -> None: ...
+
+    live = held(one=Guarded())
+    slot = ["one", "attribute", name, 3]
+    live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
+    live.restore_now()
+    assert vars(live._holders["one"].value) == {}
+
+
+def test_what_library_code_sets_and_what_is_left_out_is_no_state() -> None:
+    class Sampled(torch.utils.data.RandomSampler):
+        def __init__(self) -> None:
+            super().__init__([1, 2])
+            self.own = 0
+
+    one, other = Sampled(), Holder(mine=0, theirs=0)
+    saved = UserState({"one": one, "other": Root(other, left_out={"theirs"})}, key=KEY)
+    one.replacement = True
+    one.own = other.mine = other.theirs = 1
+    assert paths(saved) == {"one.own", "other.mine"}
+
+
+# ---------------------------------------------------------------- what is not captured
+
+
+def opened(folder: Path) -> io.TextIOWrapper:
+    (folder / "lines").write_text("a\nb\n", encoding="utf-8")
+    return (folder / "lines").open(encoding="utf-8")
+
+
+@pytest.mark.parametrize("value", ["generator", "file", "iterator in a list"])
+def test_what_nothing_can_read_is_reported_by_path(tmp_path: Path, value: str) -> None:
+    with opened(tmp_path) as file:
+        made = {"generator": (n for n in [1]), "file": file, "iterator in a list": [iter([1])]}
+        (line,) = held(one=Holder(source=made[value])).findings()
+    assert (line.key, line.fidelity) == ("one.source", Fidelity.UNKNOWN)
+    assert line.reason.endswith('transient={"one.source"}')
+
+
+def test_what_ordinary_scripts_keep_is_no_finding(tmp_path: Path) -> None:
+    import logging
+    import threading
+    import time
+
+    one = Holder(
+        log=logging.getLogger("x"),
+        lock=threading.Lock(),
+        path=tmp_path,
+        began=time.time(),
+        loss=0.0,
+        step=lambda: None,
+        pattern=__import__("re").compile("x"),
+        writer=None,
+    )
+    saved = held(one=one)
+    saved.restore_now()
+    one.log, one.lock, one.path = logging.getLogger("y"), threading.Lock(), tmp_path / "a"
+    one.began, one.loss = time.time(), 0.5
+    one.writer = (tmp_path / "log").open("w", encoding="utf-8")
+    assert saved.findings() == ()
+    one.writer.close()
+
+
+def test_an_object_above_the_limit_is_reported_with_its_size() -> None:
+    one = Holder(large=torch.zeros(3 * 10**6), small=0)
+    saved = UserState({"one": one}, key=KEY, limit_bytes=10**6)
+    one.large += 1
+    one.small = 1
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.large", Fidelity.UNKNOWN)
+    assert line.reason.startswith("12 MB, above user_state_limit")
+    assert paths(saved) == {"one.small"}
+    saved.configure(transient={"one.large"}, limit_bytes=10**6)
+    assert saved.findings() == ()
+
+
+@pytest.mark.parametrize("name", ["one.cache", "cache", "cache.rows"])
+def test_transient_names_are_neither_saved_nor_reported(name: str) -> None:
+    one = Holder(cache=Holder(rows=[], it=None), cached=0)
+    saved = UserState({"one": one}, key=KEY, transient={name})
+    one.cache.rows.append(1)
+    one.cached = 1
+    assert paths(saved) == {"one.cached"}
+
+
+SECRET = ("hf_token", "token", "apiKey", "api_key", "password", "wandb_secret", "credentials")
+NOT_SECRET = ("tokens", "token_count", "key_padding", "tokenizer", "pad_token", "sort_key")
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_secrets_are_neither_saved_nor_restored(stored: Any, name: str) -> None:
+    old, new = Holder(n=0, **{name: "a"}), Holder(n=0, **{name: "b"})
+    saved, live = held(one=old), held(one=new)
+    setattr(old, name, "s3cr3t")
+    old.n = 1
+    state = saved.state_dict()
+    assert "s3cr3t" not in repr(state)
+    state["slots"].append(["one", "attribute", name, "other"])
+    live.load_state_dict(state)
+    live.restore_now()
+    assert getattr(new, name) == "b"
+
+
+@pytest.mark.parametrize("name", NOT_SECRET)
+def test_names_of_text_and_data_are_no_secrets(name: str) -> None:
+    one = Holder(**{name: "a"})
+    saved = held(one=one)
+    setattr(one, name, "b")
+    assert paths(saved) == {f"one.{name}"}
+
+
+def test_floats_are_left_out_of_what_two_runs_are_compared_by() -> None:
+    one, other = Holder(t=0.0, n=0, rows=[]), Holder(t=0.0, n=0, rows=[])
+    states = held(one=one), held(one=other)
+    for each, clock in ((one, 1.5), (other, 2.5)):
+        each.t, each.n, each.rows = clock, 3, [clock, 1]
+    compared = [each.comparable_state() for each in states]
+    assert compared[0] == compared[1] != {}
+    other.n = 4
+    assert states[1].comparable_state() != compared[0]
