@@ -15,6 +15,7 @@ import xxhash
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
+    UserState,
     bucket_components,
     fingerprint,
     gradient_components,
@@ -33,6 +34,7 @@ from resumekit.contract import (
 )
 from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed
+from resumekit.data.user_objects import user_objects
 from resumekit.distributed import World
 from resumekit.engine.account import Account
 from resumekit.engine.belonging import frameworks_in, frameworks_of
@@ -91,6 +93,7 @@ class Run:
         self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
         self.selection = BestSelection(options.best_metric, options.mode)
         self.rng = RandomState(generators, self.position)
+        self._loader_state = UserState({}, key="data/attributes", grows=True)
         self._own = self._own_components(extras)
         self._given = components
         self._groups = groups
@@ -126,6 +129,7 @@ class Run:
         return [
             *seeds,
             StateComponent(Slot.DATA.value, self.position, SharingPattern.PER_RANK),
+            self._loader_state.component(),
             StateComponent(Slot.RNG.value, self.rng, SharingPattern.PER_RANK),
             StateComponent(Slot.PROGRESS.value, self.counters, SharingPattern.GLOBAL),
             StateComponent(Slot.BEST_METRIC.value, self.selection, SharingPattern.GLOBAL),
@@ -138,7 +142,7 @@ class Run:
         given = {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
-        for each in components:
+        for each in (*components, *self._own):
             configure_user_state(each.stateful, self.options)
         if self.options.saves_gradients:
             require_gradients(components)
@@ -376,6 +380,8 @@ class Run:
                 remedy="A save needs all ranks: give them as many batches each, without join()",
             )
         self.account.tell_changed_loaders()
+        for source in feed.sources:
+            self._loader_state.add(user_objects(source))
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
 

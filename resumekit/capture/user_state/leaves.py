@@ -186,6 +186,11 @@ def kind_of(value: Any) -> Kind:
     return kind
 
 
+def is_user_object(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, with attributes."""
+    return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL, Kind.MODULE)
+
+
 def class_of(value: Any) -> Any:
     """The class of a value, for functions with a cache, which mypy types as taking a Hashable."""
     return type(value)

@@ -24,6 +24,17 @@ def attributes_set_by(libraries: frozenset[str], kind: type) -> frozenset[str]:
     return _set_in(tuple(theirs))
 
 
+def attributes_set_in(value: Any, method: str) -> frozenset[str]:
+    """The names of the attributes that one method of an object sets; none where it has no such.
+
+    Args:
+        value: the object.
+        method: the method's name.
+    """
+    member = inspect.getattr_static(type(value), method, None)
+    return frozenset(name for code in _codes_of(member) for name in _set_by(code))
+
+
 @cache
 def _set_in(kinds: tuple[type, ...]) -> frozenset[str]:
     return frozenset(

@@ -44,6 +44,7 @@ class UserState:
         foreign: gives what is saved elsewhere, at any time: models, optimizers, parameters.
         transient: attribute paths that are neither saved nor reported, see ``Options``.
         limit_bytes: see ``Options.user_state_limit``.
+        grows: holders are added later, so that state of others waits for them.
     """
 
     def __init__(
@@ -54,11 +55,14 @@ class UserState:
         foreign: Callable[[], Iterable[Any]] = tuple,
         transient: Collection[str] = (),
         limit_bytes: int = 256 * 10**6,
+        grows: bool = False,
     ) -> None:
         self.key = key
+        self._grows = grows
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         self._scope = Scope(foreign, frozenset(transient), limit_bytes)
-        self._pending: Mapping[str, Any] | None = None
+        self._pending: Mapping[str, Any] | None = None  # as it was loaded
+        self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: Walk | None = None
         self._began = False
         self._take_baseline()
@@ -82,15 +86,22 @@ class UserState:
             self._take_baseline()
 
     def add(self, holders: Mapping[str, Any]) -> None:
-        """More holders, as they are now; state that was loaded for them is restored next."""
-        new = {n: _as_holder(each) for n, each in holders.items() if n not in self._holders}
-        if new:
-            before = dict(self._first), dict(self._made), dict(self._known)
-            self._holders.update(new)
-            self._take_baseline()
-            self._first.update(before[0])
-            self._made.update(before[1])
-            self._known.update(before[2])
+        """More holders, as they are now; state that was loaded for them is restored next.
+
+        A name that another object had before is that of the new object from now on.
+        """
+        given = {name: _as_holder(each) for name, each in holders.items()}
+        known = {n: h.value for n, h in self._holders.items()}
+        new = {n: h for n, h in given.items() if known.get(n) is not h.value}
+        if not new:
+            return
+        before = self._first, self._made, self._known
+        self._holders.update(new)
+        self._take_baseline()
+        for now, then in zip((self._first, self._made, self._known), before, strict=True):
+            kept = {path: each for path, each in then.items() if not _is_below(path, new)}
+            now.update(kept)
+        self._began = False
 
     def component(self) -> StateComponent:
         """This state as a component; each rank has its own."""
@@ -116,6 +127,7 @@ class UserState:
             "nodes": encoder.nodes,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(lost),
+            "waiting": [dict(each) for each in self._waiting],
         }
 
     def _encoded(self, found: Walk) -> tuple[Encoder, dict[str, Any], dict[str, str]]:
@@ -126,6 +138,9 @@ class UserState:
         lost: dict[str, str] = {}
         for path in changed:
             seen = found.seen[path]
+            if seen.owner in found.read_ahead:
+                lost[path] = "changed for a batch that is fetched ahead of its step"
+                continue
             try:
                 values[path] = encoder.encode(seen, is_known=path in self._first)
             except UncapturedError as error:
@@ -210,9 +225,10 @@ class UserState:
 
     def _has_gone(self, owner: str) -> bool:
         """Whether no holder of this launch has the object, or will make it."""
-        names = [n for n in self._holders if owner == n or owner.startswith((f"{n}.", f"{n}["))]
+        names = [name for name in self._holders if _is_below(owner, [name])]
         is_of_model = any(self._holders[name].is_component for name in names)
-        return not names or (is_of_model and owner not in self._known)
+        has_none = not names and not self._grows
+        return has_none or (is_of_model and owner not in self._known)
 
     def _differs_at_start(self, path: str, digest: str) -> bool:
         return path in self._made and str(self._first[path]) != digest
@@ -244,17 +260,24 @@ class UserState:
             StateMismatchError: an object whose state was saved is not there.
         """
         pending, self._pending = self._pending, None
-        if pending is None and self._began:
+        if pending is not None:
+            self._waiting = [pending, *pending.get("waiting", ())]
+        if self._began and pending is None:
             return ()
-        found = self._walk()
         self._began = True
+        found = self._walk()
+        restored: list[str] = []
+        for saved in self._waiting:
+            restored += self._restore(saved, found)
+        self._waiting = [each for each in map(self._rest, self._waiting) if each["slots"]]
         self._unsaved_from_start |= _unsaved(found)
-        if pending is None:
-            self._known = {**found.kinds(), **self._known}
-            return ()
-        restored = self._restore(pending, found)
         self._known = {**found.kinds(), **self._known}
-        return restored
+        return tuple(restored)
+
+    def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a state is for holders that were not added yet."""
+        slots = [each for each in saved["slots"] if not _is_below(each[0], self._holders)]
+        return {**saved, "slots": slots, "waiting": []}
 
     def _restore(self, saved: Mapping[str, Any], found: Walk) -> tuple[str, ...]:
         decoder = Decoder(self.key, saved["nodes"], found, self._device())
@@ -271,7 +294,8 @@ class UserState:
             written.append((slot, decoder.value(entry[3], live, path)))
             restored.append(path)
         kept = {*restored, *saved["lost"], *saved["first"]}
-        for path in self._changed(found):
+        changed = [] if self._grows else self._changed(found)
+        for path in changed:
             if path in self._made and path not in kept:
                 written.append((found.seen[path].slot, copy.deepcopy(self._made[path])))
         decoder.run()
@@ -335,6 +359,11 @@ class UserState:
 
 
 _NOTHING = object()
+
+
+def _is_below(path: str, names: Iterable[str]) -> bool:
+    """Whether a path is that of a holder of one of these names, or leads through one."""
+    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
 
 
 def _as_holder(given: Any) -> Holder:

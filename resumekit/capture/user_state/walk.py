@@ -117,11 +117,13 @@ class Walk:
         seen: the slots, by path.
         objects: every object that has slots, by path.
         paths: the path of each of them, by id.
+        read_ahead: the paths of those that a loader uses ahead of the run.
     """
 
     seen: dict[str, Seen] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
+    read_ahead: set[str] = field(default_factory=set)
 
     def kinds(self) -> dict[str, str]:
         """The class of each object, by path."""
@@ -192,6 +194,8 @@ class _Walker:
     def _add(self, path: str, value: Any, holder: Holder) -> None:
         self._found.paths[id(value)] = path
         self._found.objects[path] = value
+        if holder.is_read_ahead:
+            self._found.read_ahead.add(path)
         self._waiting.append((path, value, holder))
 
     def _is_bookkeeping(self, slot: Slot) -> bool:
