@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,22 @@ from resumekit.layout import WorldChange
 _FIELDS = ("slots", "nodes", "first", "lost")
 _NUM_NAMED = 3
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
+
+
+class _Changes(NamedTuple):
+    """What differs from the baseline.
+
+    Args:
+        found: the walk that saw it.
+        nodes: the table that the values refer to.
+        values: the encoded values, by path.
+        lost: why others that differ cannot be saved, by path.
+    """
+
+    found: Walk
+    nodes: list[list[Any]]
+    values: dict[str, Any]
+    lost: dict[str, str]
 
 
 class UserState:
@@ -63,7 +79,7 @@ class UserState:
         self._scope = Scope(foreign, frozenset(transient), limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
-        self._for_save: Walk | None = None
+        self._for_save: _Changes | None = None
         self._began = False
         self._take_baseline()
 
@@ -111,27 +127,27 @@ class UserState:
 
     def before_save(self) -> None:
         """Looks at the objects once for the whole save."""
-        self._for_save = self._walk()
+        self._for_save = self._encoded(self._walk())
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from the baseline; live tensors, not copies."""
         if self._pending is not None:
             return dict(self._pending)
-        found, self._for_save = self._for_save or self._walk(), None
-        encoder, encoded, lost = self._encoded(found)
+        changes, self._for_save = self._for_save or self._encoded(self._walk()), None
+        found, encoded = changes.found, changes.values
         return {
             "slots": [
                 [found.seen[path].owner, *_place(found.seen[path].slot), value]
                 for path, value in encoded.items()
             ],
-            "nodes": encoder.nodes,
+            "nodes": changes.nodes,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
-            "lost": sorted(lost),
+            "lost": sorted(changes.lost),
             "waiting": [dict(each) for each in self._waiting],
         }
 
-    def _encoded(self, found: Walk) -> tuple[Encoder, dict[str, Any], dict[str, str]]:
-        """The values that differ, by path, and why others that differ cannot be saved."""
+    def _encoded(self, found: Walk) -> _Changes:
+        """What differs from the baseline, as it is saved."""
         encoder = Encoder(found, self._known, self._foreign())
         changed = self._changed(found)
         values: dict[str, Any] = {}
@@ -149,7 +165,7 @@ class UserState:
         for path in [each for each in values if found.seen[each].owner in beside]:
             del values[path]
             lost[path] = f"changed beside {beside[found.seen[path].owner]}"
-        return encoder, values, lost
+        return _Changes(found, encoder.nodes, values, lost)
 
     def _changed(self, found: Walk) -> list[str]:
         """The slots that differ; those of an object that is encoded as a whole are in there."""
@@ -178,12 +194,12 @@ class UserState:
 
     def findings(self) -> tuple[CaptureLine, ...]:
         """What the holders have that is not in the checkpoint, by attribute path."""
-        found = self._for_save or self._walk()
-        lines = [_line(path, each) for path, each in found.seen.items() if each.problem]
-        _, _, lost = self._encoded(found)
+        changes = self._for_save or self._encoded(self._walk())
+        seen = changes.found.seen.items()
+        lines = [_line(path, each) for path, each in seen if each.problem]
         lines += [
             CaptureLine(path, Fidelity.LOST, f"{reason}; {_remedy(path)}")
-            for path, reason in lost.items()
+            for path, reason in changes.lost.items()
         ]
         return tuple(lines)
 

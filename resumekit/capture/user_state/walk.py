@@ -433,7 +433,7 @@ class Content:
 
     def _array(self, hasher: Any, value: Any, path: str) -> None:
         self._spend(value.nbytes)
-        hasher.update(f"{value.dtype}{value.shape}".encode())
+        hasher.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.hasobject:
             self.feed(hasher, value.tolist(), path)
             return
