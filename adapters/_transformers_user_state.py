@@ -8,7 +8,13 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from resumekit.capture import Holder, UserState, attributes_set_by, by_class_and_ordinal
+from resumekit.capture import (
+    Holder,
+    UserState,
+    attributes_set_by,
+    by_class_and_ordinal,
+    trained_parameters,
+)
 from resumekit.contract import Slot
 
 # transformers 5.23 trainer.py, trl 1.16 grpo_trainer.py, rloo_trainer.py: what it is given to call.
@@ -61,7 +67,8 @@ def user_state(
         optimizer = trainer.optimizer
         own = [trainer.model, trainer.model_wrapped, optimizer, trainer.lr_scheduler]
         inner = [getattr(optimizer, "optimizer", None), trainer.accelerator.scaler]
-        return [*own, *inner, trainer.args, trainer.state, trainer.control, *given]
+        of_trainer = [trainer.args, trainer.state, trainer.control]
+        return [*own, *inner, *trained_parameters([optimizer]), *of_trainer, *given]
 
     named = by_class_and_ordinal(callbacks)
     of_class = attributes_set_by(_OF_TRAINERS, type(trainer))

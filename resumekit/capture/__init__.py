@@ -63,6 +63,7 @@ from resumekit.capture.user_state import (
     attribute_components,
     attributes_set_by,
     content_digest,
+    trained_parameters,
 )
 
 __all__ = [
@@ -106,6 +107,7 @@ __all__ = [
     "require_gradients",
     "set_generator_state",
     "state_components",
+    "trained_parameters",
     "uncaptured_parameters",
     "unwrapped",
 ]

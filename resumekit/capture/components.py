@@ -83,7 +83,8 @@ def state_components(
         else StateComponent(key, stateful, _pattern_of(stateful))
         for key, stateful in states.items()
     ]
-    attributes = attribute_components(model)
+    named = (by_key(slot, given) for slot, given in ((Slot.OPTIMIZER, optimizer), (Slot.EMA, ema)))
+    attributes = attribute_components(model, [e for each in named for e in each.values()])
     if num_ranks == 1:
         return (*shared, *attributes)
     buffers = rank_buffer_components(model=model, ema=ema, even_none=stage_group is not None)

@@ -3,7 +3,7 @@
 from resumekit.capture.user_state.content import content_digest
 from resumekit.capture.user_state.leaves import is_user_object
 from resumekit.capture.user_state.library_code import attributes_set_by, attributes_set_in
-from resumekit.capture.user_state.models import attribute_components
+from resumekit.capture.user_state.models import attribute_components, trained_parameters
 from resumekit.capture.user_state.slots import Holder
 from resumekit.capture.user_state.tracker import UserState
 
@@ -15,4 +15,5 @@ __all__ = [
     "attributes_set_in",
     "content_digest",
     "is_user_object",
+    "trained_parameters",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from torch import Tensor
 
 from resumekit.capture.named import by_key
 from resumekit.capture.user_state.slots import Holder
@@ -12,7 +15,7 @@ from resumekit.contract import Slot, StateComponent
 _SUFFIX = "attributes"
 
 
-def attribute_components(model: Any) -> tuple[StateComponent, ...]:
+def attribute_components(model: Any, others: Iterable[Any] = ()) -> tuple[StateComponent, ...]:
     """The attributes of modules as components: each rank has its own.
 
     They are flags (``requires_grad``, ``training``), buffers with ``persistent=False``, and
@@ -20,10 +23,22 @@ def attribute_components(model: Any) -> tuple[StateComponent, ...]:
 
     Args:
         model: a module, or a dict of named ones, as the script has made them.
+        others: what else of the run is saved: optimizers with their parameters, averages.
     """
+    models = by_key(Slot.MODEL, model)
+    given = [*models.values(), *others]
     return tuple(
         UserState(
-            {key.replace("/", "."): Holder(module, is_component=True)}, key=f"{key}/{_SUFFIX}"
+            {key.replace("/", "."): Holder(module, is_component=True)},
+            key=f"{key}/{_SUFFIX}",
+            foreign=lambda: [*given, *trained_parameters(given)],
         ).component()
-        for key, module in by_key(Slot.MODEL, model).items()
+        for key, module in models.items()
     )
+
+
+def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
+    """The parameters of the optimizers among some objects, which are saved with them."""
+    for each in objects:
+        for group in getattr(each, "param_groups", None) or ():
+            yield from group["params"]
