@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import Subset
 
 from resumekit.capture import Holder
@@ -42,10 +40,6 @@ def user_objects(source: Source) -> dict[str, Holder]:
                 value,
                 left_out=attributes_set_in(value, "set_epoch"),
                 has_generators=False,
-                is_read_ahead=_is_read_ahead(source),
+                is_read_ahead=source.kind == _AHEAD,
             )
     return found
-
-
-def _is_read_ahead(source: Any) -> bool:
-    return source.kind == _AHEAD
