@@ -117,7 +117,10 @@ def test_a_container_of_every_kind_is_restored(stored: Any, value: Any) -> None:
     old.value = value
     passed_on(saved, live, stored)
     assert type(new.value) is type(value)
-    assert repr(new.value) == repr(value)
+    if isinstance(value, set):
+        assert new.value == value
+    else:
+        assert repr(new.value) == repr(value)
 
 
 def test_two_paths_to_one_object_are_restored_as_one(stored: Any) -> None:
