@@ -93,7 +93,10 @@ class Run:
         self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
         self.selection = BestSelection(options.best_metric, options.mode)
         self.rng = RandomState(generators, self.position)
-        self._loader_state = UserState({}, key="data/attributes", grows=True)
+        self.components: tuple[StateComponent, ...] = ()
+        self._loader_state = UserState(
+            {}, key="data/attributes", grows=True, foreign=self._objects_of_others
+        )
         self._own = self._own_components(extras)
         self._given = components
         self._groups = groups
@@ -135,6 +138,12 @@ class Run:
             StateComponent(Slot.BEST_METRIC.value, self.selection, SharingPattern.GLOBAL),
             StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
         ]
+
+    def _objects_of_others(self) -> list[Any]:
+        """What other components with user state follow: a dataset may share it with a module."""
+        others = (each.stateful for each in self.components)
+        states = [e for e in others if isinstance(e, UserState) and e is not self._loader_state]
+        return [each for state in states for each in state.objects]
 
     def _with_own(
         self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()

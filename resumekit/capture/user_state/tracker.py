@@ -81,6 +81,7 @@ class UserState:
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
         self._began = False
+        self.objects: tuple[Any, ...] = ()  # that the last walk entered
         self._take_baseline()
 
     def _take_baseline(self) -> None:
@@ -360,7 +361,9 @@ class UserState:
     # ---------------------------------------------------------------- helpers
 
     def _walk(self) -> Walk:
-        return walk(self._holders, self._scope)
+        found = walk(self._holders, self._scope)
+        self.objects = tuple(found.objects.values())
+        return found
 
     def _foreign(self) -> Foreign:
         return Foreign(self._scope.foreign(), self._holders.values())
