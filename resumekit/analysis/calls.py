@@ -1,0 +1,219 @@
+"""What a call does, judged by its name: training, logging, saving, a random draw, a change."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+# Methods whose receiver (and arguments) belong to training, whatever they are called on.
+TRAINING_METHODS = frozenset(
+    {
+        "add_param_group",
+        "backward",
+        "clip_grad_norm",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "load_state_dict",
+        "manual_backward",
+        "manual_seed",
+        "requires_grad_",
+        "step_update",
+        "unscale_",
+        "update_parameters",
+        "zero_grad",
+    }
+)
+# Methods that only modules, optimizers and the like have.
+OF_TRAINING_OBJECTS = frozenset(
+    {
+        "clip_gradients",
+        "eval",
+        "finetune",
+        "get_last_lr",
+        "named_modules",
+        "named_parameters",
+        "no_sync",
+        "param_groups",
+        "parameters",
+        "prepare",
+        "requires_grad_",
+        "scale",
+        "set_epoch",
+        "state_dict",
+        "step_update",
+        "train",
+        "unscale_",
+        "wait_for_everyone",
+        "zero_grad",
+    }
+)
+OF_LOGGERS = frozenset(
+    {
+        "add_figure",
+        "add_histogram",
+        "add_image",
+        "add_images",
+        "add_scalar",
+        "add_scalars",
+        "add_text",
+        "critical",
+        "debug",
+        "error",
+        "exception",
+        "flush",
+        "info",
+        "log",
+        "log_metrics",
+        "log_metric",
+        "plot",
+        "refresh",
+        "scalar_summary",
+        "set_description",
+        "set_description_str",
+        "set_postfix",
+        "set_postfix_str",
+        "warning",
+        "write",
+        "writelines",
+        "writerow",
+    }
+)
+# Constructors of progress bars, loggers and clocks.
+LOGGER_MAKERS = re.compile(
+    r"(^|\.)(tqdm|trange|SummaryWriter|getLogger|get_logger|open|Progress|perf_counter|time"
+    r"|\w*Logger|\w*ProgressBar|\w*Timer|\w*Profiler|profile|Event|Lock)$"
+)
+TRAINING_MAKERS = re.compile(
+    r"((^|\.)(nn|optim|lr_scheduler)\.\w+$)|(DataParallel|DDP|GradScaler|Accelerator|Fabric"
+    r"|DataLoader|Optimizer|Scheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
+    r"|AveragedModel|create_model|get_model|from_pretrained|build_optimizer"
+    r"|create_optimizer|create_optimizer_v2|get_scheduler|create_scheduler|create_scheduler_v2"
+    r"|NativeScaler\w*|Adam|AdamW|SGD|RMSprop|Adagrad|prepare|deepspeed\.initialize"
+    r"|amp\.initialize|compile)$|(^|\.)(iter|cycle)$"
+)
+_LOGGING = re.compile(
+    r"^(print|pprint|logging|logger|log|wandb|mlflow|plt|writer|tqdm|time|warnings|sys\.stdout"
+    r"|sys\.stderr|display|IPython|gc|psutil|os\.makedirs|os\.mkdir|json\.dump|csv|tb|neptune"
+    r"|comet_ml|swanlab|torch\.cuda|nvtx|_logger|click)(\.|$)|\.(print|logging)(\.|$)"
+)
+_SAVING = re.compile(
+    r"(^|[._])(save|checkpoint|ckpt|push_to_hub)([._]|$)|^(Save|Checkpoint)|save(Model|Checkpoint)"
+    r"|shutil\.(copy|move)"
+)
+_SAVES_NO_STATE = re.compile(
+    r"savefig|save_?im(age|g)|imsave|savez|savetxt|save_sample|save_text|save_result|save_plot"
+    r"|save_audio|save_grid|save_log|save_current_visuals|save_anim"
+)
+_EVALUATION = re.compile(r"(^|[._])(eval|evaluate|evaluation|validate|validation|test)([._]|$)")
+_STOPPING = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.kill", "os.abort"})
+_RANDOM = re.compile(
+    r"^(random\.\w+|np\.random\.\w+|numpy\.random\.\w+|torch\.(rand|randn|randint|randperm"
+    r"|normal|bernoulli|multinomial|rand_like|randn_like|randint_like)|F\.dropout"
+    r"|(\w+\.)*functional\.dropout)$"
+)
+_RANDOM_METHODS = frozenset(
+    {
+        "bernoulli_",
+        "multinomial",
+        "normal_",
+        "permutation",
+        "randint",
+        "random_",
+        "rsample",
+        "sample",
+        "shuffle",
+        "uniform_",
+        "exponential_",
+    }
+)
+# Methods that change their object although their result is used.
+_CHANGING = re.compile(
+    r"^(step|pop\w*|next|next_\w+|update\w*|reset\w*|push\w*|append\w*|add\w*|sample|__next__"
+    r"|improved|should_\w+|early_stop\w*|is_better|is_best|check\w*|advance|get_batch|query"
+    r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert)$"
+)
+# Methods that change nothing though their result is thrown away.
+_NOT_CHANGING = frozenset(
+    {"item", "numpy", "cpu", "close", "join", "barrier", "wait", "synchronize", "cuda", "to"}
+)
+_RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metrics"})
+
+
+# Functions that only look at a model, an optimizer or a loader.
+_QUERY = re.compile(
+    r"^(len|isinstance|hasattr|getattr|id|type|str|repr|sum|list|tuple|dict|zip|enumerate|range"
+    r"|iter|next|min|max|any|all|sorted|reversed|int|float|bool|tqdm|trange|format|super|vars"
+    r"|set|cycle)$"
+    r"|(^|[._])(get|count|num|unwrap\w*|deepcopy|copy|summary|tqdm|flops|describe|is|has|watch"
+    r"|current|format|cycle|islice|init\w*)([._]|$)"
+)
+
+
+def is_query(call: ast.Call) -> bool:
+    """Whether it only looks at its arguments, or wraps them."""
+    return bool(_QUERY.search(dotted(call.func)))
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` of an expression; calls and subscripts in between are left out."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else node.attr
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        return dotted(node.func if isinstance(node, ast.Call) else node.value)
+    return ""
+
+
+def method(call: ast.Call) -> str:
+    """The method's or function's own name."""
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else dotted(func)
+
+
+def is_logging(call: ast.Call) -> bool:
+    """Whether it prints, logs, plots or measures time."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in (*OF_LOGGERS, "print"):
+        return not dotted(call.func).startswith(("torch.", "math.", "np.", "numpy."))
+    return bool(_LOGGING.search(dotted(call.func)))
+
+
+def is_saving(call: ast.Call) -> bool:
+    """Whether it saves a checkpoint, a model or the like."""
+    name = dotted(call.func)
+    return bool(_SAVING.search(name)) and not _SAVES_NO_STATE.search(name)
+
+
+def is_evaluation(call: ast.Call) -> bool:
+    """Whether its name says that it evaluates."""
+    return bool(_EVALUATION.search(dotted(call.func)))
+
+
+def is_stopping(call: ast.Call) -> bool:
+    """Whether it ends the process."""
+    return dotted(call.func) in _STOPPING
+
+
+def draws_random_numbers(call: ast.Call) -> bool:
+    """Whether it advances a random generator."""
+    name = dotted(call.func)
+    if _RANDOM.match(name):
+        return True
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _RANDOM_METHODS
+
+
+def changes_receiver(call: ast.Call, *, is_statement: bool) -> bool:
+    """Whether a method may change its object."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name = call.func.attr
+    if is_statement:
+        return name not in _NOT_CHANGING
+    in_place = name.endswith("_") and not name.startswith("_")
+    return in_place or bool(_CHANGING.match(name))
+
+
+def resets_receiver(call: ast.Call) -> bool:
+    """Whether a method gives its object the content that it had when it was made."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _RESETTING

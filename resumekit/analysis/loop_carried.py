@@ -1,0 +1,280 @@
+"""The loop-carried variables of a training loop: what a checkpoint would have to hold besides.
+
+A variable is loop-carried when a resumed process does not have its value at the safe point
+(``staleness``) and the value can still reach the training (``relevance``).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.analysis import calls
+from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
+from resumekit.analysis.relevance import Relevance, Relevant, negated, touches
+from resumekit.analysis.roles import Role, Roles
+from resumekit.analysis.staleness import Staleness
+
+
+@dataclass(frozen=True)
+class LoopCarried:
+    """What the analysis of one loop found.
+
+    Args:
+        names: variables whose value can reach the training, as the loop's function calls them.
+        only_logged: variables whose value reaches only logging, printing or timing.
+        relative_indices: counters of ``enumerate`` or ``zip`` that decide something and that start
+            again at 0 in a resumed process.
+    """
+
+    names: tuple[str, ...] = ()
+    only_logged: tuple[str, ...] = ()
+    relative_indices: tuple[str, ...] = ()
+
+
+def loop_carried(
+    program: Program,
+    function: Function,
+    loop: LoopNode,
+    *,
+    live: Callable[[str], Role | None] | None = None,
+) -> LoopCarried:
+    """The loop-carried variables of a loop.
+
+    Args:
+        program: the source file.
+        function: the function that has the loop.
+        loop: the innermost training loop.
+        live: gives the role of the object at a path, where objects exist.
+    """
+    roles = Roles(program, live)
+    root, chain = _chain(program, function, loop)
+    _note_loaders(roles, chain, program)
+    staleness = Staleness(program, roles, chain, loop)
+    staleness.run(root)
+    stale = staleness.at_safe_point or frozenset()
+    changed = staleness.changed_by_loops
+    options: dict[str, Any] = {
+        "only_inside": _assigned_only_inside(function, loop),
+        "is_invariant": lambda test, scope: not _reads_any(test, changed, scope),
+    }
+    relevance = Relevance(program, roles, chain, loop, **options)
+    relevance.run(root)
+    used = Relevance(program, roles, chain, loop, every_use=True, **options)
+    used.run(root)
+    scope = relevance.scope or Scope(function)
+    relevant = _without_contradictions(relevance.at_safe_point, loop, scope, options["is_invariant"])
+    names = _reported(stale, relevant, program, roles, scope)
+    logged = _reported(stale, used.at_safe_point, program, roles, scope)
+    indices = tuple(
+        _shown(path, scope)
+        for path in _relative_indices(loop, scope)
+        if any(touches(path, each) for each in relevance.at_safe_point)
+    )
+    return LoopCarried(names, tuple(each for each in logged if each not in names), indices)
+
+
+def _reported(
+    stale: Iterable[str], relevant: Iterable[str], program: Program, roles: Roles, scope: Scope
+) -> tuple[str, ...]:
+    wanted = tuple(relevant)
+    found = set()
+    for path in stale:
+        if not any(touches(path, each) for each in wanted):
+            continue
+        whole = _whole_object(path, program, scope)
+        if any(roles.of(each) is not None for each in _prefixes(whole, scope)):
+            continue
+        found.add(_shown(whole, scope))
+    return tuple(sorted(each for each in found if not _is_inside_another(each, found)))
+
+
+def _is_inside_another(path: str, paths: Iterable[str]) -> bool:
+    return any(path.startswith(f"{each}.") for each in paths)
+
+
+def _without_contradictions(
+    relevant: Relevant, loop: LoopNode, scope: Scope, is_invariant: Callable[[ast.expr, Scope], bool]
+) -> tuple[str, ...]:
+    """What is relevant, without variables that matter only where the loop never writes them.
+
+    ``if evaluates: loss = ...`` and later ``if loss < best``: only without evaluation does the
+    value from before the step matter, and then it is the one from before the loop.
+    """
+    written: dict[str, list[set[str]]] = {}
+
+    def visit(node: ast.AST, guards: frozenset[str]) -> None:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            written.setdefault(scope.path_of(node.id), []).append(set(guards))
+        if isinstance(node, ast.If) and is_invariant(node.test, scope):
+            guard = ast.unparse(node.test)
+            for each in node.body:
+                visit(each, guards | {guard})
+            for each in node.orelse:
+                visit(each, guards | {negated(guard)})
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, guards)
+
+    visit(loop, frozenset())
+    return tuple(
+        path
+        for path, guards in relevant.items()
+        if not guards
+        or path not in written
+        or not all(all(negated(g) in where for g in guards) for where in written[path])
+    )
+
+
+def _assigned_only_inside(function: Function, loop: LoopNode) -> frozenset[str]:
+    """The locals that nothing but the loop assigns."""
+    inside = {id(each) for each in ast.walk(loop)}
+    stores = [
+        each
+        for each in own_nodes(function.body)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    ]
+    outside = {each.id for each in stores if id(each) not in inside} | set(function.parameters)
+    scope = Scope(function)
+    return frozenset(scope.path_of(e.id) for e in stores if e.id not in outside)
+
+
+def _reads_any(test: ast.expr, paths: Iterable[str], scope: Scope) -> bool:
+    if any(isinstance(each, ast.Call) for each in ast.walk(test)):
+        return True
+    path = scope.path(test)
+    if path is not None:
+        return any(touches(path, other) for other in paths)
+    children = [each for each in ast.iter_child_nodes(test) if isinstance(each, ast.expr)]
+    return any(_reads_any(each, paths, scope) for each in children)
+
+
+def _prefixes(path: str, scope: Scope) -> list[str]:
+    """The path and the objects around it, ``self`` of the loop's function excluded."""
+    head, at, variable = path.rpartition(LOCAL)
+    parts = variable.split(".")
+    every = [f"{head}{at}{'.'.join(parts[:count])}" for count in range(1, len(parts) + 1)]
+    function = scope.function
+    own = scope.path_of(function.parameters[0]) if function.owner and function.parameters else None
+    return [each for each in every if each != own]
+
+
+def _whole_object(path: str, program: Program, scope: Scope) -> str:
+    """The object of a class of this file that the path is inside of; ``self`` stays open."""
+    for each in _prefixes(path, scope):
+        if each != path and program.class_of(each) is not None:
+            variable = each.rpartition(LOCAL)[2]
+            if variable != "self":
+                return each
+    return path
+
+
+def _shown(path: str, scope: Scope) -> str:
+    """The path as the loop's function writes it."""
+    for name, bound in scope.bindings:
+        if path == bound or path.startswith(f"{bound}."):
+            return name + path[len(bound) :]
+    return path.rpartition(LOCAL)[2]
+
+
+# ---------------------------------------------------------------- the loops around a loop
+
+
+def _note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> None:
+    """What the loops iterate over is data: its position is in the checkpoint."""
+    iterables = [each.iter for each in chain if isinstance(each, (ast.For, ast.AsyncFor))]
+    for function in program.functions.values():
+        scope = Scope(function)
+        nodes = {id(each) for each in own_nodes(function.body)}
+        for iterable in iterables:
+            if id(iterable) not in nodes:
+                continue
+            for each in _iterated(iterable):
+                path = scope.path(each)
+                if path is not None:
+                    roles.note_training(path)
+
+
+def _iterated(node: ast.expr) -> list[ast.expr]:
+    if not isinstance(node, ast.Call):
+        return [node]
+    if calls.dotted(node.func) == "range":
+        return []
+    return [each for value in node.args for each in _iterated(value)]
+
+
+def _chain(
+    program: Program, function: Function, loop: LoopNode
+) -> tuple[Function, Sequence[ast.AST]]:
+    """The function that the analysis begins with, and the loops that a resume continues."""
+    chain: list[ast.AST] = [loop, *_loops_around(function, loop)]
+    seen = {function}
+    root = function
+    while True:
+        callers = [
+            (each, call)
+            for each in program.functions.values()
+            if each not in seen
+            for call in _calls_of(program, each, root)
+        ]
+        if not callers:
+            return root, chain
+        # A caller with the call in a loop is the one that trains in epochs.
+        callers.sort(key=lambda pair: not _loops_around(*pair))
+        root, call = callers[0]
+        seen.add(root)
+        chain += [call, *_loops_around(root, call)]
+
+
+def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
+    scope = Scope(caller)
+    found = []
+    for node in own_nodes(caller.body):
+        if isinstance(node, ast.Call):
+            called = program.called(node, scope)
+            if called is not None and called[0] is function:
+                found.append(node)
+    return found
+
+
+def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:
+    """The loops of a function around a node, the innermost first."""
+    found: list[ast.AST] = []
+
+    def visit(node: ast.AST, loops: tuple[ast.AST, ...]) -> bool:
+        if node is target:
+            found.extend(reversed(loops))
+            return True
+        around = (*loops, node) if isinstance(node, LoopNode) else loops
+        return any(visit(child, around) for child in ast.iter_child_nodes(node))
+
+    any(visit(statement, ()) for statement in function.body)
+    return found
+
+
+def _relative_indices(loop: LoopNode, scope: Scope) -> list[str]:
+    """The targets that count from the beginning of this process's loop."""
+    if isinstance(loop, ast.While) or not isinstance(loop.target, (ast.Tuple, ast.List)):
+        return []
+    for node in ast.walk(loop.iter):
+        if not isinstance(node, ast.Call):
+            continue
+        name = calls.dotted(node.func)
+        if name == "enumerate":
+            start = [*node.args[1:], *(k.value for k in node.keywords if k.arg == "start")]
+            if any(".initial" in ast.unparse(each) for each in start):
+                return []
+            path = scope.path(loop.target.elts[0])
+            return [] if path is None else [path]
+        if name == "zip" and len(node.args) == len(loop.target.elts):
+            pairs = zip(node.args, loop.target.elts, strict=True)
+            counted = [target for value, target in pairs if _counts(value)]
+            return [path for path in map(scope.path, counted) if path is not None]
+    return []
+
+
+def _counts(value: ast.expr) -> bool:
+    name = calls.dotted(value.func) if isinstance(value, ast.Call) else ""
+    return name.rpartition(".")[2] in ("count", "cycle", "range")

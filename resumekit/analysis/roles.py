@@ -1,0 +1,192 @@
+"""Which variables are models, optimizers and loaders, and which are loggers, by how they are used.
+
+Names never count. Where objects exist, their types decide (``live``); the uses decide elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from resumekit.analysis import calls
+from resumekit.analysis.program import LOCAL, Function, Program, Scope, own_nodes
+
+
+class Role(Enum):
+    """What an object is for."""
+
+    TRAINING = "training"
+    LOGGING = "logging"
+
+
+class Roles:
+    """The roles of all paths of a program.
+
+    Args:
+        program: the source file.
+        live: gives the role of the object at a path if the object exists.
+    """
+
+    def __init__(self, program: Program, live: Callable[[str], Role | None] | None = None) -> None:
+        self._program = program
+        self._live = live
+        self._leader: dict[str, str] = {}
+        self._found: dict[str, set[Role]] = {}
+        for function in program.functions.values():
+            self._read(function)
+
+    def of(self, path: str) -> Role | None:
+        """The role of the object at a path; that of an object around it if it has none."""
+        known = self._live(path) if self._live is not None else None
+        if known is not None:
+            return known
+        owner = self._program.class_of(path)
+        if owner is not None:
+            return Role.TRAINING if owner.is_module else None
+        found = self._found.get(self._find(path), ())
+        for role in (Role.TRAINING, Role.LOGGING):
+            if role in found:
+                return role
+        return None
+
+    def of_whole(self, path: str) -> Role | None:
+        """The role of the object at a path or of one around it; ``self`` has none."""
+        head, at, variable = path.rpartition(LOCAL)
+        parts = variable.split(".")
+        function = self._program.functions.get(head)
+        first = 1
+        if function is not None and function.owner and function.parameters[:1] == (parts[0],):
+            first = 2
+        for count in range(first, len(parts) + 1):
+            role = self.of(f"{head}{at}{'.'.join(parts[:count])}")
+            if role is not None:
+                return role
+        return None
+
+    def is_training(self, path: str) -> bool:
+        """Whether it is a model, an optimizer, a loader or the like."""
+        return self.of(path) is Role.TRAINING
+
+    def note_training(self, path: str) -> None:
+        """Says that the object at a path is a loader."""
+        self._note(path, Role.TRAINING)
+
+    # ---------------------------------------------------------------- evidence
+
+    def _find(self, path: str) -> str:
+        path = self._canonical(path)
+        while path in self._leader:
+            path = self._leader[path]
+        return path
+
+    def _canonical(self, path: str) -> str:
+        """The path with an object of a known class in place of the variable that refers to it."""
+        function, at, variable = path.rpartition(LOCAL)
+        parts = variable.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            owner = self._program.class_of(f"{function}{at}{'.'.join(parts[:count])}")
+            if owner is not None:
+                return ".".join((f"{owner.name}{LOCAL}self", *parts[count:]))
+        return path
+
+    def _link(self, one: str, other: str) -> None:
+        one, other = self._find(one), self._find(other)
+        if one != other:
+            self._leader[one] = other
+            self._found.setdefault(other, set()).update(self._found.pop(one, ()))
+
+    def _note(self, path: str | None, role: Role) -> None:
+        if path is not None and path.rpartition(LOCAL)[2].split(".")[0] not in self._program.imported:
+            self._found.setdefault(self._find(path), set()).add(role)
+
+    def _read(self, function: Function) -> None:
+        scope = Scope(function)
+        statements: set[int] = set()
+        for node in own_nodes(function.body):
+            if isinstance(node, ast.Expr):
+                statements.add(id(node.value))
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._read_assignment(target, node.value, scope)
+            elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+                self._read_assignment(node.optional_vars, node.context_expr, scope)
+            elif isinstance(node, ast.Call):
+                self._read_call(node, scope)
+            elif isinstance(node, ast.Attribute):
+                if node.attr in ("param_groups", "require_backward_grad_sync"):
+                    self._note(scope.path(node.value), Role.TRAINING)
+
+    def _read_assignment(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+                for one, other in zip(target.elts, value.elts, strict=True):
+                    self._read_assignment(one, other, scope)
+            elif self._made(value, scope) is Role.TRAINING:
+                for each in target.elts:
+                    self._note(scope.path(each), Role.TRAINING)
+            return
+        path = scope.path(target)
+        role = self._made(value, scope)
+        if role is not None:
+            self._note(path, role)
+
+    def _made(self, value: ast.expr, scope: Scope) -> Role | None:
+        """What an expression makes: the calls from the outside in, ``Net().to(device)``."""
+        if isinstance(value, ast.IfExp):
+            return self._made(value.body, scope) or self._made(value.orelse, scope)
+        while isinstance(value, ast.Call):
+            name = calls.dotted(value.func)
+            owner = self._program.classes.get(name)
+            if owner is not None:
+                return Role.TRAINING if owner.is_module else None
+            if calls.TRAINING_MAKERS.search(name):
+                return Role.TRAINING
+            if calls.LOGGER_MAKERS.search(name):
+                return Role.LOGGING
+            if not isinstance(value.func, ast.Attribute):
+                return None
+            value = value.func.value
+        return None
+
+    def _read_call(self, call: ast.Call, scope: Scope) -> None:
+        if isinstance(call.func, ast.Attribute):
+            receiver = scope.path(call.func.value)
+            name = call.func.attr
+            takes = bool(call.args or call.keywords)
+            if name in ("train", "eval"):
+                takes_mode = len(call.args) <= 1 and not call.keywords
+                if takes_mode and (not call.args or isinstance(call.args[0], ast.Constant)):
+                    self._note(receiver, Role.TRAINING)
+            elif name == "backward":
+                if takes and not any(each.arg for each in call.keywords if each.arg):
+                    self._note(receiver, Role.TRAINING)
+            elif name in calls.OF_TRAINING_OBJECTS:
+                self._note(receiver, Role.TRAINING)
+            elif name in calls.OF_LOGGERS:
+                self._note(receiver, Role.LOGGING)
+        elif any(_gives_parameters(each) for each in (*call.args, *call.keywords)):
+            self._note(scope.path(call.func), Role.TRAINING)  # a loss scaler
+        found = self._program.called(call, scope)
+        if found is not None:
+            function, receiver = found
+            for parameter, path in _linked(self._program, call, scope, function, receiver):
+                self._link(parameter, path)
+
+
+def _gives_parameters(node: ast.expr | ast.keyword) -> bool:
+    value = node.value if isinstance(node, ast.keyword) else node
+    return isinstance(value, ast.Call) and calls.method(value) == "parameters"
+
+
+def _linked(
+    program: Program, call: ast.Call, scope: Scope, function: Function, receiver: str | None
+) -> Iterator[tuple[str, str]]:
+    entered, copied = program.enter(call, scope, function, receiver)
+    for name, path in entered.bindings:
+        if path != receiver:
+            yield Scope(function).path_of(name), path
+    for parameter, value in copied.items():
+        path = scope.path(value)
+        if path is not None:
+            yield parameter, path

@@ -1,0 +1,290 @@
+"""Forward pass: which variables a resumed process does not have at the safe point.
+
+A resumed process runs everything before the loops again, and of the loop around the inner one the
+statements before it. What the inner body and the rest of an iteration have written is *stale* there:
+the process has another value, unless a statement that runs again writes it from values that it has.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+from resumekit.analysis import calls
+from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
+from resumekit.analysis.relevance import _base, _covers, _pairs, touches
+from resumekit.analysis.roles import Roles
+
+Paths = frozenset[str]
+_MAX_DEPTH = 10
+
+
+class Staleness:
+    """The forward pass over one program.
+
+    Args:
+        program: the source file.
+        roles: what its variables are for.
+        chain: the loops that a resume continues, and the calls between them.
+        inner: the innermost loop.
+
+    Attributes:
+        at_safe_point: what is stale at the start of the inner loop's body.
+        changed_by_loops: what the loops write, their targets included.
+    """
+
+    def __init__(
+        self, program: Program, roles: Roles, chain: Iterable[ast.AST], inner: ast.AST
+    ) -> None:
+        self._program = program
+        self._roles = roles
+        self._chain = frozenset(map(id, chain))
+        self._inner = inner
+        self._active: list[Function] = []
+        self._written: dict[object, Paths] = {}
+        self.at_safe_point: Paths | None = None
+        self.changed_by_loops: Paths = frozenset()
+
+    def run(self, root: Function) -> None:
+        """Analyses a function as the program's beginning."""
+        self._active.append(root)
+        self._body(root.body, frozenset(), Scope(root))
+        self._active.pop()
+
+    # ---------------------------------------------------------------- what is written
+
+    def written(self, body: list[ast.stmt], scope: Scope) -> Paths:
+        """The paths that statements may write, in functions of the same file too."""
+        found: set[str] = set()
+        statements = {id(n.value) for n in own_nodes(body) if isinstance(n, ast.Expr)}
+        for node in own_nodes(body):
+            if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                found.add(scope.path(node) or "")
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                found.add(scope.path(_base(node)) or "")
+            elif isinstance(node, ast.Call):
+                found |= self._written_by_call(node, scope, is_statement=id(node) in statements)
+        return frozenset(each for each in found if each and self._roles.of_whole(each) is None)
+
+    def _written_by_call(self, node: ast.Call, scope: Scope, *, is_statement: bool) -> Paths:
+        called = self._program.called(node, scope)
+        if called is not None:
+            function, receiver = called
+            inner, _ = self._program.enter(node, scope, function, receiver)
+            key = (function.name, inner.bindings)
+            if key not in self._written:
+                self._written[key] = frozenset()  # a recursive call adds nothing
+                self._written[key] = self.written(function.body, inner)
+            prefix = f"{function.name}{LOCAL}"
+            return frozenset(p for p in self._written[key] if not p.startswith(prefix))
+        found: set[str] = set()
+        for value in [*node.args, *(each.value for each in node.keywords)]:
+            if isinstance(value, (ast.Name, ast.Attribute)):
+                call = ast.Call(func=value, args=[], keywords=[])
+                if self._program.called(call, scope) is not None:
+                    found |= self._written_by_call(call, scope, is_statement=True)
+        if calls.dotted(node.func) == "next" and node.args:
+            found.add(scope.path(node.args[0]) or "")
+        if isinstance(node.func, ast.Attribute):
+            path = scope.path(_base(node.func.value))
+            root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
+            if path is not None and root not in self._program.imported:
+                if calls.changes_receiver(node, is_statement=is_statement):
+                    found.add(path)
+        elif is_statement and isinstance(node.func, ast.Name):
+            path = scope.path_of(node.func.id)
+            if LOCAL in path or path in self._program.module.local_names:
+                if path not in self._program.functions and path not in self._program.classes:
+                    found.add(path)  # an object that is called for what it does
+        return frozenset(found - {""})
+
+    # ---------------------------------------------------------------- statements
+
+    def _body(self, body: list[ast.stmt], stale: Paths, scope: Scope) -> Paths:
+        for node in body:
+            stale = self._statement(node, stale, scope)
+        return stale
+
+    def _statement(self, node: ast.stmt, stale: Paths, scope: Scope) -> Paths:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            return self._assignment(node, stale, scope)
+        if isinstance(node, ast.Expr):
+            return self._expression(node.value, stale, scope, is_statement=True)
+        if isinstance(node, ast.Return):
+            return stale if node.value is None else self._expression(node.value, stale, scope)
+        if isinstance(node, ast.If):
+            stale = self._expression(node.test, stale, scope)
+            if self._reads(node.test, stale, scope):
+                return stale | self.written([*node.body, *node.orelse], scope)
+            then, other = self._body(node.body, stale, scope), self._body(node.orelse, stale, scope)
+            return (then | other) - _switched(node, scope)
+        if isinstance(node, LoopNode):
+            return self._loop(node, stale, scope)
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                stale = self._expression(item.context_expr, stale, scope)
+                if item.optional_vars is not None:
+                    stale = self._store(item.optional_vars, stale, scope, is_stale=False)
+            return self._body(node.body, stale, scope)
+        if isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try))):
+            stale = self._body(node.body, stale, scope)
+            after = self._body(node.orelse, stale, scope)
+            for handler in node.handlers:
+                after |= self._body(handler.body, stale, scope)
+            return self._body(node.finalbody, after, scope)
+        if isinstance(node, ast.Match):
+            return stale.union(*(self._body(each.body, stale, scope) for each in node.cases))
+        return stale
+
+    def _loop(self, node: LoopNode, stale: Paths, scope: Scope) -> Paths:
+        is_chain = id(node) in self._chain
+        if isinstance(node, ast.While):
+            stale = self._expression(node.test, stale, scope)
+        else:
+            stale = self._expression(node.iter, stale, scope)
+        head = stale
+        if is_chain:
+            head = stale | self.written(node.body, scope)
+            targets = [] if isinstance(node, ast.While) else list(ast.walk(node.target))
+            self.changed_by_loops |= head.union(p for p in map(scope.path, targets) if p)
+        while True:
+            start = head
+            if not isinstance(node, ast.While):
+                from_stale = not is_chain and self._reads(node.iter, head, scope)
+                start = self._store(node.target, head, scope, is_stale=from_stale)
+            if node is self._inner:
+                self.at_safe_point = start | (self.at_safe_point or frozenset())
+            after = self._body(node.body, start, scope)
+            if after | head == head:
+                break
+            head |= after
+        return self._body(node.orelse, after, scope)
+
+    def _assignment(
+        self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, stale: Paths, scope: Scope
+    ) -> Paths:
+        if node.value is None:
+            return stale
+        stale = self._expression(node.value, stale, scope)
+        if isinstance(node, ast.AugAssign):
+            both = self._reads(node.value, stale, scope) or self._reads(node.target, stale, scope)
+            return self._store(node.target, stale, scope, is_stale=both, keeps=True)
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            pairs = _pairs(target, node.value)
+            found = [(each, self._reads(value, stale, scope)) for each, value in pairs]
+            for each, is_stale in found:
+                stale = self._store(each, stale, scope, is_stale=is_stale)
+        return stale
+
+    def _store(
+        self, target: ast.expr, stale: Paths, scope: Scope, *, is_stale: bool, keeps: bool = False
+    ) -> Paths:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for each in target.elts:
+                stale = self._store(each, stale, scope, is_stale=is_stale, keeps=keeps)
+            return stale
+        if isinstance(target, ast.Starred):
+            return self._store(target.value, stale, scope, is_stale=is_stale, keeps=keeps)
+        path = scope.path(_base(target))
+        if path is None:
+            return stale
+        if is_stale:
+            return stale | {path}
+        if isinstance(target, ast.Subscript) or keeps:
+            return stale
+        return frozenset(each for each in stale if not _covers(path, each))
+
+    # ---------------------------------------------------------------- expressions
+
+    def _reads(self, node: ast.expr, stale: Paths, scope: Scope) -> bool:
+        """Whether the value depends on a stale variable."""
+        if not stale:
+            return False
+        path = scope.path(node)
+        if path is not None:
+            return any(touches(path, each) for each in stale)
+        if isinstance(node, ast.Call):
+            called = self._program.called(node, scope)
+            if called is not None and self._function_reads(node, called, stale, scope):
+                return True
+        return any(
+            self._reads(child, stale, scope)
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, (ast.expr, ast.keyword, ast.comprehension))
+            for child in ([child.value] if isinstance(child, ast.keyword) else _parts(child))
+        )
+
+    def _function_reads(
+        self, node: ast.Call, called: tuple[Function, str | None], stale: Paths, scope: Scope
+    ) -> bool:
+        function, receiver = called
+        if function in self._active or len(self._active) > _MAX_DEPTH:
+            return False
+        inner, _ = self._program.enter(node, scope, function, receiver)
+        prefix = f"{function.name}{LOCAL}"
+        outside = frozenset(each for each in stale if not each.startswith(prefix))
+        self._active.append(function)
+        found = any(
+            self._reads(each.value, outside, inner)
+            for each in own_nodes(function.body)
+            if isinstance(each, ast.Return) and each.value is not None
+        )
+        self._active.pop()
+        return found
+
+    def _expression(
+        self, node: ast.expr, stale: Paths, scope: Scope, *, is_statement: bool = False
+    ) -> Paths:
+        """After an expression is evaluated: what its calls write."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.keyword):
+                stale = self._expression(child.value, stale, scope)
+            elif isinstance(child, ast.expr) and not isinstance(child, ast.Lambda):
+                stale = self._expression(child, stale, scope)
+        if not isinstance(node, ast.Call):
+            return stale
+        called = self._program.called(node, scope)
+        if called is not None:
+            return self._enter(node, called, stale, scope)
+        if isinstance(node.func, ast.Attribute):
+            path = scope.path(_base(node.func.value))
+            if path is not None and is_statement and calls.resets_receiver(node):
+                return frozenset(each for each in stale if not _covers(path, each))
+        return stale
+
+    def _enter(
+        self, node: ast.Call, called: tuple[Function, str | None], stale: Paths, scope: Scope
+    ) -> Paths:
+        function, receiver = called
+        if function in self._active or len(self._active) > _MAX_DEPTH:
+            return stale
+        inner, copied = self._program.enter(node, scope, function, receiver)
+        prefix = f"{function.name}{LOCAL}"
+        start = frozenset(each for each in stale if not each.startswith(prefix))
+        for parameter, value in copied.items():
+            if self._reads(value, stale, scope):
+                start |= {parameter}
+        self._active.append(function)
+        after = self._body(function.body, start, inner)
+        self._active.pop()
+        return frozenset(each for each in after if not each.startswith(prefix))
+
+
+def _switched(node: ast.If, scope: Scope) -> Paths:
+    """What gets a constant from some epoch on, ``if epoch >= 5: x = 0``: a resume does that too."""
+    compares = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
+    operators = [operator for each in compares for operator in each.ops]
+    if not operators or not all(isinstance(each, (ast.Gt, ast.GtE)) for each in operators):
+        return frozenset()
+    stores = [
+        target
+        for each in own_nodes(node.body)
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)
+        for target in each.targets
+    ]
+    return frozenset(path for path in map(scope.path, stores) if path is not None)
+
+
+def _parts(node: ast.expr | ast.comprehension) -> list[ast.expr]:
+    return [node.iter, *node.ifs] if isinstance(node, ast.comprehension) else [node]
