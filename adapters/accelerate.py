@@ -11,7 +11,6 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture.overlooked import overlooked, variables_of
 from resumekit.engine.arguments import checked_extras, require_order
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate_held import Held
@@ -94,8 +92,6 @@ class Checkpointer(_Checkpointer):
         super().__init__(
             directory, components=held.components(), extras=extras, generators=generators, **options
         )
-        lines = overlooked(variables_of(sys._getframe(1)), held.everything)
-        self._run.account.add_finding(lambda: lines)
         self._steps = StepsTaken(accelerator, held.optimizers)
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to

@@ -13,13 +13,12 @@ Several engines, as in a GAN: ``Checkpointer({"D": engine_d, "G": engine_g}, "ru
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture.overlooked import REMEDIES, overlooked, variables_of
+from resumekit.capture.not_given import REMEDIES
 from resumekit.contract import CaptureLine, Fidelity, Slot, StateComponent
 from resumekit.data import Feed
 from resumekit.engine.arguments import checked_extras, require_order
@@ -36,7 +35,8 @@ __all__ = ["Checkpointer"]
 
 _REMEDIES = {
     **REMEDIES,
-    Slot.LR_SCHEDULER: 'that the engine does not step; pass extras={{"{name}": {name}}}',
+    Slot.MODEL: "one Checkpointer takes one engine",
+    Slot.LR_SCHEDULER: 'the engine does not step it; pass extras={{"{name}": {name}}}',
 }
 _LEFTOVER = (
     "ZeRO adds gradients of another engine's backward pass to this engine's next step; "
@@ -88,14 +88,7 @@ class Checkpointer(_Checkpointer):
             generators=generators,
             **options,
         )
-        schedulers = [each.lr_scheduler for each in engines.values()]
-        averages = [*ema.values()] if isinstance(ema, Mapping) else [ema]
-        lines = overlooked(
-            variables_of(sys._getframe(1)),
-            [*engines.values(), *schedulers, *averages, *extras.values()],
-            remedies=_REMEDIES,
-        )
-        self._run.account.add_finding(lambda: lines)
+        self._run.loop_check.remedies = _REMEDIES
         self._run.account.add_finding(self._leftover_gradients)
 
     def _at_step_boundary(self) -> bool:

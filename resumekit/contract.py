@@ -246,6 +246,8 @@ class CaptureLine:
     is_hint: bool = False
 
     def __str__(self) -> str:
+        if self.is_hint:
+            return f"{self.key}: {self.reason}"
         word = self.fidelity.value if self.fidelity else "none"
         return f"{self.key}: {word}" + (f" ({self.reason})" if self.reason else "")
 

@@ -32,6 +32,7 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/contract.py", frozenset()),
     ("resumekit/layout.py", frozenset()),
+    ("resumekit/analysis/", frozenset()),
     ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
     ("resumekit/storage/", frozenset({"xxhash"})),
     ("resumekit/cli", NUMERICS | TERMINAL),

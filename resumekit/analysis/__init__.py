@@ -1,1 +1,25 @@
-"""Static analysis of training loops: which variables a checkpoint would have to hold besides."""
+"""Static analysis of training loops: which variables a checkpoint would have to hold besides.
+
+Standard library only; what exists at run time is asked through functions that the caller gives.
+"""
+
+from resumekit.analysis.loop_carried import LoopCarried, Variable, loop_carried
+from resumekit.analysis.program import Function, LoopNode, Program
+from resumekit.analysis.roles import Role
+from resumekit.analysis.source import Located, function_of, loop_at, program_of
+from resumekit.analysis.stores import stored_keys
+
+__all__ = [
+    "Function",
+    "Located",
+    "LoopCarried",
+    "LoopNode",
+    "Program",
+    "Role",
+    "Variable",
+    "function_of",
+    "loop_at",
+    "loop_carried",
+    "program_of",
+    "stored_keys",
+]

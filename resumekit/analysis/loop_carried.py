@@ -7,9 +7,8 @@ A variable is loop-carried when a resumed process does not have its value at the
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from resumekit.analysis import calls
 from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
@@ -19,18 +18,33 @@ from resumekit.analysis.staleness import Staleness
 
 
 @dataclass(frozen=True)
+class Variable:
+    """A loop-carried variable.
+
+    Args:
+        name: as the loop's function calls it.
+        path: in the program, see ``program``.
+        is_rebound: the loop assigns it; otherwise the loop only changes the object.
+    """
+
+    name: str
+    path: str
+    is_rebound: bool
+
+
+@dataclass(frozen=True)
 class LoopCarried:
     """What the analysis of one loop found.
 
     Args:
-        names: variables whose value can reach the training, as the loop's function calls them.
-        only_logged: variables whose value reaches only logging, printing or timing.
-        relative_indices: counters of ``enumerate`` or ``zip`` that decide something and that start
-            again at 0 in a resumed process.
+        variables: their value can reach the training.
+        only_logged: their value reaches only logging, printing or timing.
+        relative_indices: names of counters of ``enumerate`` or ``zip`` that decide something and
+            that start again at 0 in a resumed process.
     """
 
-    names: tuple[str, ...] = ()
-    only_logged: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    only_logged: tuple[Variable, ...] = ()
     relative_indices: tuple[str, ...] = ()
 
 
@@ -39,6 +53,7 @@ def loop_carried(
     function: Function,
     loop: LoopNode,
     *,
+    callers: Sequence[tuple[Function, int]] | None = None,
     live: Callable[[str], Role | None] | None = None,
 ) -> LoopCarried:
     """The loop-carried variables of a loop.
@@ -47,56 +62,78 @@ def loop_carried(
         program: the source file.
         function: the function that has the loop.
         loop: the innermost training loop.
+        callers: the running functions of the file that lead to it, each with its line; by default
+            the calls in the file are searched.
         live: gives the role of the object at a path, where objects exist.
     """
     roles = Roles(program, live)
-    root, chain = _chain(program, function, loop)
+    if callers is None:
+        root, chain = _searched_chain(program, function, loop)
+    else:
+        root, chain = _running_chain(program, function, loop, callers)
     _note_loaders(roles, chain, program)
     staleness = Staleness(program, roles, chain, loop)
     staleness.run(root)
     stale = staleness.at_safe_point or frozenset()
     changed = staleness.changed_by_loops
-    options: dict[str, Any] = {
-        "only_inside": _assigned_only_inside(function, loop),
-        "is_invariant": lambda test, scope: not _reads_any(test, changed, scope),
-    }
-    relevance = Relevance(program, roles, chain, loop, **options)
-    relevance.run(root)
-    used = Relevance(program, roles, chain, loop, every_use=True, **options)
-    used.run(root)
-    scope = relevance.scope or Scope(function)
-    relevant = _without_contradictions(relevance.at_safe_point, loop, scope, options["is_invariant"])
-    names = _reported(stale, relevant, program, roles, scope)
-    logged = _reported(stale, used.at_safe_point, program, roles, scope)
+
+    def is_invariant(test: ast.expr, scope: Scope) -> bool:
+        return not _reads_any(test, changed, scope)
+
+    found, scope = [], Scope(function)
+    for every_use in (False, True):
+        relevance = Relevance(
+            program,
+            roles,
+            chain,
+            loop,
+            every_use=every_use,
+            only_inside=_assigned_only_inside(function, loop),
+            is_invariant=is_invariant,
+        )
+        relevance.run(root)
+        scope = relevance.scope or scope
+        found.append(
+            tuple(_without_contradictions(relevance.at_safe_point, loop, scope, is_invariant))
+        )
+    relevant, used = found
+    variables = _reported(stale, relevant, program, roles, scope, staleness.stored)
+    logged = _reported(stale, used, program, roles, scope, staleness.stored)
+    names = {each.name for each in variables}
     indices = tuple(
         _shown(path, scope)
         for path in _relative_indices(loop, scope)
-        if any(touches(path, each) for each in relevance.at_safe_point)
+        if any(touches(path, each) for each in relevant)
     )
-    return LoopCarried(names, tuple(each for each in logged if each not in names), indices)
+    return LoopCarried(variables, tuple(e for e in logged if e.name not in names), indices)
 
 
 def _reported(
-    stale: Iterable[str], relevant: Iterable[str], program: Program, roles: Roles, scope: Scope
-) -> tuple[str, ...]:
-    wanted = tuple(relevant)
-    found = set()
+    stale: Iterable[str],
+    relevant: Sequence[str],
+    program: Program,
+    roles: Roles,
+    scope: Scope,
+    stored: Collection[str],
+) -> tuple[Variable, ...]:
+    found: dict[str, str] = {}
     for path in stale:
-        if not any(touches(path, each) for each in wanted):
-            continue
-        whole = _whole_object(path, program, scope)
-        if any(roles.of(each) is not None for each in _prefixes(whole, scope)):
-            continue
-        found.add(_shown(whole, scope))
-    return tuple(sorted(each for each in found if not _is_inside_another(each, found)))
-
-
-def _is_inside_another(path: str, paths: Iterable[str]) -> bool:
-    return any(path.startswith(f"{each}.") for each in paths)
+        if any(touches(path, each) for each in relevant):
+            whole = _whole_object(path, program, scope)
+            if not any(roles.of(each) is not None for each in _prefixes(whole, scope)):
+                found[_shown(whole, scope)] = whole
+    return tuple(
+        Variable(name, path, path in stored)
+        for name, path in sorted(found.items())
+        if not any(name.startswith(f"{each}.") for each in found)
+    )
 
 
 def _without_contradictions(
-    relevant: Relevant, loop: LoopNode, scope: Scope, is_invariant: Callable[[ast.expr, Scope], bool]
+    relevant: Relevant,
+    loop: LoopNode,
+    scope: Scope,
+    is_invariant: Callable[[ast.expr, Scope], bool],
 ) -> tuple[str, ...]:
     """What is relevant, without variables that matter only where the loop never writes them.
 
@@ -205,7 +242,7 @@ def _iterated(node: ast.expr) -> list[ast.expr]:
     return [each for value in node.args for each in _iterated(value)]
 
 
-def _chain(
+def _searched_chain(
     program: Program, function: Function, loop: LoopNode
 ) -> tuple[Function, Sequence[ast.AST]]:
     """The function that the analysis begins with, and the loops that a resume continues."""
@@ -226,6 +263,28 @@ def _chain(
         root, call = callers[0]
         seen.add(root)
         chain += [call, *_loops_around(root, call)]
+
+
+def _running_chain(
+    program: Program,
+    function: Function,
+    loop: LoopNode,
+    callers: Sequence[tuple[Function, int]],
+) -> tuple[Function, Sequence[ast.AST]]:
+    """The same from the functions that are running."""
+    chain: list[ast.AST] = [loop, *_loops_around(function, loop)]
+    root = function
+    for caller, line in callers:
+        calls_here = [
+            call
+            for call in _calls_of(program, caller, root)
+            if call.lineno <= line <= (call.end_lineno or line)
+        ]
+        if not calls_here:
+            return root, chain
+        root = caller
+        chain += [calls_here[0], *_loops_around(caller, calls_here[0])]
+    return root, chain
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:

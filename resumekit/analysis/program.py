@@ -208,10 +208,9 @@ class Program:
             return self.classes.get(made) if made else None
         name, _, variable = path.rpartition(LOCAL)
         function = self.functions.get(name) if name else None
-        if function is not None and function.owner in self.classes:
-            if function.parameters[:1] == (variable,):
-                return self.classes[function.owner]
-        return None
+        if function is None or function.parameters[:1] != (variable,):
+            return None
+        return self.classes.get(function.owner or "")
 
     # ---------------------------------------------------------------- calls
 

@@ -17,7 +17,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import LOCAL, Function, FunctionNode, LoopNode, Program, Scope, own_nodes
+from resumekit.analysis.program import (
+    LOCAL,
+    Function,
+    FunctionNode,
+    LoopNode,
+    Program,
+    Scope,
+    own_nodes,
+)
 from resumekit.analysis.roles import Role, Roles
 
 _MAX_DEPTH = 10
@@ -179,9 +187,7 @@ class Relevance:
             effect = effect or also
         return out, effect
 
-    def _statement(
-        self, node: ast.stmt, out: Relevant, context: _Context
-    ) -> tuple[Relevant, bool]:
+    def _statement(self, node: ast.stmt, out: Relevant, context: _Context) -> tuple[Relevant, bool]:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             return self._assignment(node, out, context)
         if isinstance(node, ast.Expr):
@@ -698,10 +704,11 @@ def _names(target: ast.expr) -> list[ast.expr]:
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
     many = (ast.Tuple, ast.List)
-    if isinstance(target, many) and isinstance(value, many):
-        if len(target.elts) == len(value.elts):
-            return list(zip(target.elts, value.elts, strict=True))
-    return [(target, value)]
+    if not (isinstance(target, many) and isinstance(value, many)):
+        return [(target, value)]
+    if len(target.elts) != len(value.elts):
+        return [(target, value)]
+    return list(zip(target.elts, value.elts, strict=True))
 
 
 def _is_self(path: str, context: _Context) -> bool:
@@ -750,6 +757,7 @@ def _iterates_parameters(node: ast.expr) -> bool:
 
 
 def negated(guard: str) -> str:
+    """The condition of the other branch."""
     return guard[4:] if guard.startswith("not ") else f"not {guard}"
 
 

@@ -12,12 +12,15 @@ from enum import Enum
 from resumekit.analysis import calls
 from resumekit.analysis.program import LOCAL, Function, Program, Scope, own_nodes
 
+_OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
+
 
 class Role(Enum):
     """What an object is for."""
 
     TRAINING = "training"
     LOGGING = "logging"
+    NONE = "none"  # an object that exists, and is neither
 
 
 class Roles:
@@ -40,7 +43,7 @@ class Roles:
         """The role of the object at a path; that of an object around it if it has none."""
         known = self._live(path) if self._live is not None else None
         if known is not None:
-            return known
+            return None if known is Role.NONE else known
         owner = self._program.class_of(path)
         if owner is not None:
             return Role.TRAINING if owner.is_module else None
@@ -97,7 +100,10 @@ class Roles:
             self._found.setdefault(other, set()).update(self._found.pop(one, ()))
 
     def _note(self, path: str | None, role: Role) -> None:
-        if path is not None and path.rpartition(LOCAL)[2].split(".")[0] not in self._program.imported:
+        if (
+            path is not None
+            and path.rpartition(LOCAL)[2].split(".")[0] not in self._program.imported
+        ):
             self._found.setdefault(self._find(path), set()).add(role)
 
     def _read(self, function: Function) -> None:
@@ -113,9 +119,8 @@ class Roles:
                 self._read_assignment(node.optional_vars, node.context_expr, scope)
             elif isinstance(node, ast.Call):
                 self._read_call(node, scope)
-            elif isinstance(node, ast.Attribute):
-                if node.attr in ("param_groups", "require_backward_grad_sync"):
-                    self._note(scope.path(node.value), Role.TRAINING)
+            elif isinstance(node, ast.Attribute) and node.attr in _OF_TRAINING_OBJECTS:
+                self._note(scope.path(node.value), Role.TRAINING)
 
     def _read_assignment(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):

@@ -1,8 +1,9 @@
 """Forward pass: which variables a resumed process does not have at the safe point.
 
 A resumed process runs everything before the loops again, and of the loop around the inner one the
-statements before it. What the inner body and the rest of an iteration have written is *stale* there:
-the process has another value, unless a statement that runs again writes it from values that it has.
+statements before it. What the inner body and the rest of an iteration have written is *stale*
+there: the process has another value, unless a statement that runs again writes it from values that
+it has.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Staleness:
     Attributes:
         at_safe_point: what is stale at the start of the inner loop's body.
         changed_by_loops: what the loops write, their targets included.
+        stored: what an assignment somewhere gives a new value.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Staleness:
         self._written: dict[object, Paths] = {}
         self.at_safe_point: Paths | None = None
         self.changed_by_loops: Paths = frozenset()
+        self.stored: set[str] = set()
 
     def run(self, root: Function) -> None:
         """Analyses a function as the program's beginning."""
@@ -60,6 +63,7 @@ class Staleness:
         for node in own_nodes(body):
             if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 found.add(scope.path(node) or "")
+                self.stored.add(scope.path(node) or "")
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 found.add(scope.path(_base(node)) or "")
             elif isinstance(node, ast.Call):
@@ -88,14 +92,15 @@ class Staleness:
         if isinstance(node.func, ast.Attribute):
             path = scope.path(_base(node.func.value))
             root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
-            if path is not None and root not in self._program.imported:
-                if calls.changes_receiver(node, is_statement=is_statement):
-                    found.add(path)
+            changes = calls.changes_receiver(node, is_statement=is_statement)
+            if path is not None and changes and root not in self._program.imported:
+                found.add(path)
         elif is_statement and isinstance(node.func, ast.Name):
             path = scope.path_of(node.func.id)
-            if LOCAL in path or path in self._program.module.local_names:
-                if path not in self._program.functions and path not in self._program.classes:
-                    found.add(path)  # an object that is called for what it does
+            program = self._program
+            is_variable = LOCAL in path or path in program.module.local_names
+            if is_variable and path not in program.functions and path not in program.classes:
+                found.add(path)  # an object that is called for what it does
         return frozenset(found - {""})
 
     # ---------------------------------------------------------------- statements

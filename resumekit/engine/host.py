@@ -80,6 +80,10 @@ class LoopHost:
 
     # ---------------------------------------------------------------- the loops begin and end
 
+    def _enter_loop(self) -> None:
+        """A loop asks for its first batch."""
+        self._run.enter_loop()
+
     def _enter(self, loop: str, horizon: dict[str, int]) -> None:
         """The outermost loop begins."""
         if self._loop is not None and self.finished is not None:
@@ -261,6 +265,8 @@ class LoopHost:
         counters.move_to(*self._place())
         if self._stepped and self._unsettled:
             self._run.observe_gradients()
+        if self._stepped and self._run.loop_check.after_step():
+            self._run.account.announce()
         common = self._hear() if self._may_save() and finished is None else Wishes()
         if finished is not None:
             self._warn_of_metric()

@@ -31,6 +31,8 @@ class LoopOwner(Protocol):
     @property
     def finished(self) -> str | None: ...
 
+    def _enter_loop(self) -> None: ...
+
     def _open_epoch(self, epoch: int) -> None: ...
 
     def _close_epoch(self, epoch: int) -> None: ...
@@ -75,6 +77,7 @@ class Batches:
         self._goes_once = epochs is None and steps is None and not repeat
         self._least_epoch = run.progress.epoch if self._goes_once and not run._turns.main else 0
         self._is_over = False
+        self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self._used()
 
@@ -102,6 +105,9 @@ class Batches:
     def __next__(self) -> Any:
         run, feed = self._run, self._feed
         run._count_taken_step()
+        if not self._is_entered:
+            self._is_entered = True
+            run._enter_loop()
         if self._is_over or not run._turns.ask(feed.names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():

@@ -43,6 +43,7 @@ from resumekit.engine.drift import drift_messages
 from resumekit.engine.horizon import HORIZON, changed_horizon
 from resumekit.engine.journaling import RunJournal
 from resumekit.engine.loading import Loading
+from resumekit.engine.loop_check import LoopCheck
 from resumekit.engine.membership import Membership
 from resumekit.engine.options import Options
 from resumekit.engine.progress import Counters
@@ -108,6 +109,9 @@ class Run:
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
         self.account.add_finding(self._uncaptured_parameters)
+        self.loop_check = LoopCheck(options, extras)
+        self.account.add_finding(self.loop_check.lines)
+        self._generators = generators
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
@@ -374,6 +378,10 @@ class Run:
         if self._resumed_from is not None:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
+
+    def enter_loop(self) -> None:
+        """A loop asks for its first batch: looks what it needs and no component holds."""
+        self.loop_check.enter(self.components, self._generators.values())
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.

@@ -1,0 +1,124 @@
+"""The functions of the user that are running: where a training loop stands, and its variables.
+
+Frames are read once, before the first batch. Nothing here keeps a frame.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+# Packages whose functions are not the user's. A loop that one of them runs is its own business.
+_LIBRARIES = frozenset(
+    {
+        "accelerate",
+        "contextlib",
+        "datasets",
+        "deepspeed",
+        "fastprogress",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "pytorch_lightning",
+        "resumekit",
+        "rich",
+        "torch",
+        "torchdata",
+        "tqdm",
+        "transformers",
+        "trl",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One running function of the user.
+
+    Args:
+        code: its code.
+        line: the line that runs.
+        variables: the values of its names, and of the globals that it uses.
+        module: the name of its module.
+        lines: gives the source lines of its file; empty where there are none.
+    """
+
+    code: CodeType
+    line: int
+    variables: Mapping[str, Any] = field(repr=False)
+    module_globals: dict[str, Any] = field(repr=False)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is the file itself."""
+        return self.code.co_name == "<module>"
+
+    @property
+    def receiver(self) -> Any:
+        """``self`` of a method; None in any other function."""
+        names = self.code.co_varnames[: self.code.co_argcount]
+        value = self.variables.get(names[0]) if names else None
+        method = getattr(type(value), self.code.co_name, None)
+        return value if inspect.isfunction(inspect.unwrap(method)) else None  # type: ignore[arg-type]
+
+
+def calling_place() -> tuple[CodeType, int] | None:
+    """Where the loop that asks for a batch stands; None if a library runs it."""
+    frame = _user_frame(sys._getframe(1))
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def running_functions() -> list[Activation]:
+    """The user's running functions, the innermost first; empty if a library runs the loop."""
+    frame = _user_frame(sys._getframe(1))
+    found = []
+    while frame is not None:
+        if not _is_library(frame):
+            found.append(_activation(frame))
+        frame = frame.f_back
+    return found
+
+
+def caller_of(depth: int) -> Activation:
+    """The function that called a constructor.
+
+    Args:
+        depth: how many functions of ours are between.
+    """
+    return _activation(sys._getframe(depth + 1))
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the loop. Generators that only hand batches on are passed over, as tqdm's."""
+    while frame is not None:
+        hands_on = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if _root(frame) == "resumekit" or hands_on:
+            frame = frame.f_back
+            continue
+        return None if _is_library(frame) else frame
+    return None
+
+
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_library(frame: FrameType) -> bool:
+    return _root(frame) in _LIBRARIES
+
+
+def _activation(frame: FrameType) -> Activation:
+    code, module_globals = frame.f_code, frame.f_globals
+    if frame.f_locals is module_globals:
+        variables = dict(module_globals)
+    else:
+        used = {name: module_globals[name] for name in code.co_names if name in module_globals}
+        variables = {**used, **frame.f_locals}
+        if sys.version_info < (3, 13) and code.co_flags & inspect.CO_OPTIMIZED:
+            # Before Python 3.13 the frame keeps this copy of its locals, and with it their values.
+            frame.f_locals.clear()
+    return Activation(code, frame.f_lineno, variables, module_globals)
