@@ -85,7 +85,7 @@ LOGGER_MAKERS = re.compile(
 )
 TRAINING_MAKERS = re.compile(
     r"((^|\.)(nn|optim|lr_scheduler)\.\w+$)|(DataParallel|DDP|GradScaler|Accelerator|Fabric"
-    r"|DataLoader|Optimizer|Scheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
+    r"|DataLoader|Optimizer|\w*[Ss]cheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
     r"|AveragedModel|create_model|get_model|from_pretrained|build_optimizer"
     r"|create_optimizer|create_optimizer_v2|get_scheduler|create_scheduler|create_scheduler_v2"
     r"|NativeScaler\w*|Adam|AdamW|SGD|RMSprop|Adagrad|prepare|deepspeed\.initialize"
@@ -130,12 +130,26 @@ _RANDOM_METHODS = frozenset(
 _CHANGING = re.compile(
     r"^(step|pop\w*|next|next_\w+|update\w*|reset\w*|push\w*|append\w*|add\w*|sample|__next__"
     r"|improved|should_\w+|early_stop\w*|is_better|is_best|check\w*|advance|get_batch|query"
-    r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert)$"
+    r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert|tune\w*|anneal\w*|adapt\w*|collect\w*)$"
 )
 # Methods that change nothing though their result is thrown away.
 _NOT_CHANGING = frozenset(
     {"item", "numpy", "cpu", "close", "join", "barrier", "wait", "synchronize", "cuda", "to"}
 )
+_OVERWRITING = frozenset(
+    {
+        "bernoulli_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "normal_",
+        "random_",
+        "set_",
+        "uniform_",
+        "zero_",
+    }
+)
+_TRAINING_CALL = re.compile(r"(^|[._])(train|train_\w+|training_step|learn|optimize|fit)$")
 _RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metrics"})
 
 
@@ -212,6 +226,16 @@ def changes_receiver(call: ast.Call, *, is_statement: bool) -> bool:
         return name not in _NOT_CHANGING
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or bool(_CHANGING.match(name))
+
+
+def trains(call: ast.Call) -> bool:
+    """Whether its name says that it trains."""
+    return bool(_TRAINING_CALL.search(dotted(call.func)))
+
+
+def overwrites_receiver(call: ast.Call) -> bool:
+    """Whether it gives a tensor a new content, whatever it held: ``x.normal_()``."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _OVERWRITING
 
 
 def resets_receiver(call: ast.Call) -> bool:

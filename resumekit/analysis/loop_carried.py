@@ -256,13 +256,24 @@ def _searched_chain(
             if each not in seen
             for call in _calls_of(program, each, root)
         ]
-        if not callers:
+        if not callers or _makes_optimizer(root):
             return root, chain
         # A caller with the call in a loop is the one that trains in epochs.
         callers.sort(key=lambda pair: not _loops_around(*pair))
         root, call = callers[0]
         seen.add(root)
         chain += [call, *_loops_around(root, call)]
+
+
+def _makes_optimizer(function: Function) -> bool:
+    """Whether a run begins in the function: loops around it make several runs."""
+    return any(
+        isinstance(node, ast.Call) and "optim" in calls.dotted(node.func).lower()
+        for each in own_nodes(function.body)
+        if isinstance(each, ast.Assign)
+        for node in ast.walk(each.value)
+        if not function.owner and function.name
+    )
 
 
 def _running_chain(
@@ -275,6 +286,8 @@ def _running_chain(
     chain: list[ast.AST] = [loop, *_loops_around(function, loop)]
     root = function
     for caller, line in callers:
+        if _makes_optimizer(root):
+            return root, chain
         calls_here = [
             call
             for call in _calls_of(program, caller, root)

@@ -466,7 +466,8 @@ class Relevance:
             return self._call(node, out, context, want=want, is_statement=is_statement)
         path = context.scope.path(node)
         if path is not None:
-            if want and path.split(".")[0] not in self._program.imported:
+            is_known = path.split(".")[0] in self._program.imported or _is_self(path, context)
+            if want and not is_known:
                 out = {**out, path: None}
             return out, False
         if isinstance(node, ast.NamedExpr):
@@ -521,7 +522,12 @@ class Relevance:
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         path = None if receiver is None else context.scope.path(_base(receiver))
         wants_receiver = want or (effect and self._remembers(node, path, context))
-        if path is not None and calls.resets_receiver(node) and is_statement:
+        if path is not None and is_statement and calls.overwrites_receiver(node):
+            owner = path.removesuffix(".data")
+            if owner not in self._component_aliases and any(touches(owner, e) for e in out):
+                effect = wants_arguments = True
+                out = {p: g for p, g in out.items() if not _covers(owner, p)}
+        elif path is not None and calls.resets_receiver(node) and is_statement:
             out = {p: g for p, g in out.items() if not _covers(path, p)}
         elif path is not None and self._changes(node, path, is_statement=is_statement):
             if any(touches(path, each) for each in out):
@@ -535,6 +541,10 @@ class Relevance:
         before, also = self._arguments(
             node, out, context, want=wants_arguments, receiver=wants_receiver
         )
+        if want and isinstance(node.func, ast.Name):
+            function = context.scope.path_of(node.func.id)
+            if function != node.func.id:
+                before = {**before, function: None}
         return before, effect or also
 
     def _arguments(
@@ -552,8 +562,6 @@ class Relevance:
         elif not isinstance(node.func, ast.Name):
             out, also = self._expression(node.func, out, context, want=want)
             effect = effect or also
-        elif want and context.scope.path_of(node.func.id) != node.func.id:
-            out = {**out, context.scope.path_of(node.func.id): None}
         return out, effect
 
     def _argument(
@@ -622,6 +630,7 @@ class Relevance:
             or name in ("train", "eval")
             or calls.is_saving(node)
             or calls.is_evaluation(node)
+            or calls.trains(node)
             or calls.is_stopping(node)
             or calls.draws_random_numbers(node)
             or self._calls_model(node, context)
@@ -637,7 +646,7 @@ class Relevance:
             return name not in ("zero_grad",)
         if is_statement and name == "step" and isinstance(node.func, ast.Attribute):
             return True
-        if calls.is_saving(node):
+        if calls.is_saving(node) or calls.trains(node):
             return True
         if self._calls_model(node, context):
             return not context.no_grad

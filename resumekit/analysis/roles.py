@@ -36,6 +36,7 @@ class Roles:
         self._live = live
         self._leader: dict[str, str] = {}
         self._found: dict[str, set[Role]] = {}
+        self._environments: set[str] = set()
         for function in program.functions.values():
             self._read(function)
 
@@ -47,7 +48,10 @@ class Roles:
         owner = self._program.class_of(path)
         if owner is not None:
             return Role.TRAINING if owner.is_module else None
-        found = self._found.get(self._find(path), ())
+        leader = self._find(path)
+        if any(self._find(each) == leader for each in self._environments):
+            return None
+        found = self._found.get(leader, ())
         for role in (Role.TRAINING, Role.LOGGING):
             if role in found:
                 return role
@@ -159,6 +163,8 @@ class Roles:
             receiver = scope.path(call.func.value)
             name = call.func.attr
             takes = bool(call.args or call.keywords)
+            if name == "reset" and receiver is not None:
+                self._environments.add(receiver)
             if name in ("train", "eval"):
                 takes_mode = len(call.args) <= 1 and not call.keywords
                 if takes_mode and (not call.args or isinstance(call.args[0], ast.Constant)):

@@ -90,10 +90,13 @@ class Staleness:
         if calls.dotted(node.func) == "next" and node.args:
             found.add(scope.path(node.args[0]) or "")
         if isinstance(node.func, ast.Attribute):
+            if is_statement:
+                found.add(scope.path(node.func) or "")
             path = scope.path(_base(node.func.value))
             root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
             changes = calls.changes_receiver(node, is_statement=is_statement)
-            if path is not None and changes and root not in self._program.imported:
+            is_variable = root not in self._program.imported and not is_receiver(path, scope)
+            if path is not None and changes and is_variable:
                 found.add(path)
         elif is_statement and isinstance(node.func, ast.Name):
             path = scope.path_of(node.func.id)
@@ -274,6 +277,14 @@ class Staleness:
         after = self._body(function.body, start, inner)
         self._active.pop()
         return frozenset(each for each in after if not each.startswith(prefix))
+
+
+def is_receiver(path: str | None, scope: Scope) -> bool:
+    """Whether a path is ``self`` of a method: an unknown method of it changes what nobody knows."""
+    function = scope.function
+    if not function.owner or not function.parameters:
+        return False
+    return path == scope.path_of(function.parameters[0])
 
 
 def _switched(node: ast.If, scope: Scope) -> Paths:
