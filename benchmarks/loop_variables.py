@@ -3,9 +3,9 @@
     python benchmarks/loop_variables.py train.py 142
     python benchmarks/loop_variables.py --set FOLDER > report.json
 
-A set is a folder of pairs ``name.py`` and ``name.json``, the second with the ``line`` of the loop. The
-report gives the names of each file; relative indices as ``enumerate:i``. Two things only a run adds:
-objects are recognised by their types, and a changed object is confirmed by its content.
+A set is a folder of pairs ``name.py`` and ``name.json``, the second with the ``line`` of the loop.
+The report gives the names of each file; relative indices as ``enumerate:i``. Two things only a run
+adds: objects are recognised by their types, and a changed object is confirmed by its content.
 """
 
 from __future__ import annotations

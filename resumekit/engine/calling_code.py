@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 # Packages whose functions are not the user's. A loop that one of them runs is its own business.
@@ -43,8 +43,7 @@ class Activation:
         code: its code.
         line: the line that runs.
         variables: the values of its names, and of the globals that it uses.
-        module: the name of its module.
-        lines: gives the source lines of its file; empty where there are none.
+        module_globals: all globals of its file.
     """
 
     code: CodeType
@@ -72,24 +71,33 @@ def calling_place() -> tuple[CodeType, int] | None:
     return None if frame is None else (frame.f_code, frame.f_lineno)
 
 
-def running_functions() -> list[Activation]:
-    """The user's running functions, the innermost first; empty if a library runs the loop."""
+def running_functions(run: Any = None) -> list[Activation]:
+    """The user's running functions, the innermost first; empty if a library runs the loop.
+
+    Args:
+        run: an object; the functions end with the outermost one that refers to it. Further out are
+            launchers, test runners and loops over whole runs.
+    """
     frame = _user_frame(sys._getframe(1))
     found = []
     while frame is not None:
         if not _is_library(frame):
             found.append(_activation(frame))
         frame = frame.f_back
+    if run is not None:
+        refers = [n for n, each in enumerate(found) if _refers(each, run)]
+        del found[max(refers, default=0) + 1 :]
     return found
 
 
-def caller_of(depth: int) -> Activation:
-    """The function that called a constructor.
-
-    Args:
-        depth: how many functions of ours are between.
-    """
-    return _activation(sys._getframe(depth + 1))
+def _refers(activation: Activation, run: Any) -> bool:
+    """Whether a variable of a function is the object, or has it as an attribute."""
+    values = activation.variables.values()
+    return any(
+        value is run or any(each is run for each in getattr(value, "__dict__", {}).values())
+        for value in values
+        if not isinstance(value, (type, ModuleType))
+    )
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

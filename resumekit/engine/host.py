@@ -82,7 +82,7 @@ class LoopHost:
 
     def _enter_loop(self) -> None:
         """A loop asks for its first batch."""
-        self._run.enter_loop()
+        self._run.enter_loop(self)
 
     def _enter(self, loop: str, horizon: dict[str, int]) -> None:
         """The outermost loop begins."""

@@ -47,10 +47,13 @@ class LoopCheck:
         self._num_steps = 0
         self.remedies: Mapping[Slot, str] = REMEDIES
 
-    def enter(self, components: Sequence[StateComponent], others: Iterable[Any] = ()) -> None:
+    def enter(
+        self, run: Any, components: Sequence[StateComponent], others: Iterable[Any] = ()
+    ) -> None:
         """A loop asks for its first batch. Reads the running functions, once for each loop.
 
         Args:
+            run: what the script calls its run, the Checkpointer.
             components: of the run.
             others: more objects that the run holds, as private generators.
         """
@@ -58,7 +61,7 @@ class LoopCheck:
         if place is None or place in self._entered:
             return
         self._entered.add(place)
-        functions = running_functions()
+        functions = running_functions(run)
         self._given = Given(components, [*self._extras.values(), *others])
         alive = {name: each() for name, each in self._made_beside.items()}
         self._made_beside = {}

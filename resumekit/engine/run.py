@@ -379,9 +379,9 @@ class Run:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
 
-    def enter_loop(self) -> None:
+    def enter_loop(self, owner: Any) -> None:
         """A loop asks for its first batch: looks what it needs and no component holds."""
-        self.loop_check.enter(self.components, self._generators.values())
+        self.loop_check.enter(owner, self.components, self._generators.values())
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.
