@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from resumekit.analysis import calls
+from resumekit.analysis.paths import Relevant, negated, touches
 from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
-from resumekit.analysis.relevance import Relevance, Relevant, negated, touches
+from resumekit.analysis.relevance import Relevance
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.staleness import Staleness
 

@@ -12,8 +12,8 @@ import ast
 from collections.abc import Iterable
 
 from resumekit.analysis import calls
+from resumekit.analysis.paths import base_of, covers, pairs_of, touches
 from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
-from resumekit.analysis.relevance import _base, _covers, _pairs, touches
 from resumekit.analysis.roles import Roles
 
 Paths = frozenset[str]
@@ -65,7 +65,7 @@ class Staleness:
                 found.add(scope.path(node) or "")
                 self.stored.add(scope.path(node) or "")
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                found.add(scope.path(_base(node)) or "")
+                found.add(scope.path(base_of(node)) or "")
             elif isinstance(node, ast.Call):
                 found |= self._written_by_call(node, scope, is_statement=id(node) in statements)
         return frozenset(each for each in found if each and self._roles.of_whole(each) is None)
@@ -92,7 +92,7 @@ class Staleness:
         if isinstance(node.func, ast.Attribute):
             if is_statement:
                 found.add(scope.path(node.func) or "")
-            path = scope.path(_base(node.func.value))
+            path = scope.path(base_of(node.func.value))
             root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
             changes = calls.changes_receiver(node, is_statement=is_statement)
             is_variable = root not in self._program.imported and not is_receiver(path, scope)
@@ -179,7 +179,7 @@ class Staleness:
             return self._store(node.target, stale, scope, is_stale=both, keeps=True)
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
-            pairs = _pairs(target, node.value)
+            pairs = pairs_of(target, node.value)
             found = [(each, self._reads(value, stale, scope)) for each, value in pairs]
             for each, is_stale in found:
                 stale = self._store(each, stale, scope, is_stale=is_stale)
@@ -194,14 +194,14 @@ class Staleness:
             return stale
         if isinstance(target, ast.Starred):
             return self._store(target.value, stale, scope, is_stale=is_stale, keeps=keeps)
-        path = scope.path(_base(target))
+        path = scope.path(base_of(target))
         if path is None:
             return stale
         if is_stale:
             return stale | {path}
         if isinstance(target, ast.Subscript) or keeps:
             return stale
-        return frozenset(each for each in stale if not _covers(path, each))
+        return frozenset(each for each in stale if not covers(path, each))
 
     # ---------------------------------------------------------------- expressions
 
@@ -256,9 +256,9 @@ class Staleness:
         if called is not None:
             return self._enter(node, called, stale, scope)
         if isinstance(node.func, ast.Attribute):
-            path = scope.path(_base(node.func.value))
+            path = scope.path(base_of(node.func.value))
             if path is not None and is_statement and calls.resets_receiver(node):
-                return frozenset(each for each in stale if not _covers(path, each))
+                return frozenset(each for each in stale if not covers(path, each))
         return stale
 
     def _enter(

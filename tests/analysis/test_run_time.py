@@ -53,7 +53,7 @@ def no_state_of_its_own(parts: Parts) -> None:
         parts.update(loss)
         running += loss.item()
         losses.append(loss.item())
-    print(running, losses)
+    logging.info("%s %s", running, losses)
 
 
 def carries_a_hidden_state(parts: Parts) -> None:
@@ -232,7 +232,7 @@ def train(parts: Parts, **others: Any) -> None:
 def test_a_scheduler_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     parts = Parts(tmp_path, strict=True)
     scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
-    with pytest.raises(InexactError, match="lr_scheduler/scheduler.*pass lr_scheduler=scheduler"):
+    with pytest.raises(InexactError, match=r"lr_scheduler/scheduler.*pass lr_scheduler=scheduler"):
         train(parts, scheduler=scheduler)
 
 

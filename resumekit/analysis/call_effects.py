@@ -1,0 +1,167 @@
+"""What a call or a store does to the training, seen from where it stands."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from resumekit.analysis import calls
+from resumekit.analysis.paths import Relevant, base_of
+from resumekit.analysis.program import LOCAL, Function, Program, Scope
+from resumekit.analysis.roles import Role, Roles
+
+
+@dataclass(frozen=True)
+class Context:
+    """What surrounds a statement."""
+
+    scope: Scope
+    at_break: Relevant
+    at_continue: Relevant
+    at_return: Relevant
+    jumps_matter: bool = False  # a break or continue skips something that matters
+    returns_matter: bool = False
+    wants_result: bool = False
+    no_grad: bool = False
+    indices: frozenset[str] = frozenset()  # of the for loops inside the training loop
+    depth: int = 0
+
+
+class CallEffects:
+    """Judges calls and stores by the roles of the objects that take part.
+
+    Args:
+        program: the source file.
+        roles: what its variables are for.
+    """
+
+    def __init__(self, program: Program, roles: Roles) -> None:
+        self._program = program
+        self._roles = roles
+        self._component_aliases: set[str] = set()  # the parameters that a loop goes over
+
+    def _is_component(self, target: ast.expr, context: Context) -> bool:
+        """Whether a store changes a parameter, a param group, or an attribute of a model."""
+        if isinstance(target, ast.Name):
+            return False
+        for each in ast.walk(target):
+            if isinstance(each, ast.Attribute) and each.attr in ("param_groups", "data", "grad"):
+                path = context.scope.path(each.value)
+                if path is None or not is_self(path, context):
+                    return True
+        base = target
+        while isinstance(base, (ast.Subscript, ast.Attribute)):
+            base = base.value
+            path = context.scope.path(base)
+            if path is None:
+                continue
+            if path in self._component_aliases:
+                return True
+            if self._roles.is_training(path) and not isinstance(target, ast.Subscript):
+                return not is_self(path, context)
+        return False
+
+    def _is_decision(self, value: ast.expr, context: Context) -> bool:
+        """Whether an argument of a save says if it saves; others are what it saves and where to."""
+        if isinstance(value, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
+            return True
+        path = context.scope.path(value)
+        return path is not None and path in self._program.flags
+
+    def _role(self, node: ast.expr, context: Context) -> Role | None:
+        path = context.scope.path(base_of(node))
+        return None if path is None else self._roles.of(path)
+
+    def _is_logging(self, node: ast.Call, context: Context) -> bool:
+        if calls.is_logging(node):
+            return True
+        if isinstance(node.func, ast.Attribute):
+            return self._role(node.func.value, context) is Role.LOGGING
+        return False
+
+    def _takes_training_object(self, node: ast.Call, context: Context) -> bool:
+        """Whether a model, an optimizer or the like is an argument, also as ``m.parameters()``."""
+        for value in [*node.args, *(each.value for each in node.keywords)]:
+            while isinstance(value, (ast.Call, ast.Starred)):
+                func = value.value if isinstance(value, ast.Starred) else value.func
+                is_method = isinstance(func, ast.Attribute)
+                value = func.value if is_method and isinstance(value, ast.Call) else func  # type: ignore[attr-defined]
+            path = context.scope.path(value)
+            if path is not None and self._roles.is_training(path):
+                return True
+        return False
+
+    def _is_training_method(self, node: ast.Call, context: Context) -> bool:
+        """Whether it is an unknown method of a model, an optimizer or the like."""
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        path = context.scope.path(node.func.value)
+        if path is None or calls.method(node) in calls.OF_TRAINING_OBJECTS:
+            return False
+        return self._roles.is_training(path) and not is_self(path, context)
+
+    def _calls_model(self, node: ast.Call, context: Context) -> bool:
+        path = context.scope.path(node.func)
+        if path is None or not self._roles.is_training(path):
+            return False
+        return not (isinstance(node.func, ast.Attribute) and is_self(path, context))
+
+    def _has_effect(self, node: ast.Call, context: Context, *, is_statement: bool) -> bool:
+        name = calls.method(node)
+        return (
+            (isinstance(node.func, ast.Attribute) and name in calls.TRAINING_METHODS)
+            or (is_statement and name == "step" and isinstance(node.func, ast.Attribute))
+            or name in ("train", "eval")
+            or calls.is_saving(node)
+            or calls.is_evaluation(node)
+            or calls.trains(node)
+            or calls.is_stopping(node)
+            or calls.draws_random_numbers(node)
+            or self._calls_model(node, context)
+            or (is_statement and self._is_training_method(node, context))
+            or (self._takes_training_object(node, context) and not calls.is_query(node))
+        )
+
+    def _wants_arguments(self, node: ast.Call, context: Context, *, is_statement: bool) -> bool:
+        name = calls.method(node)
+        if isinstance(node.func, ast.Attribute) and name in calls.TRAINING_METHODS:
+            if name == "backward":
+                return True
+            return name not in ("zero_grad",)
+        if is_statement and name == "step" and isinstance(node.func, ast.Attribute):
+            return True
+        if calls.is_saving(node) or calls.trains(node):
+            return True
+        if self._calls_model(node, context):
+            return not context.no_grad
+        if calls.is_query(node):
+            return False
+        if is_statement and self._is_training_method(node, context):
+            return True
+        return is_statement and self._takes_training_object(node, context)
+
+    def _remembers(self, node: ast.Call, path: str | None, context: Context) -> bool:
+        """Whether the receiver decides what the call does: a loss, a saver that keeps the best."""
+        name = calls.method(node)
+        if name in ("backward",):
+            return True
+        if path is None or self._roles.of(path) is not None:
+            return False
+        root = path.rpartition(LOCAL)[2].split(".")[0]
+        return calls.is_saving(node) and root not in self._program.imported
+
+    def _changes(self, node: ast.Call, path: str, *, is_statement: bool) -> bool:
+        root = path.rpartition(LOCAL)[2].split(".")[0]
+        if root in self._program.imported or self._roles.of(path) is not None:
+            return False
+        return calls.changes_receiver(node, is_statement=is_statement)
+
+
+def is_self(path: str, context: Context) -> bool:
+    """Whether a path is ``self`` of the method, or of the one around it."""
+    function: Function | None = context.scope.function
+    while function is not None:
+        if function.owner and function.parameters:
+            return path == Scope(function, context.scope.bindings).path_of(function.parameters[0])
+        function = function.parent
+    return False
