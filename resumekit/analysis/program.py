@@ -291,7 +291,7 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def _definitions(body: list[ast.stmt]) -> Iterator[FunctionNode | ast.ClassDef]:
     for node in own_nodes(body):
-        if isinstance(node, (*FunctionNode.__args__, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node
 
 

@@ -176,7 +176,7 @@ class Relevance(CallEffects):
             return self._loop(node, out, context)
         if isinstance(node, (ast.With, ast.AsyncWith)):
             return self._with(node, out, context)
-        if isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try))):
+        if isinstance(node, ast.Try):
             return self._try(node, out, context)
         if isinstance(node, ast.Return):
             before = context.at_return
@@ -214,13 +214,14 @@ class Relevance(CallEffects):
             pairs = pairs_of(targets[0], node.value)
             if len(pairs) > 1:
                 return self._parallel(pairs, out, context)
-        is_augmented = isinstance(node, ast.AugAssign)
         want, effect, before = False, False, dict(out)
         for target in targets:
-            wanted, also = self._store(target, out, before, context, keeps=is_augmented)
+            wanted, also = self._store(
+                target, out, before, context, keeps=isinstance(node, ast.AugAssign)
+            )
             want, effect = want or wanted, effect or also
         after, also = self._expression(node.value, before, context, want=want)
-        if is_augmented and want:
+        if isinstance(node, ast.AugAssign) and want:
             after = self._read(node.target, after, context)
         return after, effect or also or want
 

@@ -185,7 +185,7 @@ class Roles:
                 self._link(parameter, path)
 
 
-def _gives_parameters(node: ast.expr | ast.keyword) -> bool:
+def _gives_parameters(node: ast.AST) -> bool:
     value = node.value if isinstance(node, ast.keyword) else node
     return isinstance(value, ast.Call) and calls.method(value) == "parameters"
 
@@ -198,6 +198,6 @@ def _linked(
         if path != receiver:
             yield Scope(function).path_of(name), path
     for parameter, value in copied.items():
-        path = scope.path(value)
-        if path is not None:
-            yield parameter, path
+        given = scope.path(value)
+        if given is not None:
+            yield parameter, given

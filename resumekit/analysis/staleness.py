@@ -134,7 +134,7 @@ class Staleness:
                 if item.optional_vars is not None:
                     stale = self._store(item.optional_vars, stale, scope, is_stale=False)
             return self._body(node.body, stale, scope)
-        if isinstance(node, (ast.Try, getattr(ast, "TryStar", ast.Try))):
+        if isinstance(node, ast.Try):
             stale = self._body(node.body, stale, scope)
             after = self._body(node.orelse, stale, scope)
             for handler in node.handlers:
