@@ -178,7 +178,8 @@ def _digest(value: Any) -> int | None:
     """Of a module its smallest tensors up to a limit; of an optimizer how far it is."""
     if isinstance(value, nn.Module):
         tensors = sorted((*value.parameters(), *value.buffers()), key=lambda each: each.nbytes)
-        sample, num_bytes = [], 0
+        sample: list[Tensor] = []
+        num_bytes = 0
         for each in tensors:
             num_bytes += each.nbytes
             if num_bytes > _SAMPLE_BYTES and sample:

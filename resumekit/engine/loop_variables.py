@@ -87,7 +87,7 @@ class LoopVariables:
 
     def enter(self, functions: Sequence[Activation]) -> None:
         """Analyses the loop that the innermost of the running functions is in."""
-        left = list(functions)
+        left: Sequence[Activation] = functions
         while left:
             left = self._enter_file(left, is_innermost=len(left) == len(functions))
 
