@@ -35,7 +35,7 @@ __all__ = ["Checkpointer"]
 
 _REMEDIES = {
     **REMEDIES,
-    Slot.MODEL: "one Checkpointer takes one engine",
+    Slot.MODEL: 'pass all engines as a dict: Checkpointer({{"{name}": {name}, ...}}, "runs/a")',
     Slot.LR_SCHEDULER: 'the engine does not step it; pass extras={{"{name}": {name}}}',
 }
 _LEFTOVER = (

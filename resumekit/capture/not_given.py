@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from resumekit.capture.content import content_digest
+from resumekit.capture.user_state import content_digest
 from resumekit.contract import CaptureLine, Fidelity, Slot, StateComponent
 
 # ModelEmaV2, EMAModel, ExponentialMovingAverage, ...

@@ -26,13 +26,13 @@ from resumekit.analysis import (
     program_of,
     stored_keys,
 )
-from resumekit.capture.content import content_digest
+from resumekit.capture import content_digest
 from resumekit.contract import CaptureLine, Fidelity
 from resumekit.engine.calling_code import Activation
 from resumekit.log import logger
 
 # Whether strict=True refuses a run because of the names that the analysis finds. That takes a blind
-# precision of 0.9; see docs/design/0022-loop-carried-variables.md for the one that was measured.
+# precision of 0.9; see docs/design/0023-loop-carried-variables.md for the one that was measured.
 STRICT_REFUSES_VARIABLES = False
 
 _TRAINING_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader, Sampler)
