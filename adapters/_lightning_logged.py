@@ -22,7 +22,9 @@ from resumekit.adapters._lightning_package import (
 
 def as_plain(results: ResultCollection) -> dict[str, Any]:
     """Each metric that was logged since the epoch began; one of a process group has only sums."""
-    return {key: _plain(metric) for key, metric in results.items() if not metric.has_reset}
+    waiting = results.waiting if isinstance(results, Results) else {}
+    logged = {key: _plain(metric) for key, metric in results.items() if not metric.has_reset}
+    return {**waiting, **logged}
 
 
 def _plain(metric: Any) -> dict[str, Any]:
@@ -54,16 +56,26 @@ class Results(ResultCollection):
     Args:
         saved: what ``as_plain`` gave.
         trainer: the Trainer, whose module holds the torchmetrics.
+
+    Attributes:
+        waiting: what was saved of metrics of a process group, until they are logged again.
     """
 
     def __init__(self, saved: Mapping[str, Any], trainer: Any) -> None:
         super().__init__(training=True)
-        self._sums = {key: each["sums"] for key, each in saved.items() if each["meta"] is None}
+        self.waiting = {key: each for key, each in saved.items() if each["meta"] is None}
         for key, metric in _as_metrics(saved, trainer):
             super().__setitem__(key, metric)
 
+    def take_not_logged_again(self) -> tuple[str, ...]:
+        """The metrics for which nothing was logged since the resume, when their epoch ends."""
+        names = tuple(self.waiting)
+        self.waiting = {}
+        return names
+
     def __setitem__(self, key: str, metric: Any) -> None:
-        vars(metric).update(self._sums.pop(key, {}))
+        if key in self.waiting:
+            vars(metric).update(self.waiting.pop(key)["sums"])
         super().__setitem__(key, metric)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from resumekit.adapters._lightning_changing import forget_groups
@@ -10,10 +10,12 @@ from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.contract import SharingPattern, StateComponent
+from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
 from resumekit.data import stateful_generators
 from resumekit.engine.driven import DrivenLoop
 from resumekit.log import logger
+
+_KEY = "callbacks/lightning"
 
 
 class Holding(Protocol):
@@ -40,6 +42,11 @@ class Place:
         self._validated: Sequence[Mapping[str, Any]] = ()  # until the loaders for it are there
         # Of the last request for training loaders, where there will be others.
         self._requested: dict[str, Any] | None = None
+        # Of the last request for loaders for validation, and whether it is to be repeated.
+        self._validation_requested: dict[str, Any] | None = None
+        self._repeats_validation_request = False
+        self._validated_in: float | None = None
+        self._lost_averages: tuple[str, ...] = ()
         self._held: Holding | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +66,8 @@ class Place:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
             "requested": self._requested,
-            "validated_in": self._requested and loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+            "validation_requested": self._validation_requested,
+            "validated_in": loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
             "validation": self._validated or [_states(each) for each in self._validation()],
@@ -90,6 +98,10 @@ class Place:
         forget_groups(trainer)
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
+        self._validation_requested = state.get("validation_requested")  # an older one has none
+        if self._again is None:  # not the second time, when Lightning has asked already
+            self._repeats_validation_request = self._validation_requested is not None
+        self._validated_in = state["validated_in"]
         self._validated = state.get("validation", [])  # an older checkpoint has none
         trainer.num_sanity_val_steps = 0
         epoch = loop.epoch_progress.current
@@ -127,24 +139,53 @@ class Place:
         if not self.was_requested:
             self._requested = {"epoch": progress.completed, "rng": rng.state_dict()}
             return ask()
-        requested: Any = self._requested
-        rng.load_state_dict(requested["rng"])
+        return self._ask_again(self._requested, ask)
+
+    def request_validation(self, ask: Callable[[], Any]) -> Any:
+        """The loaders for validation; a resume asks as the interrupted run did."""
+        progress, rng = self._trainer.fit_loop.epoch_progress.current, RngState()
+        now = rng.state_dict()
+        if not self._repeats_validation_request:
+            self._validation_requested = {"epoch": progress.completed, "rng": now}
+            return ask()
+        self._repeats_validation_request = False
+        given = self._ask_again(self._validation_requested, ask)
+        rng.load_state_dict(now)
+        return given
+
+    def _ask_again(self, requested: Any, ask: Callable[[], Any]) -> Any:
+        """Calls a hook under the RNG state and in the epoch of a former request."""
+        progress = self._trainer.fit_loop.epoch_progress.current
+        RngState().load_state_dict(requested["rng"])
         now, progress.completed = progress.completed, requested["epoch"]
         given = ask()
         progress.completed = now
         return given
 
     def component(self) -> StateComponent:
-        """All of it, and whether what persistent workers draw comes back."""
-        fidelity, reason = fidelity_of(self._trainer)
-        return StateComponent(
-            "callbacks/lightning",
-            self,
-            SharingPattern.PER_RANK,
-            fidelity=fidelity,
-            reason=reason,
-            framework="Lightning",
-        )
+        """All of it."""
+        return StateComponent(_KEY, self, SharingPattern.PER_RANK, framework="Lightning")
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        """Whether the work of persistent workers is restored; some loaders are known later."""
+        return fidelity_of(self._trainer)
+
+    def end_epoch(self) -> None:
+        """All batches of an epoch have logged."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        if isinstance(results, Results):
+            self._lost_averages += results.take_not_logged_again()
+
+    def findings(self) -> Iterator[CaptureLine]:
+        """Averages that an epoch lacks after a resume."""
+        for name in self._lost_averages:
+            yield CaptureLine(
+                f"{_KEY}/{name}",
+                Fidelity.LOST,
+                "an average with a sync_dist_group, of an epoch that was interrupted and did not "
+                "log it again; log it in every batch",
+            )
 
     def hold(self, held: Holding) -> None:
         """What hooks before the first batch may clear."""
@@ -176,7 +217,6 @@ class Place:
         loop._restarting = False  # or plateau schedulers would miss this epoch
         if self._requested is not None:
             loop._last_train_dl_reload_epoch = self._requested["epoch"]
-            loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["validated_in"]
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
         self._trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         loop.epoch_loop._results = Results(state["logged"], self._trainer)
@@ -189,8 +229,12 @@ class Place:
     def _put_back_validation(self) -> None:
         """The order of the next validation is that of the interrupted run."""
         saved, self._validated = self._validated, ()
-        if any(saved):
-            self._trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
+        if any(saved) or self._repeats_validation_request:
+            val_loop.setup_data()
+        validated_in, self._validated_in = self._validated_in, None
+        if validated_in is not None:
+            val_loop._last_val_dl_reload_epoch = validated_in
         for each, states in zip(self._validation(), saved, strict=False):
             for name, generator in stateful_generators(each).items():
                 if name in states:

@@ -96,7 +96,7 @@ def _steps_apart(trainer: Any) -> bool:
 
 
 def fidelity_of(trainer: Any) -> tuple[Fidelity, str]:
-    """What is lost, if anything. Of loaders that a hook makes nobody knows at the start."""
+    """What is lost, if anything. Loaders that a hook makes are known when it was called."""
     if _steps_apart(trainer) and not keeps_gradients(trainer):
         return Fidelity.LOST, (
             "gradients that one optimizer of several keeps while another one steps, where the "
@@ -118,9 +118,11 @@ def fidelity_of(trainer: Any) -> tuple[Fidelity, str]:
 
 
 def _given(loop: Any) -> list[Any]:
-    """The loaders that ``fit`` was given, as far as it was."""
+    """The loaders that ``fit`` was given, or that a hook has made so far."""
     source = loop._data_source
-    return [] if source.is_module() else CombinedLoader(source.instance).flattened
+    if not source.is_module():
+        return list(CombinedLoader(source.instance).flattened)
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
 
 def _keeps_workers(loader: Any) -> bool:

@@ -100,6 +100,11 @@ class ResumeCallback(Callback):
             self._place = Place(trainer, self._under_way)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
+            self._checkpointer._run.account.findings.append(self._place.findings)
+            # lightning 2.6 loops/evaluation_loop.py setup_data takes the loader from here.
+            source = trainer.fit_loop.epoch_loop.val_loop._data_source
+            ask = partial(type(source).dataloader, source)
+            source.dataloader = partial(self._place.request_validation, ask)
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
             self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
             prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)
@@ -143,6 +148,7 @@ class ResumeCallback(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The callbacks before this one have counted the epoch."""
         if self._checkpointer is not None:
+            self._place.end_epoch()
             self._place.tell_what_is_not_saved()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

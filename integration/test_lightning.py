@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -50,7 +51,7 @@ from lightning_workloads import (
 )
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchmetrics import MetricCollection, MetricTracker, MinMaxMetric, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -190,6 +191,15 @@ class WithLoader(Classifier):
         return make_loader(True, "shuffle", "0", NUM_SAMPLES)
 
 
+class ValidatesRandomly(Classifier):
+    """Its validation takes samples that the hook draws."""
+
+    def val_dataloader(self) -> Any:
+        digits = Digits(NUM_SAMPLES, augment=False)
+        chosen = torch.randperm(NUM_SAMPLES)[: 8 + self.current_epoch].tolist()
+        return DataLoader(Subset(digits, chosen), 4)
+
+
 class FreezesByEpoch(Classifier):
     """Its first layer is trained from the second epoch on."""
 
@@ -257,7 +267,7 @@ def fit(
         callbacks=list(callbacks),
         **{"max_epochs": 2, "enable_checkpointing": False, **QUIET, **settings},
     )
-    if loader is None and module not in (WithLoader, EachEpochAnother):
+    if loader is None and module not in (WithLoader, KeepsWorkers, EachEpochAnother):
         loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
     trainer.fit(module(), loader, val)
     return trainer
@@ -537,6 +547,30 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
             "max_epochs": 3,
         },
         (13, 17),  # after a save at an epoch's end, and inside the next one
+    ),
+    "a validation of samples that a hook draws": (
+        lambda: {"module": ValidatesRandomly, "max_epochs": 3},
+        (5, 17),
+    ),
+    "a validation of samples that a hook draws when it is due": (
+        lambda: {"module": ValidatesRandomly, "max_epochs": 3, "num_sanity_val_steps": 0},
+        (5, 17),
+    ),
+    "a validation of new samples in each epoch": (
+        lambda: {
+            "module": ValidatesRandomly,
+            "max_epochs": 3,
+            "reload_dataloaders_every_n_epochs": 1,
+        },
+        (5, 17),
+    ),
+    "a validation of new samples in every second epoch": (
+        lambda: {
+            "module": ValidatesRandomly,
+            "max_epochs": 4,
+            "reload_dataloaders_every_n_epochs": 2,
+        },
+        (17, 15),
     ),
     "a layer that a hook has frozen": (lambda: {"module": FreezesByEpoch}, (5,)),
     "a validation and a plateau at each saved step": (
@@ -918,6 +952,82 @@ LESS_THAN_EXACT: dict[str, Callable[[], dict[str, Any]]] = {
 def test_what_persistent_workers_would_lose_is_told_at_the_start(tmp_path: Path, what: str) -> None:
     with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
         fit(ResumeCallback(tmp_path, strict=True), **LESS_THAN_EXACT[what]())
+
+
+class KeepsWorkers(Classifier):
+    """Its hooks make loaders with persistent workers."""
+
+    def train_dataloader(self) -> Any:
+        return make_loader(True, "shuffle", "persistent", NUM_SAMPLES)
+
+
+class KeepsWorkersForValidation(Classifier):
+    def val_dataloader(self) -> Any:
+        return validation("persistent")
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"module": KeepsWorkers, "limit_train_batches": 5}, "beyond limit_train_batches"),
+        ({"module": KeepsWorkersForValidation}, "workers of a loader for validation"),
+        (
+            {"module": KeepsWorkersForValidation, "num_sanity_val_steps": 0},
+            "workers of a loader for validation",
+        ),
+    ],
+    ids=["training", "validation", "validation, known when it is due"],
+)
+def test_what_workers_of_a_hooks_loaders_would_lose_is_refused_when_it_is_known(
+    tmp_path: Path, settings: dict[str, Any], what: str
+) -> None:
+    recorder = Recorder()
+    with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
+        fit(ResumeCallback(tmp_path, strict=True), recorder, **settings)
+    assert len(recorder.losses) == (12 if "num_sanity_val_steps" in settings else 0)
+
+
+class LogsForAGroup(Classifier):
+    """Logs an average over ranks of a group, in every batch or in the first ones alone."""
+
+    def __init__(self, num_batches: int = 3) -> None:
+        super().__init__()
+        self.num_batches = num_batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < self.num_batches:
+            group = torch.distributed.group.WORLD
+            settings: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
+            self.log("of a group", loss, sync_dist_group=group, **settings)
+        return loss
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_batches", [3, 12], ids=["first batches", "every batch"])
+def test_an_average_of_a_group_that_is_not_logged_again_is_reported_and_refused(
+    one_rank: None, tmp_path: Path, num_batches: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = partial(LogsForAGroup, num_batches)
+    crashed(tmp_path, 7, module=module)  # the last save was after step 6
+    capfd.readouterr()
+    is_lost = num_batches == 3
+    context = pytest.raises(InexactError, match="of a group: lost") if is_lost else nullcontext()
+    with context:
+        fit(ResumeCallback(tmp_path, save_every=2, strict=True), module=module)
+    if is_lost:
+        capfd.readouterr()
+        crashed(tmp_path, 9, module=module)
+        # It was not logged again before the second interruption either.
+        assert "training_step.of a group: lost" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
