@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from resumekit.adapters._lightning_changing import forget_groups
 from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
+from resumekit.adapters._lightning_metric_trackers import MetricTrackers
 from resumekit.adapters._lightning_settings import fidelity_of
-from resumekit.capture import RngState, generator_state, set_generator_state
+from resumekit.capture import RngState, UserState, generator_state, set_generator_state
 from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
 from resumekit.data import stateful_generators
 from resumekit.engine.driven import DrivenLoop
-from resumekit.log import logger
 
 _KEY = "callbacks/lightning"
-
-
-class Holding(Protocol):
-    """What user code holds; it is given back when the hooks before the first batch have run."""
-
-    def put_back(self) -> None: ...
-
-    def not_saved(self) -> str: ...
 
 
 class Place:
@@ -47,7 +39,8 @@ class Place:
         self._repeats_validation_request = False
         self._validated_in: float | None = None
         self._lost_averages: tuple[str, ...] = ()
-        self._held: Holding | None = None
+        # Restored when the hooks before the first batch have run.
+        self.user_state: Sequence[UserState | MetricTrackers] = ()
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -187,24 +180,14 @@ class Place:
                 "log it again; log it in every batch",
             )
 
-    def hold(self, held: Holding) -> None:
-        """What hooks before the first batch may clear."""
-        self._held = held
-
-    def put_back(self) -> None:
-        """Gives that back, once."""
-        if self._held is not None:
-            self._held.put_back()
-
-    def tell_what_is_not_saved(self) -> None:
-        """Names what user code has changed since the last call and no checkpoint holds."""
-        lost = "" if self._held is None else self._held.not_saved()
-        if lost and self._trainer.is_global_zero:
-            logger.warning("%s", lost)
+    def restore_user_state(self) -> None:
+        """Sets the attributes that hooks such as ``on_train_start`` make or clear, once."""
+        for each in self.user_state:
+            each.restore_now()
 
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""
-        self.put_back()
+        self.restore_user_state()
         if self._again is not None:
             self._go_on(self._again)
         self._put_back_validation()

@@ -111,7 +111,7 @@ class ResumeCallback(Callback):
             self._loop.resume()
             if self._place.was_requested:  # before it was known for which epoch
                 trainer.fit_loop._combined_loader = None
-            self._global_step, self._num_steps = trainer.global_step, 0
+            self._global_step = trainer.global_step
 
     def _under_way(self) -> DrivenLoop:
         assert self._loop is not None
@@ -125,7 +125,8 @@ class ResumeCallback(Callback):
             prepare_epoch(trainer)
             loop = self._loop
             if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
-                self._place.put_back()  # the hooks that begin the epoch were not called yet
+                # The hooks that begin the epoch were not called yet.
+                self._place.restore_user_state()
                 loop.restore_random()
             trainer.fit_loop._combined_loader.follow(trainer.fit_loop)
 
@@ -141,15 +142,11 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None and trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             self._checkpointer.step(loss=(outputs or {}).get("loss"))
-            self._num_steps += 1
-            if self._num_steps == 2:  # all hooks of a first one have run
-                self._place.tell_what_is_not_saved()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The callbacks before this one have counted the epoch."""
         if self._checkpointer is not None:
             self._place.end_epoch()
-            self._place.tell_what_is_not_saved()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Metrics of the step that is not settled yet."""

@@ -184,7 +184,7 @@ def test_the_place_in_other_loaders_left_out_is_caught_and_named(
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 
-@pytest.mark.parametrize("component", ["callbacks/held", "model/attributes"])
+@pytest.mark.parametrize("component", ["callbacks/attributes", "model/attributes"])
 def test_what_the_module_keeps_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     options = {"module": "keeps outputs", "changing": "keeping"}
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)

@@ -33,6 +33,9 @@ _OF_ZERO = frozenset(
 # torchmetrics 1.9 metric.py Metric: `_defaults` names what it sums up; the rest follows from that.
 _UPDATES = "_update_count"
 
+# What wrappers keep beside those sums: torchmetrics 1.9 wrappers/minmax.py, wrappers/running.py.
+_BESIDE_SUMS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
+
 # What an object of a class that is derived from a container holds beside its attributes.
 _CONTAINERS = (list, dict, set)
 
@@ -220,7 +223,7 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
     for name in vars(module):
         if name in _OF_EVERY_MODULE or name in _OF_ZERO:
             continue
-        if not is_metric or name in sums or name == _UPDATES:
+        if not is_metric or name in sums or name in _BESIDE_SUMS:
             yield Slot(module, Role.ATTRIBUTE, name)
 
 
