@@ -60,7 +60,9 @@ class Place:
             "should_stop": trainer.should_stop,
             "requested": self._requested,
             "validation_requested": self._validation_requested,
-            "validated_in": loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+            "validated_in": loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+            if trainer.reload_dataloaders_every_n_epochs
+            else None,
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
             "validation": self._validated or [_states(each) for each in self._validation()],
@@ -213,7 +215,8 @@ class Place:
         """The order of the next validation is that of the interrupted run."""
         saved, self._validated = self._validated, ()
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        if any(saved) or self._repeats_validation_request:
+        repeats = self._repeats_validation_request and val_loop._data_source.is_defined()
+        if any(saved) or repeats:
             val_loop.setup_data()
         validated_in, self._validated_in = self._validated_in, None
         if validated_in is not None:
