@@ -100,7 +100,7 @@ class ResumeCallback(Callback):
             self._place = Place(trainer, self._under_way)
             components = fit_components(trainer, self._place, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
-            self._checkpointer._run.account.findings.append(self._place.findings)
+            self._checkpointer._run.account.add_finding(self._place.findings)
             # lightning 2.6 loops/evaluation_loop.py setup_data takes the loader from here.
             source = trainer.fit_loop.epoch_loop.val_loop._data_source
             ask = partial(type(source).dataloader, source)

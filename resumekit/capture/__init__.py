@@ -45,7 +45,6 @@ from resumekit.capture.gradients import (
     holds_gradients,
     require_gradients,
 )
-from resumekit.capture.held import HeldState
 from resumekit.capture.horizon import horizon
 from resumekit.capture.model import ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
@@ -53,7 +52,6 @@ from resumekit.capture.names import clean_name, clean_names, parameter_names, un
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.plain import PlainValues
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
@@ -71,12 +69,10 @@ __all__ = [
     "AttributeState",
     "Difference",
     "Extras",
-    "HeldState",
     "Holder",
     "ModelState",
     "ObjectState",
     "OptimizerState",
-    "PlainValues",
     "RngState",
     "ScalerState",
     "SchedulerState",

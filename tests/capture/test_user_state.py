@@ -165,7 +165,9 @@ def test_a_helper_object_and_a_buffer_of_objects_are_restored(stored: Any) -> No
     assert [each.obs.tolist() for each in new.buffer] == [[i, i] for i in range(5)]
 
 
-@pytest.mark.parametrize("change", [torch.flip, torch.roll, "permute"], ids=str)
+@pytest.mark.parametrize(
+    "change", [torch.flip, torch.roll, "permute"], ids=["flip", "roll", "permute"]
+)
 def test_a_large_tensor_of_the_same_elements_in_another_order_is_saved(change: Any) -> None:
     one = Holder(bank=torch.arange(2**19, dtype=torch.float32))
     saved = held(one=one)
