@@ -145,9 +145,10 @@ class Account:
             before = () if isinstance(present, Absent) else present
             slots[component.slot] = (*before, self._as_it_is(component))
         report = TrainState(**slots).capture_report()
-        own = (getattr(each.stateful, "findings", tuple) for each in self.components)
-        others = filter(None, (each() for each in self._findings))
-        found = (line for finding in (*own, *others) for line in finding())
+        own = [getattr(each.stateful, "findings", None) for each in self.components]
+        found: list[CaptureLine] = []
+        for finding in (*own, *(each() for each in self._findings)):
+            found += finding() if finding is not None else ()
         return CaptureReport((*report.lines, *found))
 
     def _as_it_is(self, component: StateComponent) -> StateComponent:

@@ -190,7 +190,7 @@ def slots(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[Slot]:
 
 def attribute_names(owner: Any) -> list[str]:
     """The attributes that an object has now, in ``__dict__`` and in ``__slots__``."""
-    found = list(getattr(owner, "__dict__", ()))
+    found: list[str] = list(getattr(owner, "__dict__", ()))
     kind = class_of(owner)
     for name in slots_of(kind):
         descriptor = inspect.getattr_static(kind, name, None)
@@ -218,8 +218,8 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
         if not in_component:  # it says itself which of its attributes are state
             yield Slot(module, Role.EXTRA_STATE, "")
         return
-    sums: Any = getattr(module, "_defaults", None)
-    is_metric = sums is not None and hasattr(module, _UPDATES)
+    is_metric = hasattr(module, "_defaults") and hasattr(module, _UPDATES)
+    sums: Any = getattr(module, "_defaults", ())
     for name in vars(module):
         if name in _OF_EVERY_MODULE or name in _OF_ZERO:
             continue

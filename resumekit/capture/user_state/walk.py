@@ -386,9 +386,9 @@ class Content:
         hasher.update(_tag(kind) + struct.pack("<q", len(text)) + text)
 
     def _container(self, hasher: Any, value: Any, path: str) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         self._spend(_OBJECT_BYTES)
-        if not isinstance(value, tuple) and self._is_met(hasher, value):
+        if not issubclass(kind, tuple) and self._is_met(hasher, value):
             return
         hasher.update(struct.pack("<q", len(value)))
         if kind in SETS:
