@@ -1,9 +1,12 @@
-"""The buckets in which DistributedDataParallel sums gradients up.
+"""What DistributedDataParallel keeps from step to step: buckets, and whether it broadcasts buffers.
 
 DDP puts gradients into other buckets after its first iteration, in the order in which they became
 ready. Where a gradient lies decides the order in which three or more ranks add it up, and so its
 last bits: a new DDP module sums up its first iteration in another order than the interrupted run
 did. Measured with torch 2.13 on gloo: every parameter differs after the first resumed step.
+
+A forward pass without gradients, such as an evaluation, or within ``no_sync`` keeps DDP from
+broadcasting rank 0's buffers before the next forward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
 GRADIENT_BUCKETS = "gradient_buckets"
 
 Buckets = list[list[str]]
+
+# Of the state of one DDP module: the names of the parameters in each bucket, and a bool.
+_BUCKETS = "buckets"
+_BROADCASTS = "broadcasts_buffers"
 
 
 def bucket_components(components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
@@ -75,7 +82,7 @@ def buckets_of(
 
 
 class GradientBuckets:
-    """The buckets of every DDP module in a model, as lists of parameter names.
+    """The state of every DDP module in a model: its buckets, and whether it broadcasts buffers.
 
     Args:
         model: a module that is wrapped in DDP, or holds modules that are.
@@ -85,7 +92,7 @@ class GradientBuckets:
     def __init__(self, model: nn.Module, *, key: str) -> None:
         self.key = key
         self._wrappers = dict(ddp_modules(model))
-        self._saved: dict[str, Buckets] = {}
+        self._saved: dict[str, Mapping[str, Any]] = {}
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -114,17 +121,17 @@ class GradientBuckets:
             if not _buckets(module):
                 _rebuild(module)
 
-    def state_dict(self) -> dict[str, Buckets]:
-        """The buckets by the name of the DDP module; of one that never forms new ones, none."""
-        found = {name: _buckets(module) for name, module in self._wrappers.items()}
-        return {name: buckets for name, buckets in found.items() if buckets}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """By the name of the DDP module; one that never forms new buckets has none."""
+        found = {name: _state(module) for name, module in self._wrappers.items()}
+        return {name: state for name, state in found.items() if state}
 
-    def load_state_dict(self, state: Mapping[str, Buckets]) -> None:
-        """Keeps the buckets until ``after_resume``, when every rank is there."""
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keeps the state until ``after_resume``, when every rank is there."""
         self._saved = dict(state)
 
     def after_resume(self) -> tuple[str, ...]:
-        """Forms the saved buckets. Collective over the ranks of each DDP module.
+        """Sets the saved state. Collective over the ranks of each DDP module.
 
         DDP learns an order from the backward pass of its first iteration: this is one, in which
         each gradient is zero.
@@ -134,7 +141,10 @@ class GradientBuckets:
         """
         remarks = []
         for name, module in self._wrappers.items():
-            buckets = self._saved.pop(name, None)
+            saved = self._saved.pop(name, {})
+            if _BROADCASTS in saved:
+                module.require_forward_param_sync = bool(saved[_BROADCASTS])
+            buckets = saved.get(_BUCKETS)
             if buckets is None or _obstacle(module) or _buckets(module) == buckets:
                 continue
             if module.find_unused_parameters:  # it keeps its first buckets for ever
@@ -202,6 +212,18 @@ def _kept_by_hooks(module: DistributedDataParallel) -> str:
     states = [state for _, state in module._comm_hooks if state is not None]
     kept = [type(state).__name__ for state in states if not isinstance(state, ProcessGroup)]
     return next((name for name in kept if not name.startswith("_")), "")
+
+
+def _state(module: DistributedDataParallel) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    buckets = _buckets(module)
+    if buckets:
+        state[_BUCKETS] = buckets
+    # torch 2.13 nn/parallel/distributed.py, will_sync_module_buffers. Where nothing is broadcast
+    # the ranks may differ: one of them may have evaluated alone.
+    if module.broadcast_buffers and module.modules_buffers:
+        state[_BROADCASTS] = module.require_forward_param_sync
+    return state
 
 
 def _logged(module: DistributedDataParallel) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ def test_a_new_module_learns_the_order_and_changes_nothing_else() -> None:
     interrupted = wrapped()
     iterate(interrupted, 3)
     state = buckets_of(interrupted).state_dict()
-    ((bucket,),) = state.values()
+    ((bucket,),) = [each["buckets"] for each in state.values()]
     assert sorted(bucket) == ["first.bias", "first.weight", "last.bias", "last.weight"]
     assert {name.split(".")[0] for name in bucket[:2]} == {"last"}
 
@@ -161,9 +161,33 @@ def test_what_cannot_be_learned_again_is_told_and_left_alone(make: Any, words: s
     fidelity, reason = component.fidelity
     assert fidelity is Fidelity.EQUIVALENT
     assert words in reason
-    component.load_state_dict({"": [["last.weight"]]})
+    component.load_state_dict({"": {"buckets": [["last.weight"]]}})
     assert component.after_resume() == ()
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_resumed_module_broadcasts_buffers_where_the_interrupted_one_would() -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    broadcasting = buckets_of(module).state_dict()
+    with torch.no_grad():
+        module(torch.ones(3, 4))
+    silent = buckets_of(module).state_dict()
+    assert broadcasting == {"": {"broadcasts_buffers": True}}
+    assert silent == {"": {"broadcasts_buffers": False}}
+    for state, expected in ((broadcasting, True), (silent, False)):
+        component = buckets_of(module)
+        component.load_state_dict(state)
+        assert component.after_resume() == ()
+        assert module.will_sync_module_buffers() is expected
+
+
+def test_where_no_buffers_are_broadcast_an_evaluation_of_one_rank_changes_no_state() -> None:
+    local = wrapped(nn.BatchNorm1d(4))
+    local.broadcast_buffers = False
+    for module in (wrapped(), local):
+        with torch.no_grad():
+            module(torch.ones(3, 4))
+        assert buckets_of(module).state_dict() == {}
 
 
 def test_pin_what_is_asked_of_the_wrapper() -> None:
@@ -177,3 +201,15 @@ def test_pin_what_is_asked_of_the_wrapper() -> None:
     assert module.reducer._rebuild_buckets() is False  # once for a module
     assert (module._comm_hooks, module.mixed_precision, module.static_graph) == ([], None, False)
     assert module.parameters_to_ignore == set()
+
+
+def test_pin_what_decides_whether_buffers_are_broadcast() -> None:
+    # torch 2.13 nn/parallel/distributed.py, _post_forward and will_sync_module_buffers.
+    module = wrapped(nn.BatchNorm1d(4))
+    assert (module.broadcast_buffers, len(module.modules_buffers)) == (True, 3)
+    assert module.require_forward_param_sync is module.will_sync_module_buffers() is True
+    with torch.no_grad():
+        module(torch.ones(3, 4))
+    assert module.require_forward_param_sync is module.will_sync_module_buffers() is False
+    module(torch.ones(3, 4))
+    assert module.require_forward_param_sync is module.will_sync_module_buffers() is True
