@@ -241,6 +241,7 @@ def test_a_checkpoint_holds_the_engine_in_slots_and_nothing_that_was_pickled(
         "model/attributes",
         "callbacks/deepspeed",
         "data",
+        "data/attributes",
         "rng",
         "progress",
         "best_metric",
@@ -250,7 +251,9 @@ def test_a_checkpoint_holds_the_engine_in_slots_and_nothing_that_was_pickled(
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     for path in files:  # what torch.save writes is a zip archive; a pickle begins with its protocol
         assert not path.read_bytes().startswith((b"PK", b"\x80")), path
-    assert not list((tmp_path / "temporary").iterdir())
+    # torch's compiler makes a folder of its own when DeepSpeed imports it.
+    left = [path.name for path in (tmp_path / "temporary").iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")]
 
 
 def test_a_checkpoint_without_zero_is_that_of_plain_pytorch(alone: None, tmp_path: Path) -> None:

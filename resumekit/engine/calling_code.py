@@ -33,6 +33,8 @@ _LIBRARIES = frozenset(
         "trl",
     }
 )
+# Before Python 3.12 a comprehension runs in a frame of its own; later it does in its function's.
+_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def running_functions(run: Any = None) -> list[Activation]:
     frame = _user_frame(sys._getframe(1))
     found = []
     while frame is not None:
-        if not _is_library(frame):
+        if not _is_library(frame) and frame.f_code.co_name not in _COMPREHENSIONS:
             found.append(_activation(frame))
         frame = frame.f_back
     if run is not None:
@@ -103,7 +105,8 @@ def _refers(activation: Activation, run: Any) -> bool:
 def _user_frame(frame: FrameType | None) -> FrameType | None:
     """The frame of the loop. Generators that only hand batches on are passed over, as tqdm's."""
     while frame is not None:
-        hands_on = frame.f_code.co_flags & inspect.CO_GENERATOR
+        code = frame.f_code
+        hands_on = code.co_flags & inspect.CO_GENERATOR or code.co_name in _COMPREHENSIONS
         if _root(frame) == "resumekit" or hands_on:
             frame = frame.f_back
             continue

@@ -206,6 +206,19 @@ def test_a_loop_without_a_source_is_unknown_and_a_hint(tmp_path: Path) -> None:
     assert "the source of the loop cannot be read" in parts.lines()[0]
 
 
+def test_a_comprehension_belongs_to_the_function_that_has_it(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        parts.update(LOSS(parts.model(inputs), labels))
+        scheduler.step()
+
+    _ = [step(*batch) for batch in parts.ckpt.batches(parts.loader, epochs=1)]
+    (line,) = parts.lines()
+    assert line.startswith("lr_scheduler/scheduler: lost")
+
+
 # ---------------------------------------------------------------- objects that were not given
 
 
