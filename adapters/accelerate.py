@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
+from resumekit.capture.not_given import REMEDIES
+from resumekit.contract import Slot
 from resumekit.engine.arguments import checked_extras, require_order
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate_held import Held
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 require("accelerate")
+
+_REMEDIES = {
+    **REMEDIES,
+    Slot.MODEL: 'prepare it, or pass extras={{"{name}": {name}}}',
+    Slot.OPTIMIZER: "prepare it, or call accelerator.register_for_checkpointing({name})",
+    Slot.GRAD_SCALER: 'pass extras={{"{name}": {name}}}',
+}
 
 
 class Accelerator(Protocol):
@@ -92,6 +101,7 @@ class Checkpointer(_Checkpointer):
         super().__init__(
             directory, components=held.components(), extras=extras, generators=generators, **options
         )
+        self._run.loop_check.remedies = _REMEDIES
         self._steps = StepsTaken(accelerator, held.optimizers)
         self._states = StatesBeside(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to

@@ -35,7 +35,9 @@ __all__ = ["Checkpointer"]
 
 _REMEDIES = {
     **REMEDIES,
-    Slot.MODEL: 'pass all engines as a dict: Checkpointer({{"{name}": {name}, ...}}, "runs/a")',
+    Slot.MODEL: 'pass all engines as a dict, {{"{name}": {name}, ...}}, other modules in extras',
+    Slot.OPTIMIZER: 'pass extras={{"{name}": {name}}}',
+    Slot.GRAD_SCALER: 'pass extras={{"{name}": {name}}}',
     Slot.LR_SCHEDULER: 'the engine does not step it; pass extras={{"{name}": {name}}}',
 }
 _LEFTOVER = (

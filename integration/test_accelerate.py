@@ -192,19 +192,26 @@ def test_a_schedule_or_an_average_that_nobody_gave_is_named_in_the_report(
     both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], [1])
     given, forgotten = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
     follower, average = EMAModel(1), torch.optim.swa_utils.AveragedModel(model)
+    second = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     model, optimizer, loader, prepared = accelerator.prepare(
         model, optimizer, DataLoader(TensorDataset(torch.rand(4, 2))), both
     )
     assert prepared.scheduler is both
-    assert all(each.state_dict() for each in (forgotten, follower, average))
+    assert all(each.state_dict() for each in (forgotten, follower, average, second))
     options = {"lr_scheduler": {"second": given}}
     with Checkpointer(accelerator, tmp_path / "told", **options) as checkpointer:
         next(checkpointer.batches(loader, epochs=1))
     told = capsys.readouterr().err
     lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
-    assert lost == ["lr_scheduler/forgotten: lost", "ema/follower: lost", "ema/average: lost"]
+    assert lost == [
+        "lr_scheduler/forgotten: lost",
+        "ema/follower: lost",
+        "ema/average: lost",
+        "optimizer/second: lost",
+    ]
     assert "a StepLR that was not given" in told
     assert "pass lr_scheduler=forgotten" in told
+    assert "prepare it, or call accelerator.register_for_checkpointing(second)" in told
     with (
         Checkpointer(accelerator, tmp_path / "strict", strict=True) as checkpointer,
         pytest.raises(InexactError, match="ema/follower"),

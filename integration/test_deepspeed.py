@@ -355,13 +355,16 @@ def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
     )
     extras = {"warmup": warmup}
     with Checkpointer(engine, tmp_path / "told", extras=extras, ema=average) as checkpointer:
-        next(checkpointer.batches(make_loader(), epochs=1))
+        for (batch,) in checkpointer.batches(make_loader(), epochs=1):
+            one_step(engine, batch)
+            decay.optimizer.step()
+            decay.step()
     told = capsys.readouterr().err
     lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
     assert lost == ["model/critic: lost", "lr_scheduler/decay: lost"]
-    assert 'takes a dict of engines: {"critic": critic, ...}' in told
+    assert 'pass all engines as a dict, {"critic": critic, ...}' in told
     assert 'pass extras={"decay": decay}' in told
-    assert (critic.global_steps, decay.last_epoch) == (0, 0)
+    assert critic.global_steps == 0
     with (
         Checkpointer(engine, tmp_path / "strict", strict=True) as checkpointer,
         pytest.raises(InexactError, match="model/critic"),
