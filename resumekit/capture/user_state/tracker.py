@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from resumekit.capture.mismatch import describe, require_fields
-from resumekit.capture.user_state.encoding import Decoder, Encoder, check_nodes
+from resumekit.capture.user_state.decoding import Decoder
+from resumekit.capture.user_state.digests import UncapturedError
+from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
 from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
 from resumekit.capture.user_state.walk import (
     Foreign,
     Scope,
     Seen,
-    UncapturedError,
     Walk,
     walk,
 )

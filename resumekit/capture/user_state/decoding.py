@@ -1,0 +1,245 @@
+"""User state of a checkpoint back into the live objects; see ``encoding`` for the table."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from resumekit.capture.generator import set_generator_state
+from resumekit.capture.inplace import Restorer, fits
+from resumekit.capture.mismatch import class_name, describe, is_same_class
+from resumekit.capture.user_state.encoding import (
+    FACTORIES,
+    NODE_MAPPINGS,
+    NODE_SEQUENCES,
+    LiveClasses,
+    can_be_made,
+)
+from resumekit.capture.user_state.leaves import Kind, is_namedtuple, kind_of
+from resumekit.capture.user_state.slots import Role, Slot
+from resumekit.capture.user_state.walk import Walk
+from resumekit.errors import StateMismatchError
+from resumekit.sharding import fill
+
+
+class Decoder:
+    """Makes live values of encoded ones, in the live objects where they can hold them.
+
+    Nothing live changes before ``run``: what is to be done is collected first.
+
+    Args:
+        where: what errors call the state.
+        nodes: the table.
+        walk: of the live objects.
+        device: where tensors are made that were on a device.
+    """
+
+    def __init__(
+        self, where: str, nodes: Sequence[Any], walk: Walk, device: torch.device | None
+    ) -> None:
+        self._where = where
+        self._nodes = nodes
+        self._walk = walk
+        self._device = device
+        self._classes = LiveClasses(walk.objects.values())
+        self._made: dict[int, Any] = {}
+        self._uses = Counter(
+            id(each.value) for each in walk.seen.values() if isinstance(each.value, torch.Tensor)
+        )
+        self._actions: list[Callable[[], Any]] = []
+        self._taken: dict[int, Any] = {}  # live objects that a node fills, by id
+
+    def run(self) -> None:
+        """Changes the live objects."""
+        for action in self._actions:
+            action()
+
+    def then(self, action: Callable[[], Any]) -> None:
+        """One more thing to do."""
+        self._actions.append(action)
+
+    def value(self, encoded: Any, live: Any, path: str) -> Any:
+        """The value to be put where ``live`` is.
+
+        Raises:
+            StateMismatchError: a live object that it needs is not there.
+        """
+        if not isinstance(encoded, list):
+            return encoded
+        index = encoded[0]
+        if index not in self._made:
+            self._made[index] = self._node(index, self._nodes[index], live, path)
+        return self._made[index]
+
+    def _node(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
+        kind = node[0]
+        if kind in NODE_SEQUENCES or kind == "namedtuple":
+            return self._sequence(index, node, live, path)
+        if kind in NODE_MAPPINGS:
+            return self._mapping(index, node, live, path)
+        if kind in ("object", "new"):
+            return self._object(index, node, live, path)
+        if kind == "live":
+            if live is None:
+                raise self._mismatch(path, "nothing", "the object that this launch makes")
+            return live
+        if kind == "tensor":
+            return self._tensor(node, live)
+        if kind == "array":
+            return self._array(node[1], live)
+        if kind in ("generator", "stateful"):
+            return self._in_place(node, live, path)
+        return self._constant(node, live, path)
+
+    def _constant(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        kind, content = node[0], node[1]
+        if kind == "size":
+            return torch.Size(content)
+        if kind == "device":
+            return torch.device(content)
+        if kind == "dtype":
+            found = getattr(torch, content, None)
+            if isinstance(found, torch.dtype):
+                return found
+        else:
+            known = type(live) if isinstance(live, Enum) else self._classes.get(content)
+            if known is not None and issubclass(known, Enum) and node[2] in known.__members__:
+                return known[node[2]]
+        raise self._mismatch(path, f"no {kind} {content!r:.60} in this program", "one")
+
+    def _sequence(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
+        kind = node[0]
+        if kind == "namedtuple":
+            return self._namedtuple(node, live, path)
+        maker, encoded = NODE_SEQUENCES[kind], node[1]
+        is_same = type(live) is maker
+        partners = live if is_same and kind in ("list", "tuple", "deque") else ()
+        pairs = list(partners) + [None] * (len(encoded) - len(partners))
+        made: Any = None
+        if kind in ("list", "deque"):
+            keeps = is_same and getattr(live, "maxlen", None) == node[2] and self._take(live)
+            made = live if keeps else ([] if kind == "list" else deque(maxlen=node[2]))
+            self._made[index] = made
+        values = [
+            self.value(each, partner, f"{path}[{number}]")
+            for number, (each, partner) in enumerate(zip(encoded, pairs, strict=False))
+        ]
+        if made is None:
+            return maker(values)
+        self._actions.append(lambda: (made.clear(), made.extend(values)))
+        return made
+
+    def _namedtuple(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        _, name, fields, encoded = node
+        known = type(live) if is_namedtuple(live) and _is(live, name) else self._classes.get(name)
+        if known is None or list(getattr(known, "_fields", ())) != fields:
+            expected = f"the namedtuple {name} with the fields {', '.join(map(str, fields))}"
+            raise self._mismatch(path, "no such class in this program", expected)
+        partners: Any = live if type(live) is known else [None] * len(fields)
+        values = [
+            self.value(each, partner, f"{path}.{field}")
+            for each, partner, field in zip(encoded, partners, fields, strict=True)
+        ]
+        return known._make(values)  # type: ignore[attr-defined]
+
+    def _mapping(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
+        kind, keys, encoded, factory = node
+        maker = NODE_MAPPINGS[kind]
+        made = live
+        if type(live) is not maker or not self._take(live):
+            made = defaultdict(FACTORIES.get(factory)) if kind == "defaultdict" else maker()
+        self._made[index] = made
+        partners = live if isinstance(live, dict) else {}
+        values = {}
+        for key, each in zip(keys, encoded, strict=True):
+            decoded = self.value(key, None, path)
+            values[decoded] = self.value(each, partners.get(decoded), f"{path}[{decoded!r}]")
+        self._actions.append(lambda: (made.clear(), made.update(values)))
+        return made
+
+    def _object(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
+        place, name = node[1], node[2]
+        there = self._walk.objects.get(place)
+        if there is not None and _is(there, name):
+            made = there
+        elif node[0] == "object":
+            raise self._mismatch(place, describe(there), f"the {name} that this launch makes")
+        else:
+            kind = self._classes.get(name)
+            if kind is None or not can_be_made(kind):
+                raise self._mismatch(path, "no such class in this program", name)
+            made = object.__new__(kind)
+        self._made[index] = made
+        if node[0] == "new":
+            for key, each in node[3].items():
+                role, _, attribute = key.partition(":")
+                slot = Slot(made, Role(role), attribute)
+                present = self._walk.seen.get(slot.label(place)) if made is there else None
+                value = self.value(each, present and present.value, slot.label(place))
+                self._actions.append(functools.partial(slot.set, value))
+        return made
+
+    def _tensor(self, node: Sequence[Any], live: Any) -> Any:
+        _, saved, was_on_device, requires_grad = node
+        # Where two attributes share a tensor, a write into it would change both.
+        is_own = isinstance(live, nn.Parameter) or self._uses[id(live)] < 2
+        if (
+            is_own
+            and isinstance(live, torch.Tensor)
+            and live.grad_fn is None
+            and fits(live, saved)
+            and self._take(live)
+        ):
+            self._actions.append(lambda: fill(live, saved))
+            return live
+        device = live.device if isinstance(live, torch.Tensor) else self._device
+        made = saved.detach().clone()
+        if was_on_device and device is not None:
+            made = made.to(device)
+        return made.requires_grad_() if requires_grad and made.is_floating_point() else made
+
+    def _array(self, saved: Any, live: Any) -> Any:
+        if type(live) is not np.ndarray or live.dtype != saved.dtype or live.shape != saved.shape:
+            return saved.copy()
+        if not live.flags.writeable or not self._take(live):
+            return saved.copy()
+        self._actions.append(lambda: np.copyto(live, saved))
+        return live
+
+    def _in_place(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        kind, name, state = node
+        expected = Kind.GENERATOR if kind == "generator" else Kind.STATEFUL
+        if live is None or kind_of(live) is not expected or not _is(live, name):
+            raise self._mismatch(path, describe(live), f"the {name} whose state was saved")
+        own = Restorer()(None, state)
+        if kind == "generator":
+            self._actions.append(lambda: set_generator_state(live, own))
+        else:
+            self._actions.append(lambda: live.load_state_dict(own))
+        return live
+
+    def _take(self, live: Any) -> bool:
+        """Whether no other node fills this live object: two that were one there are two again."""
+        if id(live) in self._taken:
+            return False
+        self._taken[id(live)] = live
+        return True
+
+    def _mismatch(self, path: str, found: str, expected: str) -> StateMismatchError:
+        return StateMismatchError(
+            f"{self._where}: {path}",
+            found=found,
+            expected=expected,
+            remedy="Make it in __init__ or when the training begins",
+        )
+
+
+def _is(value: Any, name: str) -> bool:
+    return is_same_class(name, class_name(value))

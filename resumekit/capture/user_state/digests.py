@@ -1,0 +1,235 @@
+"""Digests of values of user state, in the order of their elements."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from resumekit.capture.generator import generator_state
+from resumekit.capture.user_state.leaves import MAPPINGS, SCALARS, SETS, Kind, class_of, kind_of
+from resumekit.errors import UnsupportedValueError
+from resumekit.payload.leaves import buffers_of
+from resumekit.sharding import is_sharded
+
+_OBJECT_BYTES = 64  # of a Python object in a container, about
+
+
+class OverLimitError(Exception):
+    """More user state than the limit allows."""
+
+
+class UncapturedError(Exception):
+    """A value whose content cannot be read or stored."""
+
+
+class Walker(Protocol):
+    """What a digest asks the walk that it belongs to."""
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether random generators are state."""
+
+    def path_of(self, value: Any, path: str) -> str | None:
+        """The path of an object with slots; None where it is left out."""
+
+    def is_foreign(self, value: Any) -> bool:
+        """Whether an object or a tensor is saved elsewhere."""
+
+
+class Content:
+    """Digests of values, in the order of their elements.
+
+    Args:
+        walker: gives the paths of objects with slots, and says what is foreign.
+        limit_bytes: of all values together.
+        ignore_floats: see ``walk``.
+    """
+
+    def __init__(self, walker: Walker, limit_bytes: int, *, ignore_floats: bool) -> None:
+        self._walker = walker
+        self._left = limit_bytes
+        self._ignore_floats = ignore_floats
+        self._met: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self.is_plain = True
+
+    def begin(self) -> None:
+        """The next value is that of another slot."""
+        self._met, self._kept, self.is_plain = {}, [], True
+
+    def digest(self, value: Any, path: str) -> Any:
+        """A value that is equal for equal content.
+
+        Raises:
+            OverLimitError: it is larger than what is left of the limit.
+            UncapturedError: a part of it has no visible content.
+        """
+        if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
+            self.is_plain = type(value) in SCALARS
+            if self._ignore_floats and isinstance(value, (float, np.floating)):
+                return "float"
+            return type(value).__name__, repr(value)
+        before = self._left
+        hasher = xxhash.xxh3_128()
+        try:
+            self.feed(hasher, value, path)
+        except OverLimitError:
+            self._left = before
+            raise
+        return hasher.hexdigest()
+
+    def feed(self, hasher: Any, value: Any, path: str) -> None:
+        """Adds the content of a value to a digest."""
+        kind = kind_of(value)
+        if kind is Kind.SCALAR:
+            self._scalar(hasher, value)
+            return
+        hasher.update(_tag(class_of(value)))
+        if kind is Kind.CONTAINER:
+            self._container(hasher, value, path)
+            return
+        self.is_plain = False
+        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT):
+            hasher.update(_identity(kind, value))
+        elif kind is Kind.ITERATOR:
+            raise UncapturedError(f"a {type(value).__name__}, whose position nothing can read")
+        elif not self._is_met(hasher, value):
+            self._data(hasher, kind, value, path)
+
+    def _data(self, hasher: Any, kind: Kind, value: Any, path: str) -> None:
+        if kind is Kind.TENSOR:
+            self._tensor(hasher, value)
+        elif kind is Kind.ARRAY:
+            self._array(hasher, value, path)
+        elif kind is Kind.GENERATOR:
+            if self._walker.has_generators:
+                self.feed(hasher, generator_state(value), path)
+        elif kind is Kind.STATEFUL:
+            if not self._walker.is_foreign(value):
+                self.feed(hasher, value.state_dict(), path)
+        else:
+            hasher.update(str(self._walker.path_of(value, path)).encode())
+
+    def _scalar(self, hasher: Any, value: Any) -> None:
+        kind = class_of(value)
+        if kind is float:
+            hasher.update(b"f" if self._ignore_floats else struct.pack("<cd", b"f", value))
+            self._spend(_OBJECT_BYTES)
+            return
+        self.is_plain = self.is_plain and kind in SCALARS
+        if kind is bytes:
+            text = value
+        elif kind is str:
+            text = value.encode("utf-8", "surrogatepass")
+        elif self._ignore_floats and isinstance(value, np.floating):
+            text = b""
+        else:
+            text = repr(value).encode()
+        self._spend(_OBJECT_BYTES + len(text))
+        hasher.update(_tag(kind) + struct.pack("<q", len(text)) + text)
+
+    def _container(self, hasher: Any, value: Any, path: str) -> None:
+        kind: Any = type(value)
+        self._spend(_OBJECT_BYTES)
+        if not issubclass(kind, tuple) and self._is_met(hasher, value):
+            return
+        hasher.update(struct.pack("<q", len(value)))
+        if kind in SETS:
+            self._set(hasher, value)
+        elif kind in MAPPINGS:
+            hasher.update(repr(getattr(value, "default_factory", None)).encode())
+            for key, each in value.items():
+                self.feed(hasher, key, path)
+                self.feed(hasher, each, f"{path}[{key!r}]")
+        elif not self._numbers(hasher, value):
+            if kind is deque:
+                hasher.update(repr(value.maxlen).encode())
+            for index, each in enumerate(value):
+                self.feed(hasher, each, f"{path}[{index}]")
+
+    def _numbers(self, hasher: Any, value: Any) -> bool:
+        """A long sequence of floats at once."""
+        if len(value) < 64 or self._ignore_floats or set(map(type, value)) != {float}:
+            return False
+        self._spend(_OBJECT_BYTES * len(value))
+        hasher.update(b"floats")
+        hasher.update(np.array(value, "<f8"))
+        return True
+
+    def _set(self, hasher: Any, value: Any) -> None:
+        if not all(kind_of(each) is Kind.SCALAR for each in value):
+            raise UncapturedError("a set of objects")
+        for text in sorted(f"{type(each).__name__} {each!r}" for each in value):
+            self._spend(_OBJECT_BYTES)
+            hasher.update(text.encode("utf-8", "surrogatepass"))
+
+    def _tensor(self, hasher: Any, value: Tensor) -> None:
+        if self._walker.is_foreign(value):
+            return
+        self._spend(value.nbytes)
+        hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
+        try:
+            for piece in buffers_of(value.detach()):
+                hasher.update(piece)
+        except (RuntimeError, KeyError, UnsupportedValueError) as error:
+            raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
+
+    def _array(self, hasher: Any, value: Any, path: str) -> None:
+        self._spend(value.nbytes)
+        hasher.update(f"{value.dtype.str}{value.shape}".encode())
+        if value.dtype.hasobject:
+            self.feed(hasher, value.tolist(), path)
+            return
+        for piece in buffers_of(value):
+            hasher.update(piece)
+
+    def _is_met(self, hasher: Any, value: Any) -> bool:
+        """Whether a cycle or an alias leads to an object that was digested before."""
+        number = self._met.setdefault(id(value), len(self._met))
+        if number < len(self._kept):
+            hasher.update(b"@" + struct.pack("<q", number))
+            return True
+        self._kept.append(value)  # its id stays its own
+        return False
+
+    def _spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise OverLimitError
+
+
+@cache
+def _tag(kind: type) -> bytes:
+    return f"<{kind.__module__}.{kind.__qualname__}>".encode()
+
+
+def _identity(kind: Kind, value: Any) -> bytes:
+    if kind is Kind.CONSTANT:
+        return repr(value).encode()
+    return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
+
+
+def size_of(value: Any) -> int:
+    """The bytes of a value, about: of its tensors and arrays, and of what containers hold."""
+    if isinstance(value, Tensor):
+        return 0 if is_sharded(value) else int(value.nbytes)
+    if isinstance(value, (np.ndarray, bytes, str)):
+        return int(getattr(value, "nbytes", len(value)))
+    total, waiting, met = 0, [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in met or len(met) > 10**6:
+            continue
+        met.add(id(each))
+        if isinstance(each, (Tensor, np.ndarray, bytes, str)):
+            total += size_of(each)
+        elif kind_of(each) is Kind.CONTAINER:
+            waiting += [*each.values()] if isinstance(each, dict) else list(each)
+        total += _OBJECT_BYTES
+    return total
