@@ -417,16 +417,48 @@ def test_what_ordinary_scripts_keep_is_no_finding(tmp_path: Path) -> None:
 
 
 def test_an_object_above_the_limit_is_reported_with_its_size() -> None:
-    one = Holder(large=torch.zeros(3 * 10**6), small=0)
-    saved = UserState({"one": one}, key=KEY, limit_bytes=10**6)
+    one, two = Holder(large=torch.zeros(3 * 10**6)), Holder(small=0)
+    saved = UserState({"one": one, "two": two}, key=KEY, limit_bytes=10**6)
+    assert saved.findings() == ()  # its digest proves that it did not change
     one.large += 1
-    one.small = 1
+    two.small = 1
     (line,) = saved.findings()
-    assert (line.key, line.fidelity) == ("one.large", Fidelity.UNKNOWN)
+    assert (line.key, line.fidelity) == ("one.large", Fidelity.LOST)
     assert line.reason.startswith("12 MB, above user_state_limit")
-    assert paths(saved) == {"one.small"}
+    assert paths(saved) == {"two.small"}
     saved.configure(transient={"one.large"}, limit_bytes=10**6)
     assert saved.findings() == ()
+
+
+def test_an_object_too_large_to_be_digested_is_unknown_from_the_start() -> None:
+    one = Holder(large=torch.zeros(5 * 10**6), small=0)  # above 16 times the limit
+    saved = UserState({"one": one}, key=KEY, limit_bytes=10**6)
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.large", Fidelity.UNKNOWN)
+    assert line.reason.startswith("20 MB, above user_state_limit")
+
+
+def test_a_frozen_module_does_not_count_against_the_limit_until_it_changes() -> None:
+    reward = torch.nn.Linear(1000, 1000).eval()
+    one = Holder(reward=reward, history=torch.zeros(200 * 1000))  # 4 MB, and 0.8 MB
+    saved = UserState({"one": one}, key=KEY, limit_bytes=10**6)
+    one.history += 1
+    assert saved.findings() == ()
+    assert paths(saved) == {"one.history"}
+    reward.weight.data.mul_(0.5)  # as a reference model that follows the policy
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.reward.weight", Fidelity.LOST)
+    assert paths(saved) == {"one.history"}
+
+
+def test_changes_are_saved_up_to_the_limit_in_total() -> None:
+    a, b = (Holder(x=torch.zeros(150 * 1000)) for _ in range(2))  # 0.6 MB each
+    saved = UserState({"a": a, "b": b}, key=KEY, limit_bytes=10**6)
+    a.x += 1
+    assert saved.findings() == ()
+    b.x += 1
+    assert [line.key for line in saved.findings()] == ["b.x"]
+    assert paths(saved) == {"a.x"}
 
 
 @pytest.mark.parametrize("name", ["one.cache", "cache", "cache.rows"])

@@ -22,7 +22,7 @@ def content_digest(value: Any, *, limit_bytes: int) -> int | None:
 
     Args:
         value: any object.
-        limit_bytes: the most that is digested.
+        limit_bytes: the most that is digested: of Python objects, and of tensors and arrays.
 
     Returns:
         The digest; None where the content is larger, or a part of it cannot be read.
@@ -31,7 +31,8 @@ def content_digest(value: Any, *, limit_bytes: int) -> int | None:
         if not isinstance(value, Stateful) or isinstance(value, type):
             return None
         value = value.state_dict()
-    found = walk({"it": Holder(SimpleNamespace(value=value))}, Scope(limit_bytes=limit_bytes))
+    scope = Scope(limit_bytes=limit_bytes, memory_bytes=limit_bytes)
+    found = walk({"it": Holder(SimpleNamespace(value=value))}, scope)
     digests = xxhash.xxh3_64()
     for path, each in found.seen.items():
         if each.problem is not None or (not each.is_ignored and kind_of(each.value) is Kind.OPAQUE):

@@ -47,13 +47,17 @@ class Content:
 
     Args:
         walker: gives the paths of objects with slots, and says what is foreign.
-        limit_bytes: of all values together.
+        limit_bytes: of Python objects, about, all values together.
+        memory_bytes: of tensors and arrays, all values together.
         ignore_floats: see ``walk``.
     """
 
-    def __init__(self, walker: Walker, limit_bytes: int, *, ignore_floats: bool) -> None:
+    def __init__(
+        self, walker: Walker, limit_bytes: int, memory_bytes: int, *, ignore_floats: bool
+    ) -> None:
         self._walker = walker
         self._left = limit_bytes
+        self._left_memory = memory_bytes
         self._ignore_floats = ignore_floats
         self._met: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -75,12 +79,12 @@ class Content:
             if self._ignore_floats and isinstance(value, (float, np.floating)):
                 return "float"
             return type(value).__name__, repr(value)
-        before = self._left
+        before = self._left, self._left_memory
         hasher = xxhash.xxh3_128()
         try:
             self.feed(hasher, value, path)
         except OverLimitError:
-            self._left = before
+            self._left, self._left_memory = before
             raise
         return hasher.hexdigest()
 
@@ -172,7 +176,7 @@ class Content:
     def _tensor(self, hasher: Any, value: Tensor) -> None:
         if self._walker.is_foreign(value):
             return
-        self._spend(value.nbytes)
+        self._spend_memory(value.nbytes)
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
         try:
             for piece in buffers_of(value.detach()):
@@ -181,7 +185,7 @@ class Content:
             raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
 
     def _array(self, hasher: Any, value: Any, path: str) -> None:
-        self._spend(value.nbytes)
+        self._spend_memory(value.nbytes)
         hasher.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.hasobject:
             self.feed(hasher, value.tolist(), path)
@@ -201,6 +205,11 @@ class Content:
     def _spend(self, num_bytes: int) -> None:
         self._left -= num_bytes
         if self._left < 0:
+            raise OverLimitError
+
+    def _spend_memory(self, num_bytes: int) -> None:
+        self._left_memory -= num_bytes
+        if self._left_memory < 0:
             raise OverLimitError
 
 

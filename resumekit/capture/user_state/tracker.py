@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +11,17 @@ from torch import nn
 
 from resumekit.capture.mismatch import describe, require_fields
 from resumekit.capture.user_state.decoding import Decoder
-from resumekit.capture.user_state.digests import UncapturedError
+from resumekit.capture.user_state.digests import UncapturedError, size_of
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
 from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
 from resumekit.capture.user_state.walk import (
     Foreign,
+    Problem,
     Scope,
     Seen,
     Walk,
+    over_limit,
     walk,
 )
 from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
@@ -29,6 +30,7 @@ from resumekit.layout import WorldChange
 
 _FIELDS = ("slots", "nodes", "first", "lost")
 _NUM_NAMED = 3
+_DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
 
 
@@ -39,13 +41,13 @@ class _Changes(NamedTuple):
         found: the walk that saw it.
         nodes: the table that the values refer to.
         values: the encoded values, by path.
-        lost: why others that differ cannot be saved, by path.
+        problems: why others that differ cannot be saved, by path.
     """
 
     found: Walk
     nodes: list[list[Any]]
     values: dict[str, Any]
-    lost: dict[str, str]
+    problems: dict[str, Problem]
 
 
 class UserState:
@@ -77,7 +79,7 @@ class UserState:
         self.key = key
         self._grows = grows
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
-        self._scope = Scope(foreign, frozenset(transient), limit_bytes)
+        self._scope = _scope(foreign, transient, limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
@@ -98,7 +100,7 @@ class UserState:
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
         """Takes the run's options, before training begins."""
-        scope = replace(self._scope, transient=frozenset(transient), limit_bytes=limit_bytes)
+        scope = _scope(self._scope.foreign, transient, limit_bytes)
         if scope != self._scope:
             self._scope = scope
             self._take_baseline()
@@ -144,7 +146,7 @@ class UserState:
             ],
             "nodes": changes.nodes,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
-            "lost": sorted(changes.lost),
+            "lost": sorted(changes.problems),
             "waiting": [dict(each) for each in self._waiting],
         }
 
@@ -153,21 +155,27 @@ class UserState:
         encoder = Encoder(found, self._known, self._foreign())
         changed = self._changed(found)
         values: dict[str, Any] = {}
-        lost: dict[str, str] = {}
+        problems: dict[str, Problem] = {}
+        left = self._scope.limit_bytes
         for path in changed:
             seen = found.seen[path]
             if seen.owner in found.read_ahead:
-                lost[path] = "changed for a batch that is fetched ahead of its step"
+                problems[path] = Problem("changed for a batch that is fetched ahead of its step")
+                continue
+            size = size_of(seen.value)
+            if size > left:
+                problems[path] = over_limit(seen.value)
                 continue
             try:
                 values[path] = encoder.encode(seen, is_known=path in self._first)
+                left -= size
             except UncapturedError as error:
-                lost[path] = str(error)
-        beside = self._owners_of_new_unsaved(found, lost)
+                problems[path] = Problem(str(error))
+        beside = self._owners_of_new_unsaved(found, problems)
         for path in [each for each in values if found.seen[each].owner in beside]:
             del values[path]
-            lost[path] = f"changed beside {beside[found.seen[path].owner]}"
-        return _Changes(found, encoder.nodes, values, lost)
+            problems[path] = Problem(f"changed beside {beside[found.seen[path].owner]}")
+        return _Changes(found, encoder.nodes, values, problems)
 
     def _changed(self, found: Walk) -> list[str]:
         """The slots that differ; those of an object that is encoded as a whole are in there."""
@@ -179,12 +187,14 @@ class UserState:
             and self._first.get(path, _NOTHING) != each.digest
         ]
 
-    def _owners_of_new_unsaved(self, found: Walk, lost: Mapping[str, str]) -> dict[str, str]:
+    def _owners_of_new_unsaved(
+        self, found: Walk, problems: Mapping[str, Problem]
+    ) -> dict[str, str]:
         """Objects that training gave something that cannot be saved, with the path of that.
 
         A flag or a length beside it may describe what a resumed launch would not have.
         """
-        paths = [path for path in (*_unsaved(found), *lost) if path in found.seen]
+        paths = [path for path in (*_unsaved(found), *problems) if path in found.seen]
         new = (path for path in paths if path not in self._unsaved_from_start)
         return {found.seen[path].owner: path for path in new}
 
@@ -198,11 +208,9 @@ class UserState:
         """What the holders have that is not in the checkpoint, by attribute path."""
         changes = self._for_save or self._encoded(self._walk())
         seen = changes.found.seen.items()
-        lines = [_line(path, each) for path, each in seen if each.problem]
-        lines += [
-            CaptureLine(path, Fidelity.LOST, f"{reason}; {_remedy(path)}")
-            for path, reason in changes.lost.items()
-        ]
+        unknown = {path: each.problem for path, each in seen if each.problem}
+        lines = [_line(path, each, Fidelity.UNKNOWN) for path, each in unknown.items()]
+        lines += [_line(path, each, Fidelity.LOST) for path, each in changes.problems.items()]
         return tuple(lines)
 
     # ---------------------------------------------------------------- restoring
@@ -416,13 +424,17 @@ def _label(entry: Any) -> str:
     return Slot(None, Role(role), name).label(owner)
 
 
-def _line(path: str, seen: Seen) -> CaptureLine:
-    assert seen.problem is not None
-    reason = seen.problem.reason
-    if seen.problem.num_bytes:
-        reason = f"{seen.problem.num_bytes / 1e6:.0f} MB, {reason}: raise it"
-        return CaptureLine(path, Fidelity.UNKNOWN, f"{reason}, or pass {_transient(path)}")
-    return CaptureLine(path, Fidelity.UNKNOWN, f"{reason}; {_remedy(path)}")
+def _scope(
+    foreign: Callable[[], Iterable[Any]], transient: Collection[str], limit_bytes: int
+) -> Scope:
+    return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes)
+
+
+def _line(path: str, problem: Problem, fidelity: Fidelity) -> CaptureLine:
+    if problem.num_bytes:
+        reason = f"{problem.num_bytes / 1e6:.0f} MB, {problem.reason}: raise it"
+        return CaptureLine(path, fidelity, f"{reason}, or pass {_transient(path)}")
+    return CaptureLine(path, fidelity, f"{problem.reason}; {_remedy(path)}")
 
 
 def _remedy(path: str) -> str:

@@ -52,6 +52,11 @@ class Problem(NamedTuple):
     num_bytes: int = 0
 
 
+def over_limit(value: Any) -> Problem:
+    """That a value is too large."""
+    return Problem("above user_state_limit", size_of(value))
+
+
 class Seen(NamedTuple):
     """What a walk found in a slot.
 
@@ -82,12 +87,14 @@ class Scope:
         foreign: gives objects that are saved elsewhere: models, optimizers, their parameters. What
             shares memory with them is left out.
         transient: attribute paths, or ends of them, that are left out.
-        limit_bytes: of all values together.
+        limit_bytes: of Python objects that are digested, about, all values together.
+        memory_bytes: of tensors and arrays that are digested, all values together.
     """
 
     foreign: Callable[[], Iterable[Any]] = tuple
     transient: Collection[str] = ()
     limit_bytes: int = 256 * 10**6
+    memory_bytes: int = 256 * 10**6
 
     def is_transient(self, path: str) -> bool:
         """Whether the user has named this path, its end, or an object above it."""
@@ -137,7 +144,9 @@ class _Walker:
         self._found = Walk()
         self._foreign = Foreign(scope.foreign(), holders.values())
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
-        self._content = Content(self, scope.limit_bytes, ignore_floats=ignore_floats)
+        self._content = Content(
+            self, scope.limit_bytes, scope.memory_bytes, ignore_floats=ignore_floats
+        )
         self._holder = Holder(None)
         for name, holder in holders.items():
             value = without_wrappers(holder.value)
@@ -217,7 +226,7 @@ class _Walker:
         try:
             digest = content.digest(value, path)
         except OverLimitError:
-            problem = Problem("above user_state_limit", size_of(value))
+            problem = over_limit(value)
         except UncapturedError as error:
             problem = Problem(str(error))
         if problem or not (content.is_plain and self._is_data_only(slot)):
