@@ -15,6 +15,7 @@ from resumekit.capture.user_state.digests import UncapturedError, size_of
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
 from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
+from resumekit.capture.user_state.submodule_changes import submodule_lines, submodules_of
 from resumekit.capture.user_state.walk import (
     Foreign,
     Problem,
@@ -84,6 +85,7 @@ class UserState:
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
         self._began = False
+        self._submodules: dict[str, dict[str, str]] = {}  # as they were just before the first batch
         self.objects: tuple[Any, ...] = ()  # that the last walk entered
         self._take_baseline()
 
@@ -198,6 +200,11 @@ class UserState:
         new = (path for path in paths if path not in self._unsaved_from_start)
         return {found.seen[path].owner: path for path in new}
 
+    def digests(self) -> dict[str, Any]:
+        """The digest of each value as it is now, by path."""
+        seen = self._walk().seen.items()
+        return {path: each.digest for path, each in seen if _is_known(each)}
+
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
         changed = self._changed(self._walk())
@@ -211,7 +218,8 @@ class UserState:
         unknown = {path: each.problem for path, each in seen if each.problem}
         lines = [_line(path, each, Fidelity.UNKNOWN) for path, each in unknown.items()]
         lines += [_line(path, each, Fidelity.LOST) for path, each in changes.problems.items()]
-        return tuple(lines)
+        lines += submodule_lines(self._submodules, changes.found.objects)
+        return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     # ---------------------------------------------------------------- restoring
 
@@ -297,6 +305,7 @@ class UserState:
             restored += self._restore(saved, found)
         self._waiting = [each for each in map(self._rest, self._waiting) if each["slots"]]
         self._unsaved_from_start |= _unsaved(found)
+        self._submodules = {**submodules_of(found.objects), **self._submodules}
         self._known = {**found.kinds(), **self._known}
         return tuple(restored)
 
