@@ -72,6 +72,19 @@ def test_a_loop_that_clears_them_writes_no_gradient(
         assert gradient_tensors(path) == []
 
 
+@pytest.mark.parametrize("clears", CLEARED)
+def test_a_loop_that_saves_at_every_step_writes_no_gradient_once_it_has_cleared_them(
+    kit: Kit, clears: str
+) -> None:
+    options = {"clears": clears, "save_every": 1, "checkpoint": {"keep_latest": 20}}
+    run = kit.run_again(kit.new_run(Cell(train, options, 1)))
+    assert not run.failure
+    _, second, *later = sorted(run.directory.glob("training/step-*"))
+    assert second.name == "step-00000002"
+    for path in (second, *later):
+        assert gradient_tensors(path) == []
+
+
 def gradient_tensors(step: Any) -> list[str]:
     """The names of the tensors of gradients in a checkpoint, as safetensors reads them."""
     from safetensors import safe_open
