@@ -20,6 +20,8 @@ NEVER: dict[str, tuple[dict[str, Any], int]] = {
     "DDP": ({"layout": "ddp"}, 2),
     "tensor parallel": ({"layout": "tp"}, 2),
     "FSDP2": ({"layout": "fsdp"}, 2),
+    "FSDP1": ({"layout": "fsdp1"}, 2),
+    "FSDP1, one rank": ({"layout": "fsdp1"}, 1),
 }
 
 CLEARED = ("top", "bottom", "before backward", "top zero", "bottom zero")
@@ -55,7 +57,7 @@ def test_a_loop_that_clears_them_continues_exactly(kit: Kit, clears: str, save_e
     kit.assert_exact(Cell(train, options, 1, KILLS))
 
 
-LAYOUTS = (("plain", 1), ("ddp", 2), ("tp", 2), ("fsdp", 2))
+LAYOUTS = (("plain", 1), ("ddp", 2), ("tp", 2), ("fsdp", 2), ("fsdp1", 2))
 CLEARING = [(*LAYOUTS[0], clears) for clears in CLEARED]
 CLEARING += [(*layout, clears) for layout in LAYOUTS[1:] for clears in ("top", "bottom")]
 

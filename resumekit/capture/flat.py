@@ -189,7 +189,7 @@ class FlatModelState(ModelState):
         """
         for _, fsdp in flat_modules(self.module):
             if fsdp._handle is not None:
-                _free_gathered(fsdp._handle)
+                free_gathered(fsdp._handle)
         for name, live in self.state_dict().items():
             if isinstance(live, (Tensor, FlatPart)):
                 fill(live, state[name])
@@ -240,7 +240,7 @@ def _alike(saved: Mapping[str, Any], name: str, other: str) -> bool:
     return bool(torch.equal(*values))
 
 
-def _free_gathered(handle: Any) -> None:
+def free_gathered(handle: Any) -> None:
     """Frees what a forward pass has left gathered: the next one would take it for the parameters.
 
     torch 2.13 distributed/fsdp/_flat_param.py, FlatParamHandle.needs_unshard; the outermost module

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture.buffers import RankBuffers
+from resumekit.capture.flat import FlatModelState
+from resumekit.capture.flat_gradients import FlatGradients, StorageWatch
 from resumekit.capture.gradient_buckets import GradientBuckets
 from resumekit.capture.gradient_watch import GradientWatch
 from resumekit.capture.inplace import fits
@@ -46,13 +48,21 @@ class AccumulatedGradients:
         named: gives the parameters by wrapper-free name.
         is_within: whether batches were used since the last optimizer step.
         key: the component's key, for errors.
+        flat: gives the parameters of a model under FSDP1.
     """
 
     def __init__(
-        self, named: Callable[[], Named], is_within: Callable[[], bool], *, key: str
+        self,
+        named: Callable[[], Named],
+        is_within: Callable[[], bool],
+        *,
+        key: str,
+        flat: FlatGradients | None = None,
     ) -> None:
         self.key = key
-        self.watch = GradientWatch(lambda: list(named().values()))
+        kind = GradientWatch if flat is None else StorageWatch
+        self.watch: GradientWatch | StorageWatch = kind(lambda: list(named().values()))
+        self._flat = flat
         self._named = named
         self._is_within = is_within
         self._pending: dict[str, Any] = {}  # to be put back with the random state
@@ -153,6 +163,8 @@ class AccumulatedGradients:
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = _as_gradient(gradient, parameter)
+        if self._flat is not None:
+            self._flat.set_views()
         self.watch.look()
 
     def _mismatches(self, saved: Mapping[str, Any]) -> Iterator[Mismatch]:
@@ -286,10 +298,11 @@ def gradient_components(
     """
     found: list[StateComponent] = []
     for component in components:
-        named = _named_of(component)
+        flat = _flat_of(component)
+        named = _named_of(component) if flat is None else flat.named
         if named is not None:
             key = f"{component.key}/{_SUFFIX}"
-            gradients = AccumulatedGradients(named, is_within, key=key)
+            gradients = AccumulatedGradients(named, is_within, key=key, flat=flat)
             found.append(StateComponent(key, gradients, SharingPattern.PER_RANK, required=False))
     return tuple(found)
 
@@ -337,6 +350,11 @@ def _named_of(component: StateComponent) -> Callable[[], Named] | None:
         return None
     module = _module_of(component)
     return None if module is None else named_parameters(module)
+
+
+def _flat_of(component: StateComponent) -> FlatGradients | None:
+    stateful = component.stateful
+    return FlatGradients(stateful.module) if isinstance(stateful, FlatModelState) else None
 
 
 def _module_of(component: StateComponent) -> nn.Module | None:
