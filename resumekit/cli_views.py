@@ -198,7 +198,7 @@ def _verdict(manifest: Manifest) -> str:
     if not isinstance(found, Mapping):
         return ""
     steps, word = found.get("num_steps"), str(found.get("verdict", ""))
-    return f"{word} ({steps} steps)" if steps else word
+    return f"{word} ({steps} step{'' if steps == 1 else 's'})" if steps else word
 
 
 def _is_damage(error: CheckpointError) -> bool:

@@ -237,7 +237,8 @@ def test_a_start_is_one_line_that_says_where_and_when_it_saves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], cadence: str
 ) -> None:
     train(make(tmp_path, **options))
-    assert messages(caplog) == [f"starting in {tmp_path}; saves {cadence}; every part is exact"]
+    expected = f"starting in {tmp_path}; saves {cadence}; all saved state is exact"
+    assert messages(caplog) == [expected]
 
 
 def test_a_resume_and_a_finished_run_are_one_line_each(

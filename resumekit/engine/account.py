@@ -114,7 +114,7 @@ class Account:
         inexact = len({line.key for line in report.inexact})
         parts = f"{inexact} part{'s' * (inexact > 1)} not exact:" if inexact else ""
         if self.start:
-            parts = parts or "every part is exact"
+            parts = parts or "all saved state is exact"
             self.tell(f"{self.start}; saves {self.cadence}; {parts}")
         for line in report.lines:
             self.detail(f"in each checkpoint: {line}")

@@ -98,7 +98,8 @@ class LoopVariables:
             if content_digest(each.value, limit_bytes=self._limit_bytes) == each.digest:
                 left.append(each)
             else:
-                self._report(f"{each.place} {each.name}", _not_in_checkpoint([each.name]))
+                advice = _keep([each.name])
+                self._report(f"{each.place} {each.name}", f"not in the checkpoint. {advice}")
         self._candidates = left
 
     def confirm_copies(self) -> None:
@@ -159,7 +160,7 @@ class LoopVariables:
             else:
                 self._candidates.append(_Candidate(place, each.name, value, digest))
         if names:
-            self._report(place, _not_in_checkpoint(names))
+            self._report(place, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
         for index in found.relative_indices:
             if index not in self._transient:
                 self._report(
@@ -247,13 +248,9 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _not_in_checkpoint(names: Iterable[str]) -> str:
-    names = list(names)
+def _keep(names: Sequence[str]) -> str:
     keep = "it" if len(names) == 1 else "them"
-    return (
-        f"not in the checkpoint: {', '.join(names)}. "
-        f'Keep {keep} in extras["{_last(names[0])}"], or list {keep} in transient={{...}}.'
-    )
+    return f'Keep {keep} in extras["{_last(names[0])}"], or list {keep} in transient={{...}}.'
 
 
 def _without_source(place: str) -> CaptureLine:

@@ -253,7 +253,7 @@ class Run:
         elif report.finished is None:
             self.account.tell(f"{report}; saves {self.account.cadence}")
         else:
-            hint = "" if self.is_driven else "; your code can ask already_finished"
+            hint = "" if self.is_driven else "; after the loop, ask already_finished"
             self.account.tell(f"{report}{hint}")
 
     def _open(self) -> Store:

@@ -137,7 +137,7 @@ def test_transient_silences_a_name(tmp_path: Path) -> None:
 def test_an_object_is_reported_once_its_content_has_changed(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     fills_a_buffer(parts)
-    assert [line.split(". ")[0].rpartition(": ")[2] for line in parts.lines()] == ["buffer"]
+    assert [line.split(": ")[0].rpartition(" ")[2] for line in parts.lines()] == ["buffer"]
 
 
 def test_a_relative_index_is_reported_and_an_absolute_one_is_not(tmp_path: Path) -> None:
