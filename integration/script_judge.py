@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from resumekit.journal import Verdict
 from resumekit.prove.processes import Launch, Marker, kill_processes
 from resumekit.prove.variables import INJECT_VARIABLE
+from resumekit.testing.journals import worst_verdict
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task
@@ -35,6 +37,11 @@ SCRIPTS = Path(__file__).with_name("scripts")
 ROOT = Path(__file__).parents[1]
 LAST_RECORD_SECONDS = 90.0
 POLL_SECONDS = 0.01
+
+# Controls that the journal cannot find: all that its records hold is as before.
+NOT_IN_THE_JOURNAL = {
+    "early_stopping.py": "its counters only decide at which step the run stops",
+}
 
 Records = Mapping[int, Mapping[str, str]]  # the last execution of each step
 
@@ -55,7 +62,7 @@ class Script:
     name: str
     arguments: tuple[str, ...] = ()
     num_ranks: int = 1
-    kills: tuple[int, ...] = (7, 11)
+    kills: tuple[int, ...] = (9, 12)  # the scripts save at 6 and 9: each resume repeats two steps
     torchrun: bool = False
 
     def with_arguments(self, *arguments: str) -> Script:
@@ -71,11 +78,14 @@ class Execution:
         records: of each rank.
         outputs: of each launch, all ranks together.
         statuses: the exit statuses of the ranks in the last launch.
+        verdict: the worst one of the journals on the steps that the resumes repeated; None where
+            no attempt resumed.
     """
 
     records: tuple[Records, ...]
     outputs: tuple[str, ...]
     statuses: tuple[int, ...]
+    verdict: Verdict | None
 
     @property
     def messages(self) -> list[str]:
@@ -87,6 +97,12 @@ class Execution:
     def warnings(self) -> list[str]:
         """The warnings of resumekit."""
         return [line for line in self.messages if line.startswith("resumekit: WARNING: ")]
+
+    @property
+    def word(self) -> str:
+        """Of the journal; empty where no step was repeated."""
+        word = "" if self.verdict is None else self.verdict.word
+        return "" if word == "nothing repeated" else word
 
     def require_success(self) -> Execution:
         """This execution, unless its last launch failed.
@@ -175,36 +191,44 @@ class ScriptJudge:
             if kill is not None and statuses:
                 break  # it ended by itself before the step was reached
         records = [_records(directory, rank) for rank in range(script.num_ranks)]
-        return Execution(tuple(records), tuple(outputs), statuses)
+        worst = worst_verdict(directory / "run")
+        verdict = None if worst is None else worst.verdict
+        return Execution(tuple(records), tuple(outputs), statuses, verdict)
 
-    def find_differences(self, script: Script, *, without: str | None = None) -> list[str]:
-        """What the killed and resumed run did otherwise than the uninterrupted one.
+    def _run_killed(self, script: Script, without: str | None = None) -> Execution:
+        run = self.run(script, without=without).require_success()
+        assert len(run.outputs) == len(script.kills) + 1, f"ended early:\n{run.outputs[-1][-3000:]}"
+        return run
 
-        Raises:
-            AssertionError: one of them failed.
+    def assert_exact(self, script: Script) -> None:
+        """Fails unless the killed run did what the uninterrupted one did, bit for bit.
+
+        The journal must not report a difference either.
         """
         reference = self.run_uninterrupted(script).require_success()
         assert all(reference.records), "the script recorded no step"
-        run = self.run(script, without=without).require_success()
-        assert len(run.outputs) == len(script.kills) + 1, f"ended early:\n{run.outputs[-1][-3000:]}"
-        return differences(reference, run)
-
-    def assert_exact(self, script: Script) -> None:
-        """Fails unless the killed run did what the uninterrupted one did, bit for bit."""
-        found = self.find_differences(script)
+        run = self._run_killed(script)
+        found = differences(reference, run)
         assert not found, f"{script.name} {' '.join(script.arguments)}: " + "; ".join(found)
+        assert run.word in ("identical", ""), f"{script.name}: the journal says {run.verdict}"
 
     def assert_differs(self, script: Script, *fields: str, without: str | None = None) -> None:
         """The negative control of a script: fails if a field of the records never differs.
+
+        The journal must report a difference too, except for ``NOT_IN_THE_JOURNAL``.
 
         Args:
             script: what to run.
             *fields: of the records; what was trained by default.
             without: component keys or slots that the resumes do not restore.
         """
-        found = self.find_differences(script, without=without)
+        reference = self.run_uninterrupted(script).require_success()
+        run = self._run_killed(script, without)
+        found = differences(reference, run)
         for field in fields or ("trained",):
             assert _names(found, field), f"{script.name}: {field} is exact without {without}"
+        expected = "identical" if script.name in NOT_IN_THE_JOURNAL else "different"
+        assert run.word == expected, f"{script.name}: the journal says {run.verdict}"
 
     def assert_warns(self, script: Script, *names: str) -> None:
         """Fails unless warnings of an uninterrupted run name each of these variables."""

@@ -147,7 +147,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ResumeCallback(args.directory, save_every=3, strict=args.strict)],
+        callbacks=[ResumeCallback(args.directory, save_every=5, strict=args.strict)],
     )
     trainer.fit(QLearning())
 
