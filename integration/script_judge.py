@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from resumekit.journal import Verdict
 from resumekit.prove.processes import Launch, Marker, kill_processes
 from resumekit.prove.variables import INJECT_VARIABLE
@@ -29,6 +31,7 @@ from resumekit.testing.task import Task
 # Read by scripts/judged_script.py, which must not import this.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"
 WAIT_VARIABLE = "SCRIPT_WAITS_AT"
+THREADS_VARIABLE = "SCRIPT_THREADS"  # of the intra-op pool, for scripts of integration/scripts
 
 # Components that hold what user code keeps in attributes.
 USER_STATE = "model/attributes,callbacks/attributes,callbacks/held"
@@ -166,12 +169,15 @@ class ScriptJudge:
             self._uninterrupted[script] = self.run(script)
         return self._uninterrupted[script]
 
-    def run(self, script: Script, *, without: str | None = None) -> Execution:
+    def run(
+        self, script: Script, *, without: str | None = None, num_threads: int | None = None
+    ) -> Execution:
         """One launch for each kill and one that runs to its end, with the same command.
 
         Args:
             script: what to run.
             without: component keys or slots that the resumes do not restore, separated by commas.
+            num_threads: of the resumes, where it is not the first launch's.
         """
         self._num_runs += 1
         directory = self._directory / f"run-{self._num_runs:04d}"
@@ -184,6 +190,7 @@ class ScriptJudge:
                 RECORDS_VARIABLE: str(directory / "records"),
                 WAIT_VARIABLE: None if kill is None else str(kill),
                 INJECT_VARIABLE: without if outputs else None,
+                THREADS_VARIABLE: str(num_threads) if outputs and num_threads else None,
             }
             launch = self._launch_torchrun if script.torchrun else self._launch_forked
             statuses = launch(script, directory, environment, log, kill)
@@ -320,6 +327,8 @@ def run_script(directory: str, *, script: str, arguments: Sequence[str]) -> None
     path = str(SCRIPTS / script)
     sys.path.insert(0, str(SCRIPTS))
     sys.argv = [path, "--directory", directory, *arguments]
+    if THREADS_VARIABLE in os.environ:
+        torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
     runpy.run_path(path, run_name="__main__")
 
 

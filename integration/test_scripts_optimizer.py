@@ -46,5 +46,10 @@ def test_strict_starts_with_gradients_that_add_up(judge: ScriptJudge) -> None:
     assert not judge.run_uninterrupted(script).require_success().warnings
 
 
+def test_another_number_of_threads_is_no_false_alarm_of_the_journal(judge: ScriptJudge) -> None:
+    run = judge.run(TENSOR_PARALLEL, num_threads=3).require_success()
+    assert run.word == "identical", run.verdict
+
+
 def test_without_the_model_tensor_parallel_differs(judge: ScriptJudge) -> None:
     judge.assert_differs(TENSOR_PARALLEL, without="model")
