@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture import Holder, UserState
+from resumekit.capture import Holder, UserState, attribute_components
 from resumekit.contract import Fidelity
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
@@ -98,6 +98,13 @@ def test_what_is_as_the_script_made_it_is_not_saved() -> None:
     attributes = state_of(Annealed())
     assert not any(attributes.state_dict().values())
     assert attributes.findings() == ()
+
+
+def test_buffers_that_no_state_dict_holds_are_saved_by_the_component_of_a_model() -> None:
+    model = Annealed()
+    (component,) = attribute_components(model, others=[torch.optim.SGD(model.parameters())])
+    model.total += 1
+    assert "model.total" in paths(component.stateful.state_dict())
 
 
 def test_what_went_back_to_its_start_goes_back_though_the_launch_has_changed_it() -> None:

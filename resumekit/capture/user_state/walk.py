@@ -262,19 +262,24 @@ class Foreign:
         self._memory: set[int] = set()
         for each in given:
             if isinstance(each, nn.Module):
-                self.ids.update(map(id, each.modules()))
-                self._memory.update(_address(t) for t in (*each.parameters(), *each.buffers()))
+                for module in each.modules():
+                    self._add_module(module)
             elif isinstance(each, Tensor):
                 self._memory.add(_address(each))
             elif each is not None:
                 self.ids.add(id(each))
-        self.ids -= self.of_components
         for root in roots:
             self._memory.update(map(_address, root.parameters()))
             for module in root.modules():
                 loose = module._non_persistent_buffers_set
                 saved = (b for n, b in module._buffers.items() if b is not None and n not in loose)
                 self._memory.update(map(_address, saved))
+
+    def _add_module(self, module: nn.Module) -> None:
+        if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
+            self.ids.add(id(module))
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            self._memory.update(_address(each) for each in tensors if each is not None)
 
     def has_tensor(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of theirs, or begins in the memory of one."""
