@@ -98,3 +98,43 @@ def test_what_cannot_be_read_has_no_digest(value: Any) -> None:
 def test_what_is_larger_than_the_limit_has_no_digest() -> None:
     assert content_digest(torch.zeros(1000), limit_bytes=3999) is None
     assert content_digest(torch.zeros(1000), limit_bytes=4000) is not None
+
+
+def transitions() -> deque[Any]:
+    rows = (Transition(np.full(3, i, np.float32), i, i / 2) for i in range(200))
+    return deque(rows, maxlen=300)
+
+
+ROW_CHANGES: dict[str, Any] = {
+    "an array's element": lambda rows: rows[150].obs.__setitem__(2, 0.5),
+    "a number": lambda rows: rows.__setitem__(150, rows[150]._replace(action=7)),
+    "a type": lambda rows: rows.__setitem__(150, rows[150]._replace(reward=75)),
+    "an element type": lambda rows: rows.__setitem__(
+        150, rows[150]._replace(obs=rows[150].obs.astype(np.int32))
+    ),
+    "a shape": lambda rows: rows.__setitem__(150, rows[150]._replace(obs=np.zeros(4))),
+    "the order": lambda rows: rows.rotate(1),
+    "the length": lambda rows: rows.pop(),
+}
+
+
+@pytest.mark.parametrize("change", ROW_CHANGES.values(), ids=ROW_CHANGES)
+def test_every_change_of_a_long_sequence_of_rows_is_seen(change: Any) -> None:
+    rows = transitions()
+    before = digest(rows)
+    assert before == digest(transitions())
+    change(rows)
+    assert digest(rows) != before
+
+
+def test_rows_that_share_an_array_differ_from_rows_with_equal_arrays() -> None:
+    one = np.ones(3)
+    shared, equal = [(one, 1)] * 200, [(np.ones(3), 1) for _ in range(200)]
+    assert digest(shared) == digest([(one.copy(), 1)] * 200)
+    assert digest(shared) != digest(equal)
+
+
+@pytest.mark.parametrize("kind", [float, int])
+def test_the_length_limit_of_a_deque_is_content(kind: Any) -> None:
+    values = [kind(each) for each in range(100)]
+    assert digest(deque(values, maxlen=200)) != digest(deque(values, maxlen=300))

@@ -12,12 +12,21 @@ import xxhash
 from torch import Tensor
 
 from resumekit.capture.generator import generator_state
-from resumekit.capture.user_state.leaves import MAPPINGS, SCALARS, SETS, Kind, class_of, kind_of
+from resumekit.capture.user_state.leaves import (
+    MAPPINGS,
+    SCALARS,
+    SETS,
+    Kind,
+    class_of,
+    is_namedtuple,
+    kind_of,
+)
 from resumekit.errors import UnsupportedValueError
 from resumekit.payload.leaves import buffers_of
 from resumekit.sharding import is_sharded
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
+_MIN_ROWS = 64  # shorter sequences are digested value by value
 
 
 class OverLimitError(Exception):
@@ -66,6 +75,11 @@ class Content:
     def begin(self) -> None:
         """The next value is that of another slot."""
         self._met, self._kept, self.is_plain = {}, [], True
+
+    @property
+    def num_left(self) -> int:
+        """The bytes that may still be digested."""
+        return self._left + self._left_memory
 
     def digest(self, value: Any, path: str) -> Any:
         """A value that is equal for equal content.
@@ -144,6 +158,8 @@ class Content:
         if not issubclass(kind, tuple) and self._is_met(hasher, value):
             return
         hasher.update(struct.pack("<q", len(value)))
+        if kind is deque:
+            hasher.update(repr(value.maxlen).encode())
         if kind in SETS:
             self._set(hasher, value)
         elif kind in MAPPINGS:
@@ -151,20 +167,56 @@ class Content:
             for key, each in value.items():
                 self.feed(hasher, key, path)
                 self.feed(hasher, each, f"{path}[{key!r}]")
-        elif not self._numbers(hasher, value):
-            if kind is deque:
-                hasher.update(repr(value.maxlen).encode())
+        elif not (self._numbers(hasher, value) or self._rows(hasher, value)):
             for index, each in enumerate(value):
                 self.feed(hasher, each, f"{path}[{index}]")
 
     def _numbers(self, hasher: Any, value: Any) -> bool:
         """A long sequence of floats at once."""
-        if len(value) < 64 or self._ignore_floats or set(map(type, value)) != {float}:
+        if len(value) < _MIN_ROWS or self._ignore_floats or set(map(type, value)) != {float}:
             return False
         self._spend(_OBJECT_BYTES * len(value))
         hasher.update(b"floats")
         hasher.update(np.array(value, "<f8"))
         return True
+
+    def _rows(self, hasher: Any, value: Any) -> bool:
+        """A long sequence of arrays, or of tuples of numbers and arrays, column by column."""
+        kinds = set(map(type, value))
+        kind: Any = next(iter(kinds), None)
+        if len(value) < _MIN_ROWS or len(kinds) > 1 or self._ignore_floats:
+            return False
+        if kind is np.ndarray:
+            columns = [list(value)]
+        elif (kind is tuple or is_namedtuple(value[0])) and len(set(map(len, value))) == 1:
+            columns = [list(each) for each in zip(*value, strict=True)]
+        else:
+            return False
+        arrays = [_packed(each) for each in columns]
+        if not columns or any(each is None for each in arrays):
+            return False
+        self._spend(_OBJECT_BYTES * len(value) * (1 + len(columns)))
+        hasher.update(b"rows" + _tag(kind) + struct.pack("<q", len(columns)))
+        for column, array in zip(columns, arrays, strict=True):
+            self._column(hasher, column, array)
+        return True
+
+    def _column(self, hasher: Any, column: list[Any], first: Any) -> None:
+        hasher.update(_tag(class_of(column[0])) + f"{first.dtype.str}{first.shape}".encode())
+        if type(column[0]) is not np.ndarray:
+            hasher.update(first)
+            return
+        self.is_plain = False
+        self._spend_memory(first.nbytes * len(column))
+        met, kept = self._met, self._kept
+        numbers = []
+        for each in column:  # an alias has the number of its object, as in _is_met
+            number = met.setdefault(id(each), len(met))
+            if number == len(kept):
+                kept.append(each)
+            numbers.append(number)
+            hasher.update(each)
+        hasher.update(np.array(numbers, "<i8"))
 
     def _set(self, hasher: Any, value: Any) -> None:
         if not all(kind_of(each) is Kind.SCALAR for each in value):
@@ -211,6 +263,20 @@ class Content:
         self._left_memory -= num_bytes
         if self._left_memory < 0:
             raise OverLimitError
+
+
+def _packed(column: list[Any]) -> Any:
+    """Numbers of one type as an array, of equally shaped arrays the first; None for all else."""
+    kinds = set(map(type, column))
+    if kinds in ({float}, {bool}):
+        return np.array(column)
+    if kinds == {int}:
+        return np.array(column) if min(column) > -(2**62) and max(column) < 2**62 else None
+    if kinds != {np.ndarray}:
+        return None
+    layouts = {(each.dtype, each.shape, each.flags.c_contiguous) for each in column}
+    is_right = len(layouts) == 1 and column[0].flags.c_contiguous
+    return column[0] if is_right and column[0].dtype.kind in "biufc" else None
 
 
 @cache

@@ -134,11 +134,10 @@ class Encoder:
             raise
 
     def _value(self, value: Any) -> Any:
+        if type(value) in SCALARS:
+            return value
         kind = kind_of(value)
-        is_plain = type(value) in SCALARS or (
-            isinstance(value, np.generic) and not value.dtype.hasobject
-        )
-        if kind is Kind.SCALAR and is_plain:
+        if isinstance(value, np.generic) and not value.dtype.hasobject:
             return value
         index = self._indices.get(id(value))
         if index is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from resumekit.capture.mismatch import describe, require_fields
 from resumekit.capture.user_state.decoding import Decoder
-from resumekit.capture.user_state.digests import UncapturedError, size_of
+from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
 from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
@@ -164,13 +164,12 @@ class UserState:
             if seen.owner in found.read_ahead:
                 problems[path] = Problem("changed for a batch that is fetched ahead of its step")
                 continue
-            size = size_of(seen.value)
-            if size > left:
-                problems[path] = over_limit(seen.value)
+            if seen.num_bytes > left:
+                problems[path] = over_limit(seen.num_bytes)
                 continue
             try:
                 values[path] = encoder.encode(seen, is_known=path in self._first)
-                left -= size
+                left -= seen.num_bytes
             except UncapturedError as error:
                 problems[path] = Problem(str(error))
         beside = self._owners_of_new_unsaved(found, problems)

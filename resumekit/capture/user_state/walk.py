@@ -52,9 +52,9 @@ class Problem(NamedTuple):
     num_bytes: int = 0
 
 
-def over_limit(value: Any) -> Problem:
+def over_limit(num_bytes: int) -> Problem:
     """That a value is too large."""
-    return Problem("above user_state_limit", size_of(value))
+    return Problem("above user_state_limit", num_bytes)
 
 
 class Seen(NamedTuple):
@@ -68,6 +68,7 @@ class Seen(NamedTuple):
         is_plain: whether it holds builtin values alone.
         is_ignored: whether it holds what is never entered, or is saved elsewhere.
         problem: why it has no digest.
+        num_bytes: that were digested, about.
     """
 
     slot: Slot
@@ -77,6 +78,7 @@ class Seen(NamedTuple):
     is_plain: bool
     is_ignored: bool
     problem: Problem | None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ class _Walker:
             return
         content = self._content
         content.begin()
+        before = content.num_left
         digest: Any = None
         problem: Problem | None = None
         if self._is_ignored(slot, value):
@@ -226,11 +229,12 @@ class _Walker:
         try:
             digest = content.digest(value, path)
         except OverLimitError:
-            problem = over_limit(value)
+            problem = over_limit(size_of(value))
         except UncapturedError as error:
             problem = Problem(str(error))
         if problem or not (content.is_plain and self._is_data_only(slot)):
-            seen = Seen(slot, owner, value, digest, content.is_plain, False, problem)
+            size = before - content.num_left
+            seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size)
             self._found.seen[path] = seen
 
     def _is_ignored(self, slot: Slot, value: Any) -> bool:
