@@ -21,7 +21,7 @@ from resumekit.analysis.program import own_nodes
 
 def analysed(path: Path, line: int) -> LoopCarried:
     """What the analysis finds for the loop that begins at a line."""
-    program = Program.parse(path.read_text(encoding="utf-8"))
+    program = Program.parse(path.read_text(encoding="utf-8-sig"))
     for function in program.functions.values():
         for node in own_nodes(function.body):
             if isinstance(node, LoopNode) and node.lineno == line:

@@ -43,12 +43,15 @@ class Walker(Protocol):
     @property
     def has_generators(self) -> bool:
         """Whether random generators are state."""
+        ...
 
     def path_of(self, value: Any, path: str) -> str | None:
         """The path of an object with slots; None where it is left out."""
+        ...
 
     def is_foreign(self, value: Any) -> bool:
         """Whether an object or a tensor is saved elsewhere."""
+        ...
 
 
 class Content:
