@@ -140,7 +140,7 @@ ROWS = rows_of_the_page()
 
 def told(run: Run) -> tuple[str, str]:
     """How exactly the last checkpoint holds the position in the data, and why not."""
-    store = Store(run.directory / "training")
+    store = Store(run.directory / "training" / "run")
     line = store.open_step(store.step_names()[0]).manifest.capture["data"]
     return line["fidelity"], line["reason"]
 

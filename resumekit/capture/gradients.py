@@ -93,6 +93,15 @@ class AccumulatedGradients:
             "gradients": {name: _in_parts(grad, parameters[name]) for name, grad in live.items()},
         }
 
+    def comparable_state(self) -> dict[str, Any]:
+        """The gradients that a later step is known to use.
+
+        Without evidence yet, a save holds them to be safe; a resumed run may have that evidence.
+        """
+        state = self.state_dict()
+        is_used = bool(state) and state["reason"] in (_WINDOW, _CARRIED)
+        return dict(state["gradients"]) if is_used else {}
+
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
 

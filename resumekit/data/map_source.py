@@ -193,7 +193,9 @@ class MapSource(Source):
 
     def _num_padding(self) -> int:
         workers = self.loader.num_workers
-        return self.batch % workers if workers and self._keeps_turns else 0
+        # Without in_order a padding may arrive after a batch, and workers have no turns to keep.
+        in_order = getattr(self.loader, "in_order", True)
+        return self.batch % workers if workers and in_order and self._keeps_turns else 0
 
     @property
     def _keeps_turns(self) -> bool:

@@ -461,8 +461,9 @@ class Run:
         )
         self.account.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
-        for each in self._gradients:
-            _gradients_of(each).watch.saved()
+        if not self.counters.is_within_window():  # there the gradients are to outlive the save
+            for each in self._gradients:
+                _gradients_of(each).watch.saved()
 
     def close(self) -> None:
         """Gives the directory back."""

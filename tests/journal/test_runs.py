@@ -64,6 +64,12 @@ def details(run: Path, name: str = NEWEST) -> Any:
     return json.loads((run / name / "manifest.json").read_text())["details"]
 
 
+@pytest.fixture(autouse=True)
+def _a_program_with_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a test worker has none, and nothing equals what ran in a shell before."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+
+
 @pytest.fixture
 def messages(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
