@@ -180,7 +180,7 @@ def _told(ended: Ended) -> str:
     if not ended.succeeded:
         assert _is_typed(ended), ended.output
         return "a failed start" if "DirectoryError: " in ended.error else "a failed save"
-    if "failed, training goes on" in ended.output:
+    if "failed, training continues" in ended.output:
         return "a warning"
     return "kept too much" if "could not be removed" in ended.output else "nothing"
 
@@ -263,7 +263,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(
             assert "bytes are free" in ended.error
         else:
             assert ended.succeeded
-            assert ended.output.count("failed, training goes on") == 2
+            assert ended.output.count("failed, training continues") == 2
         assert sorted(trial.run.glob("step-*")) == before
         filler.unlink()
         _finish(trials, trial)

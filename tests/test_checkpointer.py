@@ -657,7 +657,7 @@ def test_a_failing_save_raises_or_by_policy_warns_and_trains_on(
         Job(tmp_path / "raise").train()
     warned = Job(tmp_path / "warn", on_save_error="warn").train()
     assert len(warned.losses) == 2 * NUM_BATCHES
-    assert "training goes on" in capsys.readouterr().err
+    assert "training continues" in capsys.readouterr().err
     assert steps(tmp_path / "warn")[-1] == "step-00000008"
 
 

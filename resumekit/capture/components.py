@@ -96,7 +96,7 @@ _IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
 
 
 def _stage_prefix(stage_group: Any) -> str:
-    """Tells parameters outside of the model of one pipeline stage from those of the others."""
+    """A prefix that keeps parameters outside the model distinct between pipeline stages."""
     ranks = None if stage_group is None else ranks_of(stage_group)
     return f"rank{min(ranks)}." if ranks else ""
 

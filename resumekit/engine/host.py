@@ -328,7 +328,7 @@ class LoopHost:
                 raise
             if self._run.world.is_first:
                 step = self.progress.step
-                logger.warning("the save at step %d failed, training goes on: %s", step, error)
+                logger.warning("the save at step %d failed, training continues: %s", step, error)
         self._cadence.saved()
 
     def _record_step(self, values: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ Message = tuple[dict[str, Any], Used] | None
 
 
 class RunJournal:
-    """Records every optimizer step of this rank. It never stops training, unless told to.
+    """Records every optimizer step of this rank; only ``on_divergence="raise"`` ends a run.
 
     Args:
         directory: the run directory.

@@ -147,7 +147,7 @@ MACHINERY = frozenset(
 )
 _LEAF_PACKAGES = LIBRARIES | REPORTING | MACHINERY
 
-# The leaf table, classes whose derived classes are leaves too, whoever wrote them.
+# The leaf table, classes whose derived classes are leaves too, also in user code.
 _LEAF_BASES = frozenset(
     {
         "accelerate.accelerator.Accelerator",
