@@ -8,7 +8,6 @@ from typing import Any
 from resumekit.adapters._lightning_changing import forget_groups
 from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
-from resumekit.adapters._lightning_metric_trackers import MetricTrackers
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState, UserState, generator_state, set_generator_state
 from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
@@ -40,7 +39,7 @@ class Place:
         self._validated_in: float | None = None
         self._lost_averages: tuple[str, ...] = ()
         # Restored when the hooks before the first batch have run.
-        self.user_state: Sequence[UserState | MetricTrackers] = ()
+        self.user_state: UserState | None = None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -184,8 +183,8 @@ class Place:
 
     def restore_user_state(self) -> None:
         """Sets the attributes that hooks such as ``on_train_start`` make or clear, once."""
-        for each in self.user_state:
-            each.restore_now()
+        if self.user_state is not None:
+            self.user_state.restore_now()
 
     def arrive(self) -> None:
         """Lightning asks for the first batch of an epoch."""

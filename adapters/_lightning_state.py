@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from resumekit.adapters._lightning_callbacks import Hooked, as_kept, overrides
-from resumekit.adapters._lightning_metric_trackers import MetricTrackers
 from resumekit.adapters._lightning_package import callbacks, strategies
 from resumekit.adapters._lightning_place import Place
 from resumekit.adapters._lightning_settings import keeps_gradients
 from resumekit.adapters._lightning_user_state import user_state
 from resumekit.capture import (
     buckets_of,
-    by_class_and_ordinal,
     gradient_components,
     one_or_named,
     registered_components,
@@ -36,14 +34,12 @@ def fit_components(trainer: Any, place: Place, ema: Any) -> tuple[StateComponent
     schedulers = one_or_named([each.scheduler for each in trainer.lr_scheduler_configs])
     stateful = [each for each in trainer.callbacks if overrides(each, "state_dict")]
     user = user_state(trainer, others=[ema, *averages])
-    trackers = MetricTrackers(trainer.lightning_module, by_class_and_ordinal(trainer.callbacks))
-    place.user_state = (trackers, user)
+    place.user_state = user
     return (
         *_trained(trainer, schedulers, ema),
         place.component(),
         StateComponent("callbacks/hooks", Hooked(trainer), SharingPattern.PER_RANK),
         user.component(),
-        *([trackers.component()] if trackers.state_dict() else []),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
 

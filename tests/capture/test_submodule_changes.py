@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from resumekit.capture import Holder, UserState
 from resumekit.contract import Fidelity
+from resumekit.errors import StateMismatchError
 
 
 class Growing(nn.Module):
@@ -72,3 +75,55 @@ def test_a_lazy_module_that_gets_its_class_is_not_reported() -> None:
     net.lazy(torch.zeros(1, 3))
     assert type(net.lazy) is nn.Linear
     assert not lost(state)
+
+
+class Sums(nn.Module):
+    """A metric: what it holds is in no ``state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(1)
+
+
+class Tracker(nn.ModuleList):
+    """Appends a metric in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.original = Sums()
+
+    def increment(self) -> None:
+        self.append(copy.deepcopy(self.original))
+
+
+@pytest.mark.parametrize("is_component", [False, True])
+@pytest.mark.parametrize(("num_saved", "num_before"), [(2, 0), (2, 1), (1, 2)])
+def test_copies_of_a_submodule_are_made_again(
+    num_saved: int, num_before: int, is_component: bool, stored: Any
+) -> None:
+    def made(num_copies: int) -> tuple[Tracker, UserState]:
+        tracker = Tracker()
+        holder = Holder(tracker, is_component=True) if is_component else {"tracker": tracker}
+        state = UserState({"it": holder}, key="attributes")
+        for _ in range(num_copies):
+            tracker.increment()
+        return tracker, state
+
+    tracker, saved = made(num_saved)
+    for number, each in enumerate(tracker):
+        each.total += number + 1
+    live_tracker, live = made(num_before)
+    state = stored(saved.state_dict())
+    live.check_state_dict(state)
+    assert live.load_state_dict(state) == ()
+    live.restore_now()
+    assert [each.total.item() for each in live_tracker] == [each.total.item() for each in tracker]
+    assert live.comparable_state() == saved.comparable_state()
+    assert not lost(live)
+
+
+def test_names_of_copies_come_from_a_list() -> None:
+    state = UserState({"it": Tracker()}, key="attributes")
+    wrong = {**state.state_dict(), "copies": {"it": {"forward": "original"}}}
+    with pytest.raises(StateMismatchError, match="copies"):
+        state.check_state_dict(wrong)

@@ -96,7 +96,7 @@ def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> 
 
 def test_what_is_as_the_script_made_it_is_not_saved() -> None:
     attributes = state_of(Annealed())
-    assert not any(attributes.state_dict().values())
+    assert not paths(attributes.state_dict())
     assert attributes.findings() == ()
 
 
@@ -247,7 +247,7 @@ def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
     model.calls = 0
     attributes = state_of(model)
     model.calls = 3
-    assert not any(attributes.state_dict().values())
+    assert not paths(attributes.state_dict())
 
 
 def test_a_container_that_holds_itself_is_restored(stored: Any) -> None:

@@ -15,7 +15,14 @@ from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
 from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
-from resumekit.capture.user_state.submodule_changes import submodule_lines, submodules_of
+from resumekit.capture.user_state.submodule_changes import (
+    are_copies,
+    copied_paths,
+    copies_in,
+    restore_copies,
+    submodule_lines,
+    submodules_of,
+)
 from resumekit.capture.user_state.walk import (
     Foreign,
     Problem,
@@ -43,12 +50,14 @@ class _Changes(NamedTuple):
         nodes: the table that the values refer to.
         values: the encoded values, by path.
         problems: why others that differ cannot be saved, by path.
+        copies: submodules that are copies of others, see ``copies_in``.
     """
 
     found: Walk
     nodes: list[list[Any]]
     values: dict[str, Any]
     problems: dict[str, Problem]
+    copies: dict[str, dict[str, str]]
 
 
 class UserState:
@@ -98,6 +107,7 @@ class UserState:
             if each.is_plain and _is_small(each.value)
         }
         self._known = found.kinds()
+        self._made_submodules = submodules_of(found.objects)
         self._unsaved_from_start = _unsaved(found)
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
@@ -149,13 +159,17 @@ class UserState:
             "nodes": changes.nodes,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
+            "copies": changes.copies,
+            "holders": sorted(self._holders),
             "waiting": [dict(each) for each in self._waiting],
         }
 
     def _encoded(self, found: Walk) -> _Changes:
         """What differs from the baseline, as it is saved."""
-        encoder = Encoder(found, self._known, self._foreign())
-        changed = self._changed(found)
+        copies = copies_in(self._made_submodules, found.objects)
+        known = self._known_in(found, copies)
+        encoder = Encoder(found, known, self._foreign())
+        changed = self._changed(found, known)
         values: dict[str, Any] = {}
         problems: dict[str, Problem] = {}
         left = self._scope.limit_bytes
@@ -176,17 +190,28 @@ class UserState:
         for path in [each for each in values if found.seen[each].owner in beside]:
             del values[path]
             problems[path] = Problem(f"changed beside {beside[found.seen[path].owner]}")
-        return _Changes(found, encoder.nodes, values, problems)
+        return _Changes(found, encoder.nodes, values, problems, copies)
 
-    def _changed(self, found: Walk) -> list[str]:
-        """The slots that differ; those of an object that is encoded as a whole are in there."""
+    def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
+        """The slots that differ; those of an object that is encoded as a whole are in there.
+
+        Args:
+            found: the objects as they are.
+            known: the objects whose slots are saved one by one, by path.
+        """
         return [
             path
             for path, each in found.seen.items()
             if _is_known(each)
-            and each.owner in self._known
+            and each.owner in known
             and self._first.get(path, _NOTHING) != each.digest
         ]
+
+    def _known_in(self, found: Walk, copies: Mapping[str, Any]) -> Mapping[str, str]:
+        """The objects that each launch makes, and the copies, which are made again."""
+        paths = copied_paths(copies)
+        new = {path: kind for path, kind in found.kinds().items() if _is_below(path, paths)}
+        return {**self._known, **new} if new else self._known
 
     def _owners_of_new_unsaved(
         self, found: Walk, problems: Mapping[str, Problem]
@@ -206,7 +231,9 @@ class UserState:
 
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
-        changed = self._changed(self._walk())
+        now = self._walk()
+        copies = copies_in(self._made_submodules, now.objects)
+        changed = self._changed(now, self._known_in(now, copies))
         found = walk(self._holders, self._scope, ignore_floats=True)
         return {path: str(found.seen[path].digest) for path in changed if path in found.seen}
 
@@ -217,7 +244,7 @@ class UserState:
         unknown = {path: each.problem for path, each in seen if each.problem}
         lines = [_line(path, each, Fidelity.UNKNOWN) for path, each in unknown.items()]
         lines += [_line(path, each, Fidelity.LOST) for path, each in changes.problems.items()]
-        lines += submodule_lines(self._submodules, changes.found.objects)
+        lines += submodule_lines(self._submodules, changes.found.objects, changes.copies)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     # ---------------------------------------------------------------- restoring
@@ -234,6 +261,8 @@ class UserState:
             names = entry[:3] if is_right else [None]
             if not all(isinstance(each, str) for each in names) or entry[1] not in set(Role):
                 raise StateMismatchError(self.key, found=f"a slot {entry!r:.60}", expected="one")
+        if not are_copies(state.get("copies", {})):
+            raise StateMismatchError(self.key, found="other copies", expected="those of a list")
         check_nodes(self.key, state["nodes"], [entry[3] for entry in state["slots"]])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -251,7 +280,9 @@ class UserState:
             remarks.append(
                 f"initial value changed in the script: {names}; using the script's value"
             )
-        gone = sorted(_label(each) for each in slots if self._has_gone(each[0]))
+        copies = copied_paths(state.get("copies", {}))
+        lacking = (each for each in slots if self._has_gone(each[0]))
+        gone = sorted(_label(each) for each in lacking if not _is_below(each[0], copies))
         if gone:
             remarks.append(f"not in this program, not restored: {_listed(gone)}")
         return tuple(remarks)
@@ -299,6 +330,9 @@ class UserState:
             return ()
         self._began = True
         found = self._walk()
+        copies = {path: each for s in self._waiting for path, each in s.get("copies", {}).items()}
+        if restore_copies(copies, self._made_submodules, found.objects):
+            found = self._walk()
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)
@@ -311,7 +345,12 @@ class UserState:
     def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What of a state is for holders that were not added yet."""
         slots = [each for each in saved["slots"] if not _is_below(each[0], self._holders)]
-        return {**saved, "slots": slots, "waiting": []}
+        copies = {
+            path: each
+            for path, each in saved.get("copies", {}).items()
+            if not _is_below(path, self._holders)
+        }
+        return {**saved, "slots": slots, "copies": copies, "waiting": []}
 
     def _restore(self, saved: Mapping[str, Any], found: Walk) -> tuple[str, ...]:
         decoder = Decoder(self.key, saved["nodes"], found, self._device())
@@ -328,9 +367,10 @@ class UserState:
             written.append((slot, decoder.value(entry[3], live, path)))
             restored.append(path)
         kept = {*restored, *saved["lost"], *saved["first"]}
-        changed = [] if self._grows else self._changed(found)
+        changed = [] if self._grows else self._changed(found, self._known)
+        holders = saved.get("holders", self._holders)  # an older checkpoint has no names
         for path in changed:
-            if path in self._made and path not in kept:
+            if path in self._made and path not in kept and _is_below(path, holders):
                 written.append((found.seen[path].slot, copy.deepcopy(self._made[path])))
         decoder.run()
         for slot, value in written:
