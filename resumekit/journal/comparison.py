@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from resumekit.journal.header import (
+    CHANGED_BETWEEN,
     Header,
     changes,
     loss_is_comparable,
+    may_be_without_effect,
     same_device,
 )
 from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
@@ -164,10 +166,12 @@ class Comparison:
         obstacles = self._changes[past.header.number]
         if record.kind == STEP:
             self._num_steps += 1
-        if obstacles:
+        needs_comparison = all(map(may_be_without_effect, obstacles))
+        differences = self._differences(past, record) if needs_comparison else ()
+        if obstacles and (not needs_comparison or any(True for _ in differences)):
             self._obstacle = self._obstacle or ", ".join(obstacles)
             return None
-        for kind, then, now in self._differences(past, record):
+        for kind, then, now in differences:
             source = f"attempt {past.header.number}"
             self.difference = Difference(record.step, kind, then, now, source)
             return self.difference
@@ -230,7 +234,7 @@ class Comparison:
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:
     found = changes(then, now)
-    return found or (() if then.lineage == now.lineage else ("the run was changed in between",))
+    return found or (() if then.lineage == now.lineage else (CHANGED_BETWEEN,))
 
 
 def _of_samples(then: Record, now: Record) -> Iterator[tuple[str, str, str]]:

@@ -12,6 +12,8 @@ FORMAT_VERSION = 1
 
 # Changes that divide the same samples into other steps.
 WORLD_SIZE, GEOMETRY = "world size", "batch geometry"
+OPTION = "option"
+CHANGED_BETWEEN = "the run was changed in between"
 
 # The entry of ``Header.code`` that is no source file.
 COMMAND = "command line"
@@ -85,11 +87,16 @@ def changes(then: Header, now: Header) -> tuple[str, ...]:
         found.append(f"{WORLD_SIZE} {then.world_size} -> {now.world_size}")
     if _differ(then.geometry, now.geometry):
         found.append(GEOMETRY)
-    found += [f"option {name}" for name in _differ(then.options, now.options)]
+    found += [f"{OPTION} {name}" for name in _differ(then.options, now.options)]
     if now.excluded:
         found.append(f"{', '.join(now.excluded)} not restored")
     found += [_code_change(name) for name in _differ(then.code, now.code)]
     return tuple(found)
+
+
+def may_be_without_effect(change: str) -> bool:
+    """Whether steps can be equal after a change, as the number of workers often has no effect."""
+    return change.startswith((GEOMETRY, OPTION, CHANGED_BETWEEN))
 
 
 def divides_otherwise(then: Header, now: Header) -> bool:
