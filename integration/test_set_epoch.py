@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,10 +39,15 @@ class StoppedError(Exception):
 
 
 class Heard:
-    """The epochs that each part of a loader was used in, one after the other."""
+    """The epochs that each part of a loader was used in, one after the other.
+
+    The class keeps them: as attributes they would be state of the data, which a resume restores.
+    """
+
+    epochs: ClassVar[dict[str, list[int]]] = {}
 
     def __init__(self) -> None:
-        self.epochs: dict[str, list[int]] = {}
+        self.epochs.clear()
 
     def note(self, who: str, epoch: int) -> None:
         epochs = self.epochs.setdefault(who, [])

@@ -19,11 +19,11 @@ from small_trainer import (
     attach,
     interrupted,
     make_trainer,
+    stop_at,
     without_clock,
 )
 from transformers import (
     AutoModelForCausalLM,
-    EarlyStoppingCallback,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
@@ -31,6 +31,7 @@ from transformers import (
 from transformers.generation import GenerationConfig
 
 from resumekit.errors import NoUsableCheckpointError, Preempted
+from resumekit.prove.variables import INJECT_VARIABLE
 from resumekit.storage import Store
 
 
@@ -239,16 +240,21 @@ class CountingLoss:
         return outputs["logits"].square().mean()
 
 
-def test_what_user_code_counts_and_nobody_saves_is_told_by_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_user_code_counts_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool
 ) -> None:
-    evaluated = {"eval_strategy": "epoch", "metric_for_best_model": "eval_loss"}
-    patient = EarlyStoppingCallback(early_stopping_patience=9)
     extras = {"steps": 0}
-    trainer = make_trainer(tmp_path, Counting(extras), patient, **evaluated)
-    trainer.compute_loss_func = CountingLoss()
-    attach(trainer, tmp_path, extras=extras)
-    trainer.train()
-    told = [line for line in capfd.readouterr().err.splitlines() if "in no checkpoint" in line]
-    names = "Counting-0.num_steps, compute_loss_func.num_calls"
-    assert [line.split(": ")[1] for line in told] == [names]
+    counts = []
+    for interrupt_at in (17, None):
+        callback, loss = Counting(extras), CountingLoss()
+        trainer = make_trainer(tmp_path, callback)
+        trainer.compute_loss_func = loss
+        attach(trainer, tmp_path, save_every=3, extras=extras)
+        with stop_at(trainer, interrupt_at):
+            trainer.train()
+        counts.append((callback.num_steps, loss.num_calls, extras["steps"]))
+        if not is_saved:
+            monkeypatch.setenv(INJECT_VARIABLE, "callbacks/attributes")
+    assert counts[0] == (17, 17, 17)
+    assert counts[1] == ((END, END, END) if is_saved else (END - 15, END - 15, END))
