@@ -65,8 +65,6 @@ class Place:
             "keeps_workers": self._keeps_workers
             or any(getattr(each, "_iterator", None) for each in self._validation()),
             "validation": self._validated or [_states(each) for each in self._validation()],
-            # torch 2.13 nn/parallel/distributed.py: not in the forward pass after a validation.
-            "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -87,8 +85,6 @@ class Place:
             live.clear()  # of what a tuner has logged
             live.update(state.get(name, {}))  # an older checkpoint has not all
         trainer.should_stop = state["should_stop"]
-        if state["syncs_buffers"] is not None:
-            trainer.model.require_forward_param_sync = state["syncs_buffers"]
         forget_groups(trainer)
         self._keeps_workers = state["keeps_workers"]
         self._requested = state["requested"]
