@@ -182,6 +182,8 @@ def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> 
         {"mode": "best"},
         {"randomness": "dice"},
         {"on_save_error": "ignore"},
+        {"strict": "yes"},
+        {"record_command": None},
         {"exclude": "optimizer"},
         {"exclude": {"optimiser"}},
         {"allow_changes": {"everything"}},

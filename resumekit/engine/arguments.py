@@ -29,7 +29,7 @@ def run_directory(given: Any) -> Path:
     is_url = isinstance(text, str) and _URL.match(text)
     if is_url:
         expected = "a local or mounted path"
-        remedy = "Object stores are not supported yet: mount it, or copy the run directory there"
+        remedy = "Mount the object store, or copy the run directory there"
     if not isinstance(text, str) or not text.strip() or is_url:
         raise ConfigurationError("directory", found=repr(text), expected=expected, remedy=remedy)
     try:

@@ -80,7 +80,8 @@ class Options:
         transient: variables and attributes that a resume may recreate: they are neither saved nor
             reported. Names as in the report, e.g. ``"timer"`` or ``"trainer.cache"``.
         user_state_limit: bytes of user state (attributes of modules, callbacks, datasets, loss
-            functions) that a checkpoint holds at most; a larger object is reported with its size.
+            functions) that a checkpoint holds at most, counting only what training changed; a
+            larger object is reported with its size.
         on_divergence: what to do when a repeated step differs from what an earlier attempt
             recorded: ``"warn"``, or ``"raise"`` to end the run with ``DivergenceError``.
         record_command: whether the manifest holds the command line; values of options that look
@@ -143,6 +144,8 @@ class Options:
         _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
         _one_of("randomness", self.randomness, ("tape", "keyed"))
         _one_of("validate", self.validate, tuple(level.value for level in Validation))
+        _one_of("strict", self.strict, (True, False))
+        _one_of("record_command", self.record_command, (True, False))
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)
@@ -210,7 +213,7 @@ def names_component(names: Collection[str], key: str) -> bool:
     return key in names or key.split("/", 1)[0] in names
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ConfigurationError(
             name, found=repr(value), expected=" or ".join(repr(word) for word in allowed)
