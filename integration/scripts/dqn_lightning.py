@@ -1,6 +1,8 @@
 """Q-learning with Lightning: agent, environment and replay buffer in plain attributes.
 
-``--forget yes`` makes them again at the first step of each launch: such a run cannot be resumed.
+``--forget yes`` makes the agent again and empties the buffer at the first step of each launch: such
+a run cannot be resumed.
+``--batches`` is the length of an epoch; saves are within epochs of 3 and at the end of one of 5.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.adapters.lightning import ResumeCallback
 
 forgets: dict[str, str] = {}
+epoch: dict[str, int] = {"batches": 3}
 WIDTH, EPISODE, BATCH_SIZE, NUM_STEPS = 5, 8, 4, 16
 
 
@@ -103,6 +106,7 @@ class QLearning(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if forgets.pop("agent", ""):
+            self.buffer.buffer.clear()
             self.agent = Agent(Pendulum(), self.buffer)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -129,14 +133,15 @@ class QLearning(lightning.LightningModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ReplayDataset(self.buffer, size=BATCH_SIZE * 3), batch_size=BATCH_SIZE)
+        return DataLoader(ReplayDataset(self.buffer, BATCH_SIZE * epoch["batches"]), BATCH_SIZE)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.net.parameters(), lr=1e-2)
 
 
 def main() -> None:
-    args = arguments("forget")
+    args = arguments("forget", "batches")
+    epoch["batches"] = int(args.batches or epoch["batches"])
     forgets["agent"] = args.forget
     lightning.seed_everything(0)
     trainer = lightning.Trainer(

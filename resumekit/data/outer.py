@@ -9,6 +9,7 @@ from resumekit.contract import Fidelity
 from resumekit.data.elastic import RANKS, follow
 from resumekit.data.generators import without_prefetch
 from resumekit.data.source import Source
+from resumekit.data.stream_objects import Follow
 
 
 class OuterSource(Source):
@@ -26,6 +27,10 @@ class OuterSource(Source):
     def __init__(self, loader: Any, name: str, inner: Source) -> None:
         super().__init__(loader, name)
         self._inner = inner
+
+    def follow_objects(self, follow: Follow) -> None:
+        """Takes what makes the user state of the objects that the loader calls."""
+        self._inner.follow_objects(follow)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:

@@ -24,6 +24,8 @@ from resumekit.data.kinds import (
 from resumekit.data.patience import Patience, warn
 from resumekit.data.persistent import PersistentWorkers
 from resumekit.data.source import Source, announce_epoch
+from resumekit.data.stream_objects import Follow, StreamObjects
+from resumekit.data.user_objects import user_objects
 from resumekit.errors import DataPositionError
 
 _CONDITION = (
@@ -68,6 +70,7 @@ class ReplaySource(Source):
         self._fetches = FetchTape() if not workers or hasattr(loader, INNER) else None
         self._contents = Contents()
         self._start: dict[str, Any] | None = None
+        self._objects: StreamObjects | None = None
         self._at_end = False
         self._ran_ahead = False  # persistent workers did, in an epoch that was left early
         self._differs = False  # drawn again, the batches were others
@@ -80,6 +83,13 @@ class ReplaySource(Source):
         if _persists(inner) and isinstance(inner.dataset, IterableDataset):
             self._persistent = PersistentWorkers(inner, self.name)
         return around(loader, inner) if hasattr(loader, INNER) else inner
+
+    def follow_objects(self, follow: Follow) -> None:
+        """Takes what makes the user state of the objects that the loader calls."""
+        # Persistent workers keep the objects that they got in the first epoch.
+        if self._objects is None and self._persistent is None:
+            objects = user_objects(self)
+            self._objects = StreamObjects(follow(objects)) if objects else None
 
     @property
     def num_batches(self) -> int | None:
@@ -136,8 +146,10 @@ class ReplaySource(Source):
             pending = None
         if pending is not None and pending["workers"] and self._persistent is not None:
             self._begin_workers_again(self._persistent, pending["workers"])
-        announce_epoch(self._iterated, epoch)
         used = pending["batch"] if pending is not None else 0
+        if self._objects is not None:
+            self._objects.begin(pending.get("objects") if pending is not None and used else None)
+        announce_epoch(self._iterated, epoch)
         if pending is not None and used:
             self._rng.load_state_dict(pending["start"])
         self._start = self._rng.state_dict()
@@ -219,6 +231,8 @@ class ReplaySource(Source):
         state["fetches"] = None if fetches is None else fetches.state_dict()
         state["contents"] = self._contents.hexdigest() if complete else None
         state["workers"] = self._state_of_workers(under_way=under_way)
+        objects = self._objects if under_way else None
+        state["objects"] = None if objects is None else objects.state_dict()
         if not under_way and self._persistent is None:
             del state["geometry"]["num_workers"]  # the next epoch may have another number
         return state

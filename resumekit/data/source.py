@@ -12,6 +12,7 @@ from resumekit.data.between_epochs import unused_seeds
 from resumekit.data.crossing import refuse
 from resumekit.data.elastic import fit_boundary
 from resumekit.data.generators import loader_generators, samplers_of
+from resumekit.data.stream_objects import Follow
 
 
 class Source(ABC):
@@ -65,6 +66,9 @@ class Source(ABC):
     @abstractmethod
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""
+
+    def follow_objects(self, follow: Follow) -> None:  # noqa: B027 - most do not read them again
+        """Takes what makes the user state of the objects that the loader calls."""
 
     def prime(self) -> None:  # noqa: B027 - most fetch nothing ahead
         """Fetches what is fetched ahead of the epoch's first batch."""

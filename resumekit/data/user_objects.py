@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from resumekit.capture import Holder
 from resumekit.capture.user_state import attributes_set_in, is_user_object
@@ -23,8 +23,9 @@ def user_objects(source: Source) -> dict[str, Holder]:
         source: the training loader.
     """
     loader = source.loader
+    itself = loader if isinstance(loader, IterableDataset) else None
     given = {
-        "dataset": getattr(loader, "dataset", None),
+        "dataset": getattr(loader, "dataset", itself),
         "collate_fn": getattr(loader, "collate_fn", None),
         "sampler": getattr(loader, "sampler", None),
         "batch_sampler": getattr(loader, "batch_sampler", None),

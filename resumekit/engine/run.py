@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import nn
 
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
+    Holder,
     UserState,
     bucket_components,
     fingerprint,
@@ -142,6 +144,19 @@ class Run:
             StateComponent(Slot.BEST_METRIC.value, self.selection, SharingPattern.GLOBAL),
             StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
         ]
+
+    def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
+        """The user state of what a stream reads; modules are not set to what they were then."""
+        return UserState(
+            objects,
+            key=Slot.DATA.value,
+            foreign=self._modules_of_others,
+            transient=self.options.transient,
+            limit_bytes=self.options.user_state_limit,
+        )
+
+    def _modules_of_others(self) -> list[Any]:
+        return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]
 
     def _objects_of_others(self) -> list[Any]:
         """What other components with user state follow: a dataset may share it with a module."""
@@ -399,6 +414,7 @@ class Run:
         self.account.tell_changed_loaders()
         for source in feed.sources:
             self._loader_state.add(user_objects(source))
+            source.follow_objects(self._follow_stream)
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
 

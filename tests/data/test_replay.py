@@ -501,13 +501,13 @@ def test_the_digest_of_batches_tells_any_two_apart() -> None:
 
 
 class Growing(IterableDataset[int]):
-    """Each epoch leaves something behind that a new process does not know of."""
+    """Each epoch leaves something in the class that a new process does not know of."""
 
     num_epochs = 0
 
     def __iter__(self) -> Iterator[int]:
-        self.num_epochs += 1
-        yield from range(self.num_epochs, 9)
+        Growing.num_epochs += 1
+        yield from range(Growing.num_epochs, 9)
 
 
 class KilledError(Exception):
@@ -522,6 +522,7 @@ def test_from_then_on_checkpoints_say_that_the_position_is_lost_and_strict_ends_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(last: int) -> None:
+        Growing.num_epochs = 0  # as in a new process
         with Checkpointer(
             tmp_path, model=model, optimizer=optimizer, save_every=3, strict=strict
         ) as checkpointer:
