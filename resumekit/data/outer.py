@@ -44,8 +44,8 @@ class OuterSource(Source):
 
     def end_epoch(self) -> None:
         """Moves the place to the start of the next epoch."""
+        self._inner.end_epoch()  # before its iterator is closed: it sees how far the epoch came
         super().end_epoch()
-        self._inner.end_epoch()
 
     def drawn_again(self) -> tuple[Any, ...]:
         """The private generators that are in place already: the order was drawn from them again."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from resumekit.contract import Fidelity
 from resumekit.data import AskedAhead, DataPosition, Together
 from resumekit.engine.randomness import RandomState
 
@@ -120,7 +121,8 @@ FEEDS: dict[str, Callable[[], Any]] = {
         {"a": loader(Stream(22)), "b": loader(Stream(10))}, "nothing"
     ),
 }
-IN_WORKERS = {"ahead of a stream in 2 workers", "ahead of a stream in persistent workers"}
+LOST_IF_LEFT_EARLY = "ahead of a stream in persistent workers"
+IN_WORKERS = {"ahead of a stream in 2 workers", LOST_IF_LEFT_EARLY}
 IN_WORKERS |= {"once more in workers", "the longest in persistent workers"}
 
 
@@ -179,14 +181,25 @@ def _plain(batch: Any) -> Any:
 @pytest.mark.parametrize("num_steps", [10**6, 4])
 @pytest.mark.parametrize("name", FEEDS)
 def test_every_settled_point_continues_bit_for_bit(name: str, num_steps: int) -> None:
-    if name == "ahead of a stream with a state":
-        num_steps = 10**6  # left early, it goes on there
+    if name in ("ahead of a stream with a state", LOST_IF_LEFT_EARLY):
+        num_steps = 10**6  # left early, the first goes on there
     seed_everything(0)
     seen, stops = train(FEEDS[name](), num_steps=num_steps)
     for saved in stops[:: 3 if name in IN_WORKERS else 1]:
         seed_everything(100)
         rest, _ = train(FEEDS[name](), saved, num_steps=num_steps)
         assert rest == seen[saved["seen"] :], saved["seen"]
+
+
+def test_an_epoch_that_is_left_while_persistent_workers_are_ahead_is_reported_as_lost() -> None:
+    position = DataPosition()
+    feed = position.feed(FEEDS[LOST_IF_LEFT_EARLY]())
+    RandomState({}, position).begin(feed, 0, lambda: None)
+    for _ in range(4):
+        feed.next_batch()
+    assert {each.fidelity[0] for each in feed.sources} == {Fidelity.EXACT}
+    feed.end_epoch()
+    assert {each.fidelity[0] for each in feed.sources} == {Fidelity.LOST}
 
 
 def test_one_batch_ahead_it_draws_in_the_order_of_a_loop_that_looks_ahead() -> None:
