@@ -26,10 +26,17 @@ from resumekit.data import ReplaySource, fetches, open_source
 from resumekit.data.content import Contents
 from resumekit.data.states import read_states, write_states
 from resumekit.errors import DataPositionError, InexactError
+from resumekit.log import show_messages
 
 EPOCHS = 3
 NUM_SAMPLES = 22
 BATCH_SIZE = 4  # the last batch of an epoch is a partial one
+
+
+@pytest.fixture(autouse=True)
+def _messages_on_standard_error() -> None:
+    """As after the first run of a process."""
+    show_messages()
 
 
 def keep(samples: list[Any]) -> list[Any]:
