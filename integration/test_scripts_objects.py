@@ -52,6 +52,13 @@ def test_strict_starts_with_an_agent_in_an_attribute(judge: ScriptJudge) -> None
     assert not run.warnings
 
 
+def test_a_stream_that_reads_a_growing_buffer_differs_and_is_reported(judge: ScriptJudge) -> None:
+    late = DQN.with_arguments("--batches", "16", "--late", "yes")
+    judge.assert_differs(late, "inputs")
+    judge.assert_warns(late, "data")
+    judge.assert_strict_refuses(late, "buffer")
+
+
 def test_early_stopping_in_extras_is_exact(judge: ScriptJudge) -> None:
     judge.assert_exact(EARLY_STOPPING)
     judge.assert_differs(EARLY_STOPPING, "stopper", without="extras")

@@ -3,6 +3,7 @@
 ``--forget yes`` makes the agent again and empties the buffer at the first step of each launch: such
 a run cannot be resumed.
 ``--batches`` is the length of an epoch; saves are within epochs of 3 and at the end of one of 5.
+``--late yes`` samples the buffer while it grows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.adapters.lightning import ResumeCallback
 
 forgets: dict[str, str] = {}
-epoch: dict[str, int] = {"batches": 3}
+epoch: dict[str, Any] = {"batches": 3}
 WIDTH, EPISODE, BATCH_SIZE, NUM_STEPS = 5, 8, 4, 16
 
 
@@ -92,6 +93,16 @@ class ReplayDataset(IterableDataset[Any]):
         yield from self.buffer.sample(self.size)
 
 
+class LateReplayDataset(ReplayDataset):
+    """Keeps a few samples, and draws another one of the buffer for each that it gives."""
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = self.buffer.sample(BATCH_SIZE)
+        for _ in range(self.size):
+            kept.append(self.buffer.buffer[-1])
+            yield kept.pop(0)
+
+
 class QLearning(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -133,14 +144,16 @@ class QLearning(lightning.LightningModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(ReplayDataset(self.buffer, BATCH_SIZE * epoch["batches"]), BATCH_SIZE)
+        kind = LateReplayDataset if epoch["late"] else ReplayDataset
+        return DataLoader(kind(self.buffer, BATCH_SIZE * epoch["batches"]), BATCH_SIZE)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.net.parameters(), lr=1e-2)
 
 
 def main() -> None:
-    args = arguments("forget", "batches")
+    args = arguments("forget", "batches", "late")
+    epoch["late"] = args.late
     epoch["batches"] = int(args.batches or epoch["batches"])
     forgets["agent"] = args.forget
     lightning.seed_everything(0)

@@ -84,6 +84,18 @@ def stream_loader(loader: Any) -> DataLoader[Any] | None:
     return inner if is_stream else None
 
 
+def sample_iterator(iterator: Any) -> Any:
+    """What gives the samples of an iterator over a torch DataLoader without workers.
+
+    Returns:
+        The dataset's iterator; the given one where it is of another kind.
+    """
+    # torch 2.13 utils/data/dataloader.py _SingleProcessDataLoaderIter.__init__ and
+    # utils/data/_utils/fetch.py _IterableDatasetFetcher.__init__.
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    return getattr(fetcher, "dataset_iter", iterator)
+
+
 def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     """The same loader as if nobody had iterated it yet."""
     copied = copy.copy(loader)

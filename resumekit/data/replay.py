@@ -18,6 +18,7 @@ from resumekit.data.kinds import (
     around,
     is_hugging_face,
     length_is_a_guess,
+    sample_iterator,
     shallow_copy,
     stream_loader,
 )
@@ -37,6 +38,7 @@ _OTHER_BATCHES = (
     "come twice or never; let nothing but random numbers and set_epoch() shape the dataset, and "
     "hold its generators as attributes"
 )
+_READ_LATER = "while the stream may read it: let __iter__ read it before the first yield"
 _UNKNOWN = (
     "is drawn through again from the start of the epoch; exact only when nothing but random "
     "numbers of this process shapes it; a torch DataLoader over an IterableDataset is exact"
@@ -71,6 +73,7 @@ class ReplaySource(Source):
         self._contents = Contents()
         self._start: dict[str, Any] | None = None
         self._objects: StreamObjects | None = None
+        self._watched: StreamObjects | None = None  # where training may change what is read
         self._at_end = False
         self._ran_ahead = False  # persistent workers did, in an epoch that was left early
         self._differs = False  # drawn again, the batches were others
@@ -90,6 +93,8 @@ class ReplaySource(Source):
         if self._objects is None and self._persistent is None:
             objects = user_objects(self)
             self._objects = StreamObjects(follow(objects)) if objects else None
+            has_workers = self._stream is not None and self._stream.num_workers  # with copies
+            self._watched = None if has_workers else self._objects
 
     @property
     def num_batches(self) -> int | None:
@@ -115,6 +120,10 @@ class ReplaySource(Source):
                 "global generator, and the epoch is too long to keep all of its states; give the "
                 "dataset a generator of its own: self.rng = random.Random(seed)"
             )
+        changed = self._watched.changed_by_training() if self._watched and self.begun else []
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            return Fidelity.UNKNOWN, f"training changes {changed[0]}{more} {_READ_LATER}"
         return Fidelity.EXACT, _CONDITION
 
     def _lost_in_workers(self, stream: DataLoader[Any]) -> str:
@@ -186,6 +195,8 @@ class ReplaySource(Source):
                 ) from None
             patience.at(self.batch)
         patience.done()
+        if self._watched is not None:
+            self._watched.replayed()
         expected = pending["contents"]
         self._differs = expected is not None and expected != self._contents.hexdigest()
         if self._differs:
@@ -198,6 +209,8 @@ class ReplaySource(Source):
             StopIteration: the epoch has no more.
         """
         assert self._iterator is not None
+        if self._watched is not None:
+            self._watched.before_batch()
         if self._fetches is not None:
             self._fetches.before()
         try:
@@ -207,6 +220,8 @@ class ReplaySource(Source):
             raise
         if self._fetches is not None:
             self._fetches.after(self.batch)
+        if self._watched is not None:
+            self._watched.after_batch(sample_iterator(self._iterator))
         self._contents.add(batch)
         self.batch += 1
         self.num_samples = first_dimension(batch)

@@ -1,19 +1,29 @@
-"""The user's objects that a stream reads: their state when the epoch began.
+"""The user's objects that a stream reads: their state when the epoch began, and what changes it.
 
 A resume inside an epoch iterates the stream again from there, so its objects need that state first.
-What they held at the interruption is restored after the used batches, as user state.
+What they held at the interruption is restored after the used batches, as user state. This is exact
+where only the stream changes the objects, or where it has read all that it needs of them before its
+first sample.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, TypeAlias
 
-from resumekit.capture import Holder, UserState
+from resumekit.capture import Holder, UserState, content_digest
+from resumekit.data.still_read import still_read
 
 # Makes the user state of some objects, without what other components of the run save.
 Follow: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
+
+_MAX_MARKED = 32  # objects that are looked at before and after every batch
+_MAX_DIGESTED_BYTES = 8 * 2**20  # of what the stream has read before its first sample
+_PLAIN = (bool, int, float, str, type(None))
+_SIZED = (list, dict, set, deque)
 
 
 class StreamObjects:
@@ -26,6 +36,15 @@ class StreamObjects:
     def __init__(self, state: UserState) -> None:
         self._state = state
         self._at_start: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}  # digests when the epoch began
+        self._marks: dict[str, Any] | None = None  # None: they are about to be restored
+        self._by_stream: set[str] = set()  # paths of what the stream itself changes
+        self._by_training: set[str] = set()  # in this epoch
+        self._changed: list[str] | None = None  # what was reported of the last batch
+        self._num_batches = 0
+        self._is_first_epoch = True
+        self._read: list[Any] = []  # that the stream still reads after its first batch
+        self._read_digest: int | None = None  # None: it reads the objects, or nobody knows
 
     def begin(self, saved: Mapping[str, Any] | None) -> None:
         """An epoch begins: records what differs from what the script made.
@@ -41,8 +60,80 @@ class StreamObjects:
             self._state.check_state_dict(saved)
             self._state.load_state_dict(saved)
             self._state.restore_now()
+        self._state.before_save()
+        self._first = self._state.digests()
         self._at_start = copy.deepcopy(self._state.state_dict())
+        self._by_training = set()
+        self._num_batches = 0
+        self._changed = None
+        self._marks = self._look()
+
+    def before_batch(self) -> None:
+        """The stream is asked for a batch: what changed since the last one, training did."""
+        self._changed = None
+        self._by_training |= self._marked()
+
+    def after_batch(self, iterator: Any) -> None:
+        """The stream gave a batch: what changed in between, it did itself.
+
+        Args:
+            iterator: that gives its samples, or batches.
+        """
+        self._by_stream |= self._marked()
+        self._num_batches += 1
+        if self._num_batches == 1:
+            if self._is_first_epoch:  # what marks do not show
+                self._by_stream |= _difference(self._first, self._state.digests())
+                self._is_first_epoch = False
+            has_changed = bool(self._by_training)  # after the epoch began, before the first read
+            self._read = [] if has_changed else still_read(iterator)
+            self._read_digest = None if has_changed else self._digest_of_read()
+            if self._read_digest is None:
+                self._read = []  # nothing is to live longer because of this
+
+    def replayed(self) -> None:
+        """The used batches were replayed; what the objects held at the interruption follows."""
+        self._marks = None
+
+    def changed_by_training(self) -> list[str]:
+        """What training has changed since the epoch began, where the stream may read it later."""
+        if self._num_batches and self._changed is None:
+            now = self._state.digests()
+            changed = self._by_training & now.keys()
+            changed |= _difference(self._first, now) - self._by_stream
+            is_read = self._read_digest is None or self._read_digest != self._digest_of_read()
+            self._changed = sorted(changed) if is_read else []
+        return self._changed or []
 
     def state_dict(self) -> dict[str, Any]:
         """What the objects held when the epoch began, where the script had not made it."""
         return self._at_start
+
+    def _digest_of_read(self) -> int | None:
+        objects = {id(each) for each in self._state.objects.values()}
+        if any(id(each) in objects for each in self._read):
+            return None
+        return content_digest(self._read, limit_bytes=_MAX_DIGESTED_BYTES)
+
+    def _marked(self) -> set[str]:
+        """The paths of what looks different now than at the last call."""
+        former, self._marks = self._marks, self._look()
+        return set() if former in (None, self._marks) else _difference(former or {}, self._marks)
+
+    def _look(self) -> dict[str, Any]:
+        """Plain attributes, which other objects there are, and lengths: in microseconds."""
+        marks: dict[str, Any] = {}
+        for path, each in islice(self._state.objects.items(), _MAX_MARKED):
+            for name, value in getattr(each, "__dict__", {}).items():
+                marks[f"{path}.{name}"] = _mark(value)
+        return marks
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    return id(value), len(value) if isinstance(value, _SIZED) else 0
+
+
+def _difference(former: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    return {path for path in {*former, *now} if former.get(path) != now.get(path)}

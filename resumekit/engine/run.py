@@ -162,7 +162,7 @@ class Run:
         """What other components with user state follow: a dataset may share it with a module."""
         others = (each.stateful for each in self.components)
         states = [e for e in others if isinstance(e, UserState) and e is not self._loader_state]
-        return [each for state in states for each in state.objects]
+        return [each for state in states for each in state.objects.values()]
 
     def _with_own(
         self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()

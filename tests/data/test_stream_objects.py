@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.errors import InexactError
 
 EPOCHS, SIZE, BATCH_SIZE, SAVE_EVERY = 4, 8, 2, 3
 NUM_STEPS = EPOCHS * SIZE // BATCH_SIZE
@@ -53,6 +56,87 @@ class Counting(Sampled):
             yield sample + self.num_given + sum(self.given)
 
 
+class Compared(Sampled):
+    """Its rest reads a list of its own, by a comprehension and a loop."""
+
+    def __iter__(self) -> Iterator[float]:
+        indices = random.choices(range(4), k=SIZE)
+        samples = [self.buffer.items[i] for i in indices]
+        for sample in samples:
+            yield sample * 2
+
+
+class Late(Sampled):
+    """Draws each sample when it is asked for; what it gives depends on the samples before."""
+
+    def __iter__(self) -> Iterator[float]:
+        total = 0.0
+        for _ in range(SIZE):
+            total += self.buffer.sample(1)[0]
+            yield total
+
+
+class LateAtFirst(Sampled):
+    """Reads the buffer late in the first half of the epoch only."""
+
+    def __iter__(self) -> Iterator[float]:
+        total = 0.0
+        for _ in range(SIZE // 2):
+            total += self.buffer.items[-1]
+            yield total
+        yield from [total] * (SIZE // 2)
+
+
+class ByGenerator(Sampled):
+    """Reads the buffer through a generator that it made at its start."""
+
+    def __iter__(self) -> Iterator[float]:
+        samples = (random.choice(self.buffer.items) for _ in range(SIZE))
+        yield from accumulate(samples)
+
+
+class ByFunction(Sampled):
+    def __iter__(self) -> Iterator[float]:
+        sample = self.buffer.sample
+        yield from accumulate(map(first_of(sample), range(SIZE)))
+
+
+def first_of(sample: Callable[[int], list[float]]) -> Callable[[int], float]:
+    return lambda _: sample(1)[0]
+
+
+class OverTheList(Sampled):
+    """Iterates the list that grows."""
+
+    def __iter__(self) -> Iterator[float]:
+        items = self.buffer.items
+        total = 0.0
+        for index in range(SIZE):
+            total += items[-1 - index % 4]
+            yield total
+
+
+class Plain(Sampled):
+    """Changes itself in all ways, at once and only sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"samples": 0}
+        self.shard = 0
+        self.seen = torch.zeros(3)
+        self.sums = np.zeros(3)
+        self.latest = (0.0,)
+
+    def __iter__(self) -> Iterator[float]:
+        for index in range(SIZE):
+            self.count["samples"] += 1
+            self.seen[index % 3] += 1
+            self.sums = self.sums + index
+            self.latest = (float(index),)
+            self.shard = index // 4
+            yield self.buffer.items[index % 4]
+
+
 class KilledError(Exception):
     pass
 
@@ -64,6 +148,7 @@ def train(
     last: int,
     grows: bool = True,
     in_loader: bool = True,
+    save_every: int = SAVE_EVERY,
     **options: Any,
 ) -> dict[int, Any]:
     """The batches of the steps of one launch, by step; it is killed after ``last``."""
@@ -75,7 +160,7 @@ def train(
     loader = DataLoader(dataset, BATCH_SIZE) if in_loader else dataset
     batches = {}
     with Checkpointer(
-        directory, model=model, optimizer=optimizer, save_every=SAVE_EVERY, **options
+        directory, model=model, optimizer=optimizer, save_every=save_every, **options
     ) as checkpointer:
         for batch in checkpointer.batches(loader, epochs=EPOCHS):
             step = checkpointer.progress.step + 1
@@ -118,3 +203,44 @@ def test_a_stream_over_a_replay_buffer_is_exact(
 
 def test_without_the_state_of_its_objects_it_differs(tmp_path: Path) -> None:
     assert not is_exact(tmp_path, Sampled, kill=8, transient={"items"})
+
+
+@pytest.mark.parametrize("make", [Sampled, Compared])
+def test_a_stream_that_reads_at_its_start_is_not_reported(
+    tmp_path: Path, make: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert is_exact(tmp_path, make, kill=8, strict=True)
+    assert not warnings_in(capsys)
+
+
+LATE = pytest.mark.parametrize("make", [Late, LateAtFirst, ByGenerator, ByFunction, OverTheList])
+
+
+@LATE
+def test_a_stream_that_reads_later_differs_and_is_reported(
+    tmp_path: Path, make: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not is_exact(tmp_path, make, kill=8)
+    first = warnings_in(capsys)[0]
+    assert "training changes train.dataset.buffer.items while the stream may read it" in first
+
+
+@LATE
+@pytest.mark.parametrize("in_loader", [True, False])
+def test_strict_refuses_such_a_stream_at_the_first_change(
+    tmp_path: Path, make: Callable[[], Any], in_loader: bool
+) -> None:
+    with pytest.raises(InexactError, match=r"training changes train\.dataset\.buffer\.items"):
+        train(tmp_path, make, last=2, in_loader=in_loader, strict=True)
+
+
+@pytest.mark.parametrize("make", [Late, ByGenerator, OverTheList, Plain, Counting])
+def test_a_stream_that_only_changes_itself_is_not_reported(
+    tmp_path: Path, make: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert is_exact(tmp_path, make, kill=6, grows=False, strict=True, save_every=1)
+    assert not warnings_in(capsys)
+
+
+def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [each for each in capsys.readouterr().err.splitlines() if ": WARNING: " in each]

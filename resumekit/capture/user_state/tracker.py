@@ -95,7 +95,7 @@ class UserState:
         self._for_save: _Changes | None = None
         self._began = False
         self._submodules: dict[str, dict[str, str]] = {}  # as they were just before the first batch
-        self.objects: tuple[Any, ...] = ()  # that the last walk entered
+        self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
         self._take_baseline()
 
     def _take_baseline(self) -> None:
@@ -225,9 +225,9 @@ class UserState:
         return {found.seen[path].owner: path for path in new}
 
     def digests(self) -> dict[str, Any]:
-        """The digest of each value as it is now, by path."""
-        seen = self._walk().seen.items()
-        return {path: each.digest for path, each in seen if _is_known(each)}
+        """The digest of each value as it is now, or was at ``before_save``, by path."""
+        found = self._for_save.found if self._for_save else self._walk()
+        return {path: each.digest for path, each in found.seen.items() if _is_known(each)}
 
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
@@ -419,7 +419,7 @@ class UserState:
 
     def _walk(self) -> Walk:
         found = walk(self._holders, self._scope)
-        self.objects = tuple(found.objects.values())
+        self.objects = found.objects
         return found
 
     def _foreign(self) -> Foreign:
