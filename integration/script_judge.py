@@ -300,6 +300,7 @@ class ScriptJudge:
     ) -> tuple[int, ...]:
         marker = Marker("SCRIPT_JUDGE", str(log))
         given = {**self._environment, **environment, marker.name: marker.value}
+        given["OMP_NUM_THREADS"] = given[THREADS_VARIABLE] or given["OMP_NUM_THREADS"]
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nproc-per-node={script.num_ranks}", f"--master-port={free_port()}"]
         command += [str(SCRIPTS / script.name), "--directory", str(directory / "run")]
