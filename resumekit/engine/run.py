@@ -100,6 +100,7 @@ class Run:
         self._loader_state = UserState(
             {}, key="data/attributes", grows=True, foreign=self._objects_of_others
         )
+        self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
         self._own = self._own_components(extras)
         self._given = components
         self._groups = groups
@@ -146,14 +147,23 @@ class Run:
         ]
 
     def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
-        """The user state of what a stream reads; modules are not set to what they were then."""
-        return UserState(
-            objects,
-            key=Slot.DATA.value,
-            foreign=self._modules_of_others,
-            transient=self.options.transient,
-            limit_bytes=self.options.user_state_limit,
-        )
+        """The user state of what a stream reads; modules are not set to what they were then.
+
+        A loader that is built again in each epoch keeps the baseline of the first one: a resumed
+        process has made no other.
+        """
+        names = frozenset(objects)
+        if names in self._stream_states:
+            self._stream_states[names].replace(objects)
+        else:
+            self._stream_states[names] = UserState(
+                objects,
+                key=Slot.DATA.value,
+                foreign=self._modules_of_others,
+                transient=self.options.transient,
+                limit_bytes=self.options.user_state_limit,
+            )
+        return self._stream_states[names]
 
     def _modules_of_others(self) -> list[Any]:
         return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -148,6 +149,7 @@ def train(
     last: int,
     grows: bool = True,
     in_loader: bool = True,
+    is_rebuilt: bool = False,
     save_every: int = SAVE_EVERY,
     **options: Any,
 ) -> dict[int, Any]:
@@ -157,12 +159,11 @@ def train(
     dataset = make()
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(dataset, BATCH_SIZE) if in_loader else dataset
     batches = {}
     with Checkpointer(
         directory, model=model, optimizer=optimizer, save_every=save_every, **options
     ) as checkpointer:
-        for batch in checkpointer.batches(loader, epochs=EPOCHS):
+        for batch in batches_of(checkpointer, dataset, in_loader, is_rebuilt):
             step = checkpointer.progress.step + 1
             batches[step] = batch.tolist() if in_loader else batch
             if grows:
@@ -171,6 +172,17 @@ def train(
             if step == last:
                 raise KilledError
     return batches
+
+
+def batches_of(
+    checkpointer: Checkpointer, dataset: Any, in_loader: bool, is_rebuilt: bool
+) -> Iterator[Any]:
+    if is_rebuilt:
+        for _ in checkpointer.epochs(EPOCHS):
+            yield from checkpointer.batches(DataLoader(copy.copy(dataset), BATCH_SIZE))
+    else:
+        loader = DataLoader(dataset, BATCH_SIZE) if in_loader else dataset
+        yield from checkpointer.batches(loader, epochs=EPOCHS)
 
 
 def resumed(
@@ -199,6 +211,14 @@ def test_a_stream_over_a_replay_buffer_is_exact(
     tmp_path: Path, make: Callable[[], Any], kill: int, in_loader: bool
 ) -> None:
     assert is_exact(tmp_path, make, kill=kill, in_loader=in_loader)
+
+
+@KILLS
+@pytest.mark.parametrize("make", [Sampled, Counting])
+def test_a_loader_that_is_built_again_in_each_epoch_is_exact(
+    tmp_path: Path, make: Callable[[], Any], kill: int
+) -> None:
+    assert is_exact(tmp_path, make, kill=kill, is_rebuilt=True)
 
 
 def test_without_the_state_of_its_objects_it_differs(tmp_path: Path) -> None:

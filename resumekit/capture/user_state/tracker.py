@@ -135,6 +135,11 @@ class UserState:
             now.update(kept)
         self._began = False
 
+    def replace(self, holders: Mapping[str, Any]) -> None:
+        """Other objects under the same names; what the first ones held stays the baseline."""
+        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        self._known = {**self._walk().kinds(), **self._known}
+
     def component(self) -> StateComponent:
         """This state as a component; each rank has its own."""
         return StateComponent(self.key, self, SharingPattern.PER_RANK, required=False)
