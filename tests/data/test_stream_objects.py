@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,7 @@ def train(
     grows: bool = True,
     in_loader: bool = True,
     is_rebuilt: bool = False,
+    workers: Mapping[str, Any] = MappingProxyType({}),
     save_every: int = SAVE_EVERY,
     **options: Any,
 ) -> dict[int, Any]:
@@ -163,7 +165,7 @@ def train(
     with Checkpointer(
         directory, model=model, optimizer=optimizer, save_every=save_every, **options
     ) as checkpointer:
-        for batch in batches_of(checkpointer, dataset, in_loader, is_rebuilt):
+        for batch in batches_of(checkpointer, dataset, in_loader, is_rebuilt, workers):
             step = checkpointer.progress.step + 1
             batches[step] = batch.tolist() if in_loader else batch
             if grows:
@@ -175,13 +177,17 @@ def train(
 
 
 def batches_of(
-    checkpointer: Checkpointer, dataset: Any, in_loader: bool, is_rebuilt: bool
+    checkpointer: Checkpointer,
+    dataset: Any,
+    in_loader: bool,
+    is_rebuilt: bool,
+    workers: Mapping[str, Any],
 ) -> Iterator[Any]:
     if is_rebuilt:
         for _ in checkpointer.epochs(EPOCHS):
             yield from checkpointer.batches(DataLoader(copy.copy(dataset), BATCH_SIZE))
     else:
-        loader = DataLoader(dataset, BATCH_SIZE) if in_loader else dataset
+        loader = DataLoader(dataset, BATCH_SIZE, **workers) if in_loader else dataset
         yield from checkpointer.batches(loader, epochs=EPOCHS)
 
 
@@ -219,6 +225,10 @@ def test_a_loader_that_is_built_again_in_each_epoch_is_exact(
     tmp_path: Path, make: Callable[[], Any], kill: int
 ) -> None:
     assert is_exact(tmp_path, make, kill=kill, is_rebuilt=True)
+
+
+def test_workers_get_the_buffer_that_they_had(tmp_path: Path) -> None:
+    assert is_exact(tmp_path, Sampled, kill=14, workers={"num_workers": 2}, strict=True)
 
 
 def test_without_the_state_of_its_objects_it_differs(tmp_path: Path) -> None:
