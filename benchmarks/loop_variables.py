@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from resumekit.analysis import LoopCarried, LoopNode, Program, loop_carried
-from resumekit.analysis.program import own_nodes
+from resumekit.analysis.scopes import own_nodes
 
 
 def analysed(path: Path, line: int) -> LoopCarried:

@@ -4,10 +4,10 @@ Standard library only; what exists at run time is asked through functions that t
 """
 
 from resumekit.analysis.loop_carried import LoopCarried, Variable, loop_carried
-from resumekit.analysis.program import Function, LoopNode, Program
+from resumekit.analysis.program import Program, stored_keys
 from resumekit.analysis.roles import Role
+from resumekit.analysis.scopes import Function, LoopNode
 from resumekit.analysis.source import Located, function_of, loop_at, program_of
-from resumekit.analysis.stores import stored_keys
 
 __all__ = [
     "Function",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from resumekit.analysis import calls
 from resumekit.analysis.paths import Relevant, base_of
-from resumekit.analysis.program import LOCAL, Function, Program, Scope
+from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
+from resumekit.analysis.scopes import LOCAL, Function, Scope
 
 
 @dataclass(frozen=True)

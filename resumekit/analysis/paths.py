@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from resumekit.analysis.program import LOCAL
+from resumekit.analysis.scopes import LOCAL
 
 # A relevant path, and the conditions under which alone it is; None: under any.
 Relevant = dict[str, frozenset[str] | None]

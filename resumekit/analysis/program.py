@@ -1,103 +1,20 @@
-"""Functions, classes and variables of one source file, with call and name resolution.
-
-A variable is a *path*: ``x`` at module level, ``train@x`` for a local of ``train()``, and
-``train@state.best`` for an attribute. A parameter that its function never assigns is replaced by
-the path of the argument, so an attribute has one path in all functions that share the object.
-"""
+"""A parsed source file: its functions and classes, and which of them a call runs."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-LoopNode = ast.For | ast.AsyncFor | ast.While
-
-LOCAL = "@"
-
-
-@dataclass(frozen=True)
-class Class:
-    """A class of the file: its methods and the classes of its attributes."""
-
-    name: str
-    methods: Mapping[str, Function]
-    attribute_classes: Mapping[str, str]
-    is_module: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Function:
-    """A function or method of the file; the file itself is the function ``""``.
-
-    Attributes:
-        name: the qualified name.
-        node: its definition.
-        parameters: their names in order.
-        local_names: what the function assigns, parameters excluded unless it assigns them.
-        assigned_parameters: the parameters that the function assigns.
-        parent: the function around it.
-        owner: the class whose method it is.
-    """
-
-    name: str
-    node: FunctionNode | ast.Module
-    parameters: tuple[str, ...]
-    local_names: frozenset[str]
-    assigned_parameters: frozenset[str]
-    parent: Function | None = None
-    owner: str | None = None
-
-    @property
-    def body(self) -> list[ast.stmt]:
-        """The statements."""
-        return self.node.body
-
-    @cached_property
-    def keyword_only(self) -> frozenset[str]:
-        """The parameters that are passed by keyword only."""
-        if isinstance(self.node, ast.Module):
-            return frozenset()
-        return frozenset(each.arg for each in self.node.args.kwonlyargs)
-
-
-@dataclass(frozen=True)
-class Scope:
-    """One activation of a function: which path each parameter stands for."""
-
-    function: Function
-    bindings: tuple[tuple[str, str], ...] = ()
-    parent: Scope | None = None
-
-    @cached_property
-    def _bound(self) -> dict[str, str]:
-        return dict(self.bindings)
-
-    def path_of(self, name: str) -> str:
-        """The path of a name that is used in this activation."""
-        function = self.function
-        if name in self._bound:
-            return self._bound[name]
-        if isinstance(function.node, ast.Module):
-            return name
-        if name in function.local_names or name in function.parameters:
-            return f"{function.name}{LOCAL}{name}"
-        if self.parent is not None:
-            return self.parent.path_of(name)
-        if function.parent is not None:
-            return Scope(function.parent).path_of(name)
-        return name
-
-    def path(self, node: ast.AST) -> str | None:
-        """The path of a name or of an attribute of one; None for any other expression."""
-        if isinstance(node, ast.Name):
-            return self.path_of(node.id)
-        if isinstance(node, ast.Attribute):
-            base = self.path(node.value)
-            return None if base is None else f"{base}.{node.attr}"
-        return None
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Class,
+    Function,
+    FunctionNode,
+    Scope,
+    function_at,
+    own_nodes,
+)
 
 
 @dataclass
@@ -124,7 +41,7 @@ class Program:
             SyntaxError: it is not Python.
         """
         program = cls(ast.parse(source))
-        program.functions[""] = _function("", program.tree, None, None)
+        program.functions[""] = function_at("", program.tree, None, None)
         program._collect(program.tree.body, "", program.functions[""], None)
         for node in ast.walk(program.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -152,7 +69,7 @@ class Program:
                 self.classes[name] = Class(name, methods, {}, self._is_module_class(node))
             else:
                 enclosing = parent if parent and parent.name else None
-                function = _function(name, node, enclosing, owner)
+                function = function_at(name, node, enclosing, owner)
                 self.functions[name] = function
                 self._collect(node.body, f"{name}.", function, None)
 
@@ -263,6 +180,28 @@ class Program:
         return Scope(function, tuple(sorted(bindings.items())), parent), copied
 
 
+def stored_keys(program: Program) -> Iterator[tuple[str, str]]:
+    """The path of the container and the key, for each store like ``extras["best"] = best``."""
+    for function in program.functions.values():
+        scope = Scope(function)
+        for node in own_nodes(function.body):
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                path = scope.path(node.value)
+                key = node.slice
+                if (
+                    path is not None
+                    and isinstance(key, ast.Constant)
+                    and isinstance(key.value, str)
+                ):
+                    yield path, key.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                path = scope.path(node.func.value)
+                if path is not None and node.func.attr == "update":
+                    for keyword in node.keywords:
+                        if keyword.arg is not None:
+                            yield path, keyword.arg
+
+
 def _arguments(call: ast.Call, function: Function, *, has_receiver: bool) -> dict[str, ast.expr]:
     names = [each for each in function.parameters if each not in function.keyword_only]
     if has_receiver:
@@ -279,49 +218,10 @@ def _arguments(call: ast.Call, function: Function, *, has_receiver: bool) -> dic
     return found
 
 
-def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes of a body, those of nested functions and classes excluded."""
-    stack: list[ast.AST] = list(reversed(body))
-    while stack:
-        node = stack.pop()
-        yield node
-        if not isinstance(node, (*FunctionNode.__args__, ast.ClassDef, ast.Lambda)):
-            stack.extend(reversed(list(ast.iter_child_nodes(node))))
-
-
 def _definitions(body: list[ast.stmt]) -> Iterator[FunctionNode | ast.ClassDef]:
     for node in own_nodes(body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node
-
-
-def _function(
-    name: str, node: FunctionNode | ast.Module, parent: Function | None, owner: str | None
-) -> Function:
-    outer: set[str] = set()
-    stored: set[str] = set()
-    for each in own_nodes(node.body):
-        if isinstance(each, (ast.Global, ast.Nonlocal)):
-            outer.update(each.names)
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, (ast.Store, ast.Del)):
-            stored.add(each.id)
-        elif isinstance(each, ast.ExceptHandler) and each.name:
-            stored.add(each.name)
-    parameters: tuple[str, ...] = ()
-    if not isinstance(node, ast.Module):
-        given = node.args
-        every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-        every += [each for each in (given.vararg, given.kwarg) if each is not None]
-        parameters = tuple(each.arg for each in every)
-    return Function(
-        name,
-        node,
-        parameters,
-        frozenset(stored - outer),
-        frozenset(stored & set(parameters)),
-        parent,
-        owner,
-    )
 
 
 def _split(path: str) -> tuple[str, str, str]:

@@ -15,13 +15,10 @@ import ast
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from resumekit.analysis import calls
-from resumekit.analysis.call_effects import CallEffects, Context, is_self
+from resumekit.analysis.call_effects import Context
+from resumekit.analysis.expression_slice import ExpressionSlice
 from resumekit.analysis.paths import (
     Relevant,
-    base_of,
-    covers,
-    drop_guards_on,
     excludes,
     frozen,
     joined,
@@ -30,25 +27,17 @@ from resumekit.analysis.paths import (
     target_names,
     touches,
     under,
-    variable_of,
     without,
 )
-from resumekit.analysis.program import (
-    LOCAL,
-    Function,
-    FunctionNode,
-    LoopNode,
-    Program,
-    Scope,
-    own_nodes,
-)
+from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
+from resumekit.analysis.scopes import LOCAL, Function, FunctionNode, LoopNode, Scope, own_nodes
 
 _MAX_DEPTH = 10
 _RETURN = "return"
 
 
-class Relevance(CallEffects):
+class Relevance(ExpressionSlice):
     """The backward slice of one program.
 
     Args:
@@ -76,10 +65,9 @@ class Relevance(CallEffects):
         only_inside: Collection[str] = frozenset(),
         is_invariant: Callable[[ast.expr, Scope], bool] = lambda test, scope: False,
     ) -> None:
-        super().__init__(program, roles)
+        super().__init__(program, roles, every_use=every_use)
         self._chain = frozenset(map(id, chain))
         self._inner = inner
-        self._every_use = every_use
         self._only_inside = only_inside
         self._is_invariant = is_invariant
         self._memo: dict[object, tuple[Relevant, bool]] = {}
@@ -239,58 +227,6 @@ class Relevance(CallEffects):
             effect = effect or also
         return before, effect
 
-    def _store(
-        self, target: ast.expr, out: Relevant, before: Relevant, context: Context, *, keeps: bool
-    ) -> tuple[bool, bool]:
-        """A store: whether the stored value is wanted, and whether the store itself matters.
-
-        Args:
-            target: what is stored into.
-            out: what is relevant after the store.
-            before: the same without what the store overwrites; it is changed here.
-            context: of the statement.
-            keeps: the store reads the old value.
-        """
-        if isinstance(target, (ast.Tuple, ast.List)):
-            found = [self._store(t, out, before, context, keeps=keeps) for t in target.elts]
-            return any(w for w, _ in found), any(e for _, e in found)
-        if isinstance(target, ast.Starred):
-            return self._store(target.value, out, before, context, keeps=keeps)
-        scope = context.scope
-        if isinstance(target, ast.Subscript):
-            return self._store_item(target, out, before, context)
-        path = scope.path(target)
-        if path is None:
-            return self._is_component(target, context), self._is_component(target, context)
-        want = any(touches(path, each) for each in out)
-        drop_guards_on(path, before)
-        if not keeps:
-            for each in [each for each in before if covers(path, each)]:
-                del before[each]
-        matters = self._is_component(target, context)
-        if isinstance(target, ast.Name) and self._roles.is_training(path):
-            matters = True
-        return want or matters, matters
-
-    def _store_item(
-        self, target: ast.Subscript, out: Relevant, before: Relevant, context: Context
-    ) -> tuple[bool, bool]:
-        if self._is_component(target, context):
-            return True, True
-        path = context.scope.path(base_of(target))
-        if path is None:
-            return False, False
-        want = any(touches(path, each) for each in out)
-        if want and any(
-            isinstance(each, ast.Name) and context.scope.path_of(each.id) in context.indices
-            for each in ast.walk(target.slice)
-        ):
-            for each in [each for each in before if covers(path, each)]:
-                del before[each]
-        elif want:
-            before.update(self._read(target.slice, before, context))
-        return want, False
-
     def _if(self, node: ast.If, out: Relevant, context: Context) -> tuple[Relevant, bool]:
         guard = ast.unparse(node.test)
         positive = {p: g for p, g in out.items() if not excludes(g, negated(guard))}
@@ -393,145 +329,6 @@ class Relevance(CallEffects):
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
         return before, effect or also or inside or any(each for _, each in handled)
-
-    # ---------------------------------------------------------------- expressions
-
-    def _read(self, node: ast.expr, before: Relevant, context: Context) -> Relevant:
-        return self._expression(node, before, context, want=True)[0]
-
-    def _expression(
-        self,
-        node: ast.expr | None,
-        out: Relevant,
-        context: Context,
-        *,
-        want: bool,
-        is_statement: bool = False,
-    ) -> tuple[Relevant, bool]:
-        """Before an expression is evaluated.
-
-        Args:
-            node: the expression.
-            out: what is relevant after it.
-            context: of the statement.
-            want: its value is relevant.
-            is_statement: its value is thrown away.
-        """
-        if node is None or isinstance(node, ast.Constant):
-            return out, False
-        want = want or self._every_use
-        if isinstance(node, ast.Call):
-            return self._call(node, out, context, want=want, is_statement=is_statement)
-        path = context.scope.path(node)
-        if path is not None:
-            is_known = path.split(".")[0] in self._program.imported or is_self(path, context)
-            if want and not is_known:
-                out = {**out, path: None}
-            return out, False
-        if isinstance(node, ast.NamedExpr):
-            before = dict(out)
-            stored, effect = self._store(node.target, out, before, context, keeps=False)
-            before, also = self._expression(node.value, before, context, want=want or stored)
-            return before, effect or also or stored
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            return self._comprehension(node, out, context, want=want)
-        if isinstance(node, ast.Lambda):
-            hidden = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
-            inside, effect = self._expression(node.body, {}, context, want=want)
-            shown = {p: g for p, g in inside.items() if variable_of(p) not in hidden}
-            return joined(out, shown), effect
-        effect = False
-        for child in reversed(list(ast.iter_child_nodes(node))):
-            if isinstance(child, ast.expr):
-                out, also = self._expression(child, out, context, want=want)
-                effect = effect or also
-        return out, effect
-
-    def _comprehension(
-        self, node: ast.expr, out: Relevant, context: Context, *, want: bool
-    ) -> tuple[Relevant, bool]:
-        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]  # type: ignore[attr-defined]
-        inside: Relevant = out
-        effect = False
-        generators = node.generators  # type: ignore[attr-defined]
-        for each in parts:
-            inside, also = self._expression(each, inside, context, want=want)
-            effect = effect or also
-        for generator in reversed(generators):
-            for test in generator.ifs:
-                inside, also = self._expression(test, inside, context, want=want or effect)
-                effect = effect or also
-            hidden = {each.id for each in ast.walk(generator.target) if isinstance(each, ast.Name)}
-            inside = {p: g for p, g in inside.items() if p in out or variable_of(p) not in hidden}
-            inside, also = self._expression(generator.iter, inside, context, want=want or effect)
-            effect = effect or also
-        return inside, effect
-
-    def _call(
-        self, node: ast.Call, out: Relevant, context: Context, *, want: bool, is_statement: bool
-    ) -> tuple[Relevant, bool]:
-        followed = self._call_inside(node, out, context, want=want)
-        if followed is not None:
-            return followed
-        if self._is_logging(node, context) and not self._every_use:
-            return self._arguments(node, out, context, want=want, receiver=False)
-        effect = self._has_effect(node, context, is_statement=is_statement)
-        wants_arguments = want or self._wants_arguments(node, context, is_statement=is_statement)
-        receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
-        path = None if receiver is None else context.scope.path(base_of(receiver))
-        wants_receiver = want or (effect and self._remembers(node, path, context))
-        if path is not None and is_statement and calls.overwrites_receiver(node):
-            owner = path.removesuffix(".data")
-            if owner not in self._component_aliases and any(touches(owner, e) for e in out):
-                effect = wants_arguments = True
-                out = {p: g for p, g in out.items() if not covers(owner, p)}
-        elif path is not None and calls.resets_receiver(node) and is_statement:
-            out = {p: g for p, g in out.items() if not covers(path, p)}
-        elif path is not None and self._changes(node, path, is_statement=is_statement):
-            if any(touches(path, each) for each in out):
-                effect = wants_arguments = wants_receiver = True
-            if path in self._component_aliases or self._is_component(node.func, context):
-                effect = wants_arguments = True
-        if calls.dotted(node.func) == "next" and node.args:
-            iterator = context.scope.path(node.args[0])
-            if iterator is not None and any(touches(iterator, each) for each in out):
-                wants_arguments = True
-        before, also = self._arguments(
-            node, out, context, want=wants_arguments, receiver=wants_receiver
-        )
-        if want and isinstance(node.func, ast.Name):
-            function = context.scope.path_of(node.func.id)
-            if function != node.func.id:
-                before = {**before, function: None}
-        return before, effect or also
-
-    def _arguments(
-        self, node: ast.Call, out: Relevant, context: Context, *, want: bool, receiver: bool
-    ) -> tuple[Relevant, bool]:
-        effect = False
-        saves = calls.is_saving(node) and not self._every_use
-        for value in reversed([*node.args, *(each.value for each in node.keywords)]):
-            decides = want and (not saves or self._is_decision(value, context))
-            out, also = self._argument(value, out, context, want=decides)
-            effect = effect or also
-        if isinstance(node.func, ast.Attribute):
-            out, also = self._expression(node.func.value, out, context, want=receiver)
-            effect = effect or also
-        elif not isinstance(node.func, ast.Name):
-            out, also = self._expression(node.func, out, context, want=want)
-            effect = effect or also
-        return out, effect
-
-    def _argument(
-        self, value: ast.expr, out: Relevant, context: Context, *, want: bool
-    ) -> tuple[Relevant, bool]:
-        """An argument; a function of the same file is one that the callee calls."""
-        if isinstance(value, (ast.Name, ast.Attribute)):
-            called = ast.Call(func=value, args=[], keywords=[])
-            followed = self._call_inside(called, out, context, want=want)
-            if followed is not None:
-                return followed
-        return self._expression(value, out, context, want=want)
 
 
 def _derived(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import LOCAL, Function, Program, Scope, own_nodes
+from resumekit.analysis.program import Program
+from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes
 
 _OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
 

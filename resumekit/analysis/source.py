@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from resumekit.analysis.program import Function, LoopNode, Program, own_nodes
+from resumekit.analysis.program import Program
+from resumekit.analysis.scopes import Function, LoopNode, own_nodes
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 
 from resumekit.analysis import calls
 from resumekit.analysis.paths import base_of, covers, pairs_of, touches
-from resumekit.analysis.program import LOCAL, Function, LoopNode, Program, Scope, own_nodes
+from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
+from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, own_nodes
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10

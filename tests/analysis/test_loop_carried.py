@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from resumekit.analysis import LoopCarried, LoopNode, Program, loop_carried
-from resumekit.analysis.program import own_nodes
+from resumekit.analysis.scopes import own_nodes
 
 HEAD = """
 import copy, random, time
