@@ -17,6 +17,7 @@ TRAINING_METHODS = frozenset(
         "manual_backward",
         "manual_seed",
         "requires_grad_",
+        "set_epoch",
         "step_update",
         "unscale_",
         "update_parameters",

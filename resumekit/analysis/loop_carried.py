@@ -174,7 +174,9 @@ def _assigned_only_inside(function: Function, loop: LoopNode) -> frozenset[str]:
     stores = [
         each
         for each in own_nodes(function.body)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        if isinstance(each, ast.Name)
+        and isinstance(each.ctx, ast.Store)
+        and each.id in function.local_names
     ]
     outside = {each.id for each in stores if id(each) not in inside} | set(function.parameters)
     scope = Scope(function)

@@ -12,7 +12,7 @@ rewrites ``buffer``.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
 from resumekit.analysis.call_effects import Context
@@ -62,7 +62,7 @@ class Relevance(ExpressionSlice):
         inner: ast.AST,
         *,
         every_use: bool = False,
-        only_inside: Collection[str] = frozenset(),
+        only_inside: Set[str] = frozenset(),
         is_invariant: Callable[[ast.expr, Scope], bool] = lambda test, scope: False,
     ) -> None:
         super().__init__(program, roles, every_use=every_use)
@@ -235,7 +235,8 @@ class Relevance(ExpressionSlice):
         other, also = self._body(node.orelse, negative, context)
         if not node.orelse and self._is_invariant(node.test, context.scope):
             # Nothing assigns it elsewhere: what is read without this branch is never read at all.
-            killed = {p for p in self._only_inside if p in other and p not in then}
+            stored = _stored_names(node.body, context.scope) & self._only_inside
+            killed = {p for p in stored if p in other and p not in then}
             other = without(other, killed)
         before = under(then, other, guard)
         effect = effect or also
@@ -329,6 +330,12 @@ class Relevance(ExpressionSlice):
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
         return before, effect or also or inside or any(each for _, each in handled)
+
+
+def _stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
+    """The variables that statements assign."""
+    names = (each for each in own_nodes(body) if isinstance(each, ast.Name))
+    return {scope.path_of(each.id) for each in names if isinstance(each.ctx, ast.Store)}
 
 
 def _derived(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:

@@ -20,12 +20,20 @@ LOCAL = "@"
 
 @dataclass(frozen=True)
 class Class:
-    """A class of the file: its methods and the classes of its attributes."""
+    """A class of the file: its methods, inherited ones too, and the classes of its attributes."""
 
     name: str
+    bases: tuple[Class, ...]
     methods: Mapping[str, Function]
     attribute_classes: Mapping[str, str]
     is_module: bool
+
+    def class_of_attribute(self, name: str) -> str | None:
+        """The name of the class of an attribute, if the class or a base makes it."""
+        made = self.attribute_classes.get(name)
+        for base in self.bases:
+            made = made or base.class_of_attribute(name)
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +69,30 @@ class Function:
         if isinstance(self.node, ast.Module):
             return frozenset()
         return frozenset(each.arg for each in self.node.args.kwonlyargs)
+
+    @cached_property
+    def decorators(self) -> frozenset[str]:
+        """The names of its decorators."""
+        if isinstance(self.node, ast.Module):
+            return frozenset()
+        return frozenset(map(ast.unparse, self.node.decorator_list))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a method without ``self``."""
+        return "staticmethod" in self.decorators
+
+    @property
+    def is_property(self) -> bool:
+        """Whether reading an attribute calls it."""
+        return bool(self.decorators & {"property", "cached_property", "functools.cached_property"})
+
+    @cached_property
+    def is_abstract(self) -> bool:
+        """Whether subclasses define what it does."""
+        if any(each.rpartition(".")[2].startswith("abstract") for each in self.decorators):
+            return True
+        return all(map(_does_nothing, self.body))
 
 
 @dataclass(frozen=True)
@@ -98,6 +130,12 @@ class Scope:
             base = self.path(node.value)
             return None if base is None else f"{base}.{node.attr}"
         return None
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    return isinstance(node, (ast.Pass, ast.Raise))
 
 
 def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:

@@ -66,23 +66,39 @@ class Staleness:
                 found.add(scope.path(node) or "")
                 self.stored.add(scope.path(node) or "")
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                found.add(scope.path(base_of(node)) or "")
+                found |= self._with_alias(scope.path(base_of(node)))
             elif isinstance(node, ast.Call):
                 found |= self._written_by_call(node, scope, is_statement=id(node) in statements)
         return frozenset(each for each in found if each and self._roles.of_whole(each) is None)
 
+    def _with_alias(self, path: str | None) -> set[str]:
+        """The path of a changed object, and the path that a local took the object from."""
+        found = {path or ""}
+        if path is not None:
+            found.add(self._program.origin_of(path))
+        return found
+
+    def _written_inside(
+        self, node: ast.Call, scope: Scope, called: tuple[Function, str | None]
+    ) -> Paths:
+        """What a function of the file writes that a call runs."""
+        function, receiver = called
+        inner, _ = self._program.enter(node, scope, function, receiver)
+        key = (function.name, inner.bindings)
+        if key not in self._written:
+            self._written[key] = frozenset()  # a recursive call adds nothing
+            self._written[key] = self.written(function.body, inner)
+        prefix = f"{function.name}{LOCAL}"
+        return frozenset(p for p in self._written[key] if not p.startswith(prefix))
+
     def _written_by_call(self, node: ast.Call, scope: Scope, *, is_statement: bool) -> Paths:
         called = self._program.called(node, scope)
         if called is not None:
-            function, receiver = called
-            inner, _ = self._program.enter(node, scope, function, receiver)
-            key = (function.name, inner.bindings)
-            if key not in self._written:
-                self._written[key] = frozenset()  # a recursive call adds nothing
-                self._written[key] = self.written(function.body, inner)
-            prefix = f"{function.name}{LOCAL}"
-            return frozenset(p for p in self._written[key] if not p.startswith(prefix))
+            return self._written_inside(node, scope, called)
         found: set[str] = set()
+        forward = self._program.forward_of(node, scope)
+        if forward is not None:
+            found |= self._written_inside(node, scope, forward)
         for value in [*node.args, *(each.value for each in node.keywords)]:
             if isinstance(value, (ast.Name, ast.Attribute)):
                 call = ast.Call(func=value, args=[], keywords=[])
@@ -98,7 +114,9 @@ class Staleness:
             changes = calls.changes_receiver(node, is_statement=is_statement)
             is_variable = root not in self._program.imported and not is_receiver(path, scope)
             if path is not None and changes and is_variable:
-                found.add(path)
+                found |= self._with_alias(path)
+            if calls.method(node) == "step" and is_statement:
+                found |= self._program.optimized
         elif is_statement and isinstance(node.func, ast.Name):
             path = scope.path_of(node.func.id)
             program = self._program

@@ -1,0 +1,303 @@
+"""What a source file defines: functions, classes, and what its variables are made of."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Class,
+    Function,
+    FunctionNode,
+    Scope,
+    function_at,
+    own_nodes,
+)
+
+_WRAPPERS = frozenset({"enumerate", "zip", "reversed", "sorted", "list", "tuple", "tqdm", "islice"})
+
+
+@dataclass
+class Definitions:
+    """The definitions of a parsed source file.
+
+    Attributes:
+        imported: module-level and local names that an import statement binds.
+        flags: the paths of variables that hold the result of a comparison.
+        aliases: the path that a local refers to, or to an element of, by the path of the local.
+        optimized: paths of tensors that an optimizer is made of one by one.
+    """
+
+    tree: ast.Module
+    functions: dict[str, Function] = field(default_factory=dict)
+    classes: dict[str, Class] = field(default_factory=dict)
+    imported: set[str] = field(default_factory=set)
+    flags: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optimized: set[str] = field(default_factory=set)
+    _variable_classes: dict[str, str] = field(default_factory=dict)
+    _variable_functions: dict[str, Function] = field(default_factory=dict)
+    _num_bound: dict[str, int] = field(default_factory=dict)
+    _overriding: dict[str, list[str]] = field(default_factory=dict)
+
+    def collect(self) -> None:
+        """Reads the definitions of the file, and what its variables are made of."""
+        self.functions[""] = function_at("", self.tree, None, None)
+        self._collect(self.tree.body, "", self.functions[""], None)
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self.imported.update((a.asname or a.name).split(".")[0] for a in node.names)
+        for function in list(self.functions.values()):
+            self._read_assignments(function)
+        for function in list(self.functions.values()):
+            self._read_aliases(function)
+
+    @property
+    def module(self) -> Function:
+        """The file's own statements."""
+        return self.functions[""]
+
+    def _collect(
+        self, body: list[ast.stmt], prefix: str, parent: Function | None, owner: str | None
+    ) -> None:
+        for node in _definitions(body):
+            name = f"{prefix}{node.name}"
+            if isinstance(node, ast.ClassDef):
+                self._collect(node.body, f"{name}.", None, name)
+                self.classes[name] = self._class(name, node)
+            else:
+                enclosing = parent if parent and parent.name else None
+                function = function_at(name, node, enclosing, owner)
+                self.functions[name] = function
+                self._collect(node.body, f"{name}.", function, None)
+
+    def _class(self, name: str, node: ast.ClassDef) -> Class:
+        texts = [ast.unparse(each) for each in node.bases]
+        bases = tuple(self.classes[each] for each in texts if each in self.classes)
+        methods = {method: found for b in reversed(bases) for method, found in b.methods.items()}
+        own = [each for each in node.body if isinstance(each, FunctionNode)]
+        methods.update((each.name, self.functions[f"{name}.{each.name}"]) for each in own)
+        for base in bases:
+            self._overriding.setdefault(base.name, []).append(name)
+        is_module = any(each.endswith("Module") for each in texts) or any(
+            each.is_module for each in bases
+        )
+        return Class(name, bases, methods, {}, is_module)
+
+    # ---------------------------------------------------------------- what variables are made of
+
+    def _read_assignments(self, function: Function) -> None:
+        scope = Scope(function)
+        for node in own_nodes(function.body):
+            if isinstance(node, ast.Call):
+                self._read_optimizer(node, scope)
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                self._read_value([node.target], node.value, scope)
+            elif isinstance(node, ast.Assign):
+                self._read_value(node.targets, node.value, scope)
+
+    def _read_value(self, targets: list[ast.expr], value: ast.expr, scope: Scope) -> None:
+        if isinstance(value, (ast.Compare, ast.BoolOp)):
+            self.flags.update(p for p in map(scope.path, targets) if p)
+        made = _name_of(value.func) if isinstance(value, ast.Call) else ""
+        for target in targets:
+            if made in self.classes:
+                self._note_class(scope, target, made)
+            elif isinstance(target, ast.Name):
+                self._note_function(scope, scope.path_of(target.id), value)
+
+    def _note_class(self, scope: Scope, target: ast.expr, made: str) -> None:
+        function = scope.function
+        is_attribute = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
+        if is_attribute and function.owner in self.classes and function.parameters:
+            assert isinstance(target, ast.Attribute)
+            assert isinstance(target.value, ast.Name)
+            if target.value.id == function.parameters[0]:
+                classes = self.classes[function.owner].attribute_classes
+                assert isinstance(classes, dict)
+                classes[target.attr] = made
+                return
+        path = scope.path(target)
+        if path is not None:
+            self._variable_classes[path] = made
+
+    def _note_function(self, scope: Scope, path: str, value: ast.expr) -> None:
+        """A variable that refers to a function: a lambda, ``partial(f)``, what a factory makes."""
+        if isinstance(value, ast.Lambda):
+            node = _definition_of(value, path.rpartition(LOCAL)[2])
+            name = f"{scope.function.name}.{node.name}".lstrip(".")
+            parent = scope.function if scope.function.name else None
+            made = function_at(name, node, parent, None)
+            self.functions.setdefault(name, made)
+            self._variable_functions[path] = made
+            return
+        num_bound = 0
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("partial"):
+            num_bound = len(value.args) - 1
+            value = value.args[0] if value.args else value
+        elif isinstance(value, ast.Call):
+            factory = self.function_named(value.func, scope)
+            returned = factory and _returned_name(factory)
+            inner = self.functions.get(f"{factory.name}.{returned}") if factory else None
+            if inner is not None:
+                self._variable_functions[path] = inner
+            return
+        function = self.function_named(value, scope)
+        if function is not None:
+            self._variable_functions[path] = function
+            self._num_bound[path] = num_bound
+
+    def _read_optimizer(self, call: ast.Call, scope: Scope) -> None:
+        """``Adam([log_alpha])``: the optimizer changes a tensor that no module has."""
+        if "optim" not in ast.unparse(call.func).lower() and not _OPTIMIZERS & {_last(call.func)}:
+            return
+        for value in [*call.args[:1], *(e.value for e in call.keywords if e.arg == "params")]:
+            if isinstance(value, (ast.List, ast.Tuple)):
+                found = (scope.path(each) for each in value.elts)
+                self.optimized.update(each for each in found if each is not None)
+
+    # ---------------------------------------------------------------- aliases
+
+    def _read_aliases(self, function: Function) -> None:
+        scope = Scope(function)
+        stored: dict[str, int] = {}
+        found: dict[str, str] = {}
+        for node in own_nodes(function.body):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                stored[node.id] = stored.get(node.id, 0) + 1
+            pairs: list[tuple[ast.expr, ast.expr]] = []
+            if isinstance(node, ast.Assign):
+                pairs = [(target, node.value) for target in node.targets]
+            elif isinstance(node, (ast.For, ast.AsyncFor)):
+                pairs = list(_elements(node.target, node.iter))
+            for target, value in pairs:
+                path = _base_path(value, scope)
+                if isinstance(target, ast.Name) and path is not None:
+                    found[target.id] = path
+        for name, path in found.items():
+            own = scope.path_of(name)
+            if stored.get(name) == 1 and own != path:
+                self.aliases[own] = path
+
+    # ---------------------------------------------------------------- questions
+
+    @cached_property
+    def property_names(self) -> frozenset[str]:
+        """The names of all properties of the file."""
+        methods = self.functions.items()
+        return frozenset(name.rpartition(".")[2] for name, each in methods if each.is_property)
+
+    def function_named(self, node: ast.expr, scope: Scope) -> Function | None:
+        """The function of this file that a name refers to; None for a method."""
+        if not isinstance(node, ast.Name):
+            return None
+        enclosing: Function | None = scope.function
+        while enclosing is not None:
+            found = self.functions.get(f"{enclosing.name}.{node.id}")
+            if found is not None and found.owner is None:
+                return found
+            enclosing = enclosing.parent
+        path = scope.path_of(node.id)
+        found = self.functions.get(path)
+        if found is not None and found.owner is None and path:
+            return found
+        return self._variable_functions.get(path)
+
+    def num_bound(self, node: ast.expr, scope: Scope) -> int:
+        """How many arguments ``partial`` has given to the function that a name refers to."""
+        return self._num_bound.get(scope.path(node) or "", 0)
+
+    def origin_of(self, path: str) -> str:
+        """The path that a local took its object from; the path itself where it is no alias."""
+        seen = {path}
+        while path in self.aliases and self.aliases[path] not in seen:
+            path = self.aliases[path]
+            seen.add(path)
+        return path
+
+    def class_of(self, path: str) -> Class | None:
+        """The class of this file that the object at a path is an instance of, if that is known."""
+        if path in self._variable_classes:
+            return self.classes[self._variable_classes[path]]
+        base, _, attribute = path.rpartition(".") if LOCAL not in path else _split(path)
+        if base:
+            owner = self.class_of(base)
+            made = owner and owner.class_of_attribute(attribute)
+            return self.classes.get(made) if made else None
+        name, _, variable = path.rpartition(LOCAL)
+        function = self.functions.get(name) if name else None
+        if function is None or function.parameters[:1] != (variable,) or function.is_static:
+            return None
+        owner_name = function.owner or ""
+        while len(self._overriding.get(owner_name, ())) == 1:
+            owner_name = self._overriding[owner_name][0]  # the only class that it can be
+        return self.classes.get(owner_name)
+
+
+_OPTIMIZERS = frozenset({"Adam", "AdamW", "SGD", "RMSprop", "Adagrad"})
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[FunctionNode | ast.ClassDef]:
+    for node in own_nodes(body):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+
+
+def _definition_of(node: ast.Lambda, name: str) -> ast.FunctionDef:
+    """A lambda as the definition of a function."""
+    body: list[ast.stmt] = [ast.copy_location(ast.Return(value=node.body), node)]
+    made = ast.FunctionDef(name=name, args=node.args, body=body, decorator_list=[], returns=None)
+    return ast.copy_location(made, node)
+
+
+def _returned_name(function: Function) -> str | None:
+    """The name that a function returns, where it returns nothing else."""
+    found = {
+        each.value.id if isinstance(each.value, ast.Name) else None
+        for each in own_nodes(function.body)
+        if isinstance(each, ast.Return) and each.value is not None
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _elements(target: ast.expr, iterable: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of a ``for``, each with what it is an element of."""
+    if isinstance(iterable, ast.Call):
+        name, arguments = _last(iterable.func), iterable.args
+        is_tuple = isinstance(target, (ast.Tuple, ast.List))
+        if name == "enumerate" and is_tuple and len(target.elts) == 2 and arguments:  # type: ignore[attr-defined]
+            yield from _elements(target.elts[1], arguments[0])  # type: ignore[attr-defined]
+        elif name == "zip" and is_tuple and len(target.elts) == len(arguments):  # type: ignore[attr-defined]
+            for each, value in zip(target.elts, arguments, strict=True):  # type: ignore[attr-defined]
+                yield from _elements(each, value)
+        elif name in ("values", "items") and isinstance(iterable.func, ast.Attribute):
+            last = target.elts[-1] if is_tuple and name == "items" else target  # type: ignore[attr-defined]
+            yield last, iterable.func.value
+        elif name in _WRAPPERS and arguments and not is_tuple:
+            yield from _elements(target, arguments[0])
+        return
+    yield target, iterable
+
+
+def _base_path(node: ast.expr, scope: Scope) -> str | None:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return scope.path(node)
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    """A path of a local without its last attribute; function names have dots as well."""
+    function, _, variable = path.rpartition(LOCAL)
+    base, dot, attribute = variable.rpartition(".")
+    return (f"{function}{LOCAL}{base}" if base else ""), dot, attribute
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else _name_of(node)
