@@ -23,6 +23,7 @@ class Context:
     jumps_matter: bool = False  # a break or continue skips something that matters
     returns_matter: bool = False
     wants_result: bool = False
+    elements: frozenset[int] | None = None  # of a returned tuple, the ones that are wanted
     no_grad: bool = False
     indices: frozenset[str] = frozenset()  # of the for loops inside the training loop
     depth: int = 0

@@ -99,7 +99,7 @@ _LOGGING = re.compile(
 )
 _SAVING = re.compile(
     r"(^|[._])(save|checkpoint|ckpt|push_to_hub)([._]|$)|^(Save|Checkpoint)|save(Model|Checkpoint)"
-    r"|shutil\.(copy|move)"
+    r"|shutil\.(copy|move)|(^|\.)copy(file|2|tree)$"
 )
 _SAVES_NO_STATE = re.compile(
     r"savefig|save_?im(age|g)|imsave|savez|savetxt|save_sample|save_text|save_result|save_plot"

@@ -50,6 +50,8 @@ class Definitions:
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self.imported.update((a.asname or a.name).split(".")[0] for a in node.names)
+        if "*" in self.imported:
+            self.imported |= self._never_stored()
         for function in list(self.functions.values()):
             self._read_assignments(function)
         for function in list(self.functions.values()):
@@ -73,6 +75,14 @@ class Definitions:
                 function = function_at(name, node, enclosing, owner)
                 self.functions[name] = function
                 self._collect(node.body, f"{name}.", function, None)
+
+    def _never_stored(self) -> set[str]:
+        """The names that only an import with a star can bind."""
+        names = [each for each in ast.walk(self.tree) if isinstance(each, ast.Name)]
+        stored = {each.id for each in names if not isinstance(each.ctx, ast.Load)}
+        parameters = {name for each in self.functions.values() for name in each.parameters}
+        defined = {*self.functions, *self.classes}
+        return {each.id for each in names} - stored - parameters - defined
 
     def _class(self, name: str, node: ast.ClassDef) -> Class:
         texts = [ast.unparse(each) for each in node.bases]
@@ -209,6 +219,13 @@ class Definitions:
     def num_bound(self, node: ast.expr, scope: Scope) -> int:
         """How many arguments ``partial`` has given to the function that a name refers to."""
         return self._num_bound.get(scope.path(node) or "", 0)
+
+    def is_variable(self, path: str) -> bool:
+        """Whether a path is no function, class, module or builtin."""
+        if path in self.functions or path in self.classes:
+            return False
+        root = path.split(".")[0]
+        return LOCAL in path or (root in self.module.local_names and root not in self.imported)
 
     def origin_of(self, path: str) -> str:
         """The path that a local took its object from; the path itself where it is no alias."""

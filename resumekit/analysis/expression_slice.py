@@ -35,7 +35,13 @@ class ExpressionSlice(CallEffects, ABC):
 
     @abstractmethod
     def _call_inside(
-        self, call: ast.Call, out: Relevant, context: Context, *, want: bool
+        self,
+        call: ast.Call,
+        out: Relevant,
+        context: Context,
+        *,
+        want: bool,
+        elements: frozenset[int] | None = None,
     ) -> tuple[Relevant, bool] | None:
         """The slice through a function of the same file; None for any other call."""
 
@@ -123,7 +129,7 @@ class ExpressionSlice(CallEffects, ABC):
             return self._call(node, out, context, want=want, is_statement=is_statement)
         path = context.scope.path(node)
         if path is not None:
-            is_known = path.split(".")[0] in self._program.imported or is_self(path, context)
+            is_known = variable_of(path) in self._program.imported or is_self(path, context)
             if want and not is_known:
                 out = {**out, path: None}
             return out, False
@@ -200,7 +206,7 @@ class ExpressionSlice(CallEffects, ABC):
         )
         if want and isinstance(node.func, ast.Name):
             function = context.scope.path_of(node.func.id)
-            if function != node.func.id:
+            if self._program.is_variable(function):
                 before = {**before, function: None}
         return before, effect or also
 

@@ -82,13 +82,20 @@ class Relevance(ExpressionSlice):
     # ---------------------------------------------------------------- functions
 
     def _function(
-        self, scope: Scope, out: Relevant, *, wants_result: bool, no_grad: bool, depth: int
+        self,
+        scope: Scope,
+        out: Relevant,
+        *,
+        wants_result: bool,
+        elements: frozenset[int] | None = None,
+        no_grad: bool,
+        depth: int,
     ) -> tuple[Relevant, bool]:
         function = scope.function
         prefix = f"{function.name}{LOCAL}"
         mine = {path for path in out if function.name and path.startswith(prefix)}
         own = set(mine) if function in self._active else set()
-        key = (function.name, scope.bindings, frozen(out), wants_result, no_grad)
+        key = (function.name, scope.bindings, frozen(out), wants_result, elements, no_grad)
         if key in self._memo:
             return self._memo[key]
         if function in self._active or depth > _MAX_DEPTH:
@@ -103,6 +110,7 @@ class Relevance(ExpressionSlice):
                 at_return=out,
                 returns_matter=matters,
                 wants_result=wants_result,
+                elements=elements,
                 no_grad=no_grad or _is_without_gradients(function),
                 depth=depth,
             )
@@ -116,7 +124,13 @@ class Relevance(ExpressionSlice):
         return result, matters
 
     def _call_inside(
-        self, call: ast.Call, out: Relevant, context: Context, *, want: bool
+        self,
+        call: ast.Call,
+        out: Relevant,
+        context: Context,
+        *,
+        want: bool,
+        elements: frozenset[int] | None = None,
     ) -> tuple[Relevant, bool] | None:
         """The slice through a function of the same file; None for any other call."""
         found = self._program.called(call, context.scope)
@@ -125,7 +139,12 @@ class Relevance(ExpressionSlice):
         function, receiver = found
         scope, copied = self._program.enter(call, context.scope, function, receiver)
         inside, effect = self._function(
-            scope, out, wants_result=want, no_grad=context.no_grad, depth=context.depth + 1
+            scope,
+            out,
+            wants_result=want,
+            elements=elements,
+            no_grad=context.no_grad,
+            depth=context.depth + 1,
         )
         prefix = f"{function.name}{LOCAL}"
         wanted = {path for path in inside if path.startswith(prefix) and path not in out}
@@ -169,9 +188,11 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.Return):
             before = context.at_return
             effect = context.returns_matter or context.wants_result
-            if node.value is not None:
+            for index, value in enumerate(_returned(node, context)):
                 want = context.wants_result
-                before, also = self._expression(node.value, before, context, want=want)
+                if context.elements is not None and isinstance(node.value, ast.Tuple):
+                    want = want and index in context.elements
+                before, also = self._expression(value, before, context, want=want)
                 effect = effect or also
             return before, effect
         if isinstance(node, ast.Break):
@@ -203,6 +224,10 @@ class Relevance(ExpressionSlice):
             if len(pairs) > 1:
                 return self._parallel(pairs, out, context)
         want, effect, before = False, False, dict(out)
+        if len(targets) == 1 and isinstance(targets[0], ast.Tuple):
+            followed = self._unpacked(targets[0], node.value, out, context)
+            if followed is not None:
+                return followed
         for target in targets:
             wanted, also = self._store(
                 target, out, before, context, keeps=isinstance(node, ast.AugAssign)
@@ -212,6 +237,26 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.AugAssign) and want:
             after = self._read(node.target, after, context)
         return after, effect or also or want
+
+    def _unpacked(
+        self, target: ast.Tuple, value: ast.expr, out: Relevant, context: Context
+    ) -> tuple[Relevant, bool] | None:
+        """``a, b = f()`` for a function of the file: which elements of its result are wanted."""
+        if not isinstance(value, ast.Call) or self._program.called(value, context.scope) is None:
+            return None
+        before, effect = dict(out), False
+        wanted: set[int] = set()
+        for index, each in enumerate(target.elts):
+            if isinstance(each, ast.Starred):
+                return None
+            want, also = self._store(each, out, before, context, keeps=False)
+            wanted |= {index} if want else set()
+            effect = effect or also or want
+        elements = None if self._every_use else frozenset(wanted)
+        want = bool(wanted) or self._every_use
+        after = self._call_inside(value, before, context, want=want, elements=elements)
+        assert after is not None
+        return after[0], effect or after[1]
 
     def _parallel(
         self, pairs: list[tuple[ast.expr, ast.expr]], out: Relevant, context: Context
@@ -330,6 +375,15 @@ class Relevance(ExpressionSlice):
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
         return before, effect or also or inside or any(each for _, each in handled)
+
+
+def _returned(node: ast.Return, context: Context) -> list[ast.expr]:
+    """What a return gives, the elements of a tuple each where only some are wanted."""
+    if node.value is None:
+        return []
+    if context.elements is not None and isinstance(node.value, ast.Tuple):
+        return list(node.value.elts)
+    return [node.value]
 
 
 def _stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:

@@ -119,9 +119,7 @@ class Staleness:
                 found |= self._program.optimized
         elif is_statement and isinstance(node.func, ast.Name):
             path = scope.path_of(node.func.id)
-            program = self._program
-            is_variable = LOCAL in path or path in program.module.local_names
-            if is_variable and path not in program.functions and path not in program.classes:
+            if self._program.is_variable(path) and not is_parameter(path, scope):
                 found.add(path)  # an object that is called for what it does
         return frozenset(found - {""})
 
@@ -304,6 +302,11 @@ def is_receiver(path: str | None, scope: Scope) -> bool:
     if not function.owner or not function.parameters:
         return False
     return path == scope.path_of(function.parameters[0])
+
+
+def is_parameter(path: str, scope: Scope) -> bool:
+    """Whether a path is a parameter whose argument is unknown, as a callback is."""
+    return path.rpartition(LOCAL)[2] in scope.function.parameters and LOCAL in path
 
 
 def _switched(node: ast.If, scope: Scope) -> Paths:
