@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import Relevant, base_of
+from resumekit.analysis.paths import Relevant, base_of, variable_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import LOCAL, Function, Scope
@@ -121,6 +121,7 @@ class CallEffects:
             or calls.draws_random_numbers(node)
             or self._calls_model(node, context)
             or (is_statement and self._is_training_method(node, context))
+            or (is_statement and self._is_unknown_function(node, context))
             or (self._takes_training_object(node, context) and not calls.is_query(node))
         )
 
@@ -140,7 +141,16 @@ class CallEffects:
             return False
         if is_statement and self._is_training_method(node, context):
             return True
+        if is_statement and self._is_unknown_function(node, context):
+            return True
         return is_statement and self._takes_training_object(node, context)
+
+    def _is_unknown_function(self, node: ast.Call, context: Context) -> bool:
+        """Whether an imported function is called for what it does to its arguments."""
+        path = context.scope.path(node.func)
+        if path is None or variable_of(path) not in self._program.imported:
+            return False
+        return calls.may_train(node)
 
     def _remembers(self, node: ast.Call, path: str | None, context: Context) -> bool:
         """Whether the receiver decides what the call does: a loss, a saver that keeps the best."""

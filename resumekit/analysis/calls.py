@@ -82,16 +82,25 @@ OF_LOGGERS = frozenset(
 # Constructors of progress bars, loggers and clocks.
 LOGGER_MAKERS = re.compile(
     r"(^|\.)(tqdm|trange|SummaryWriter|getLogger|get_logger|open|Progress|perf_counter|time"
-    r"|\w*Logger|\w*ProgressBar|\w*Timer|\w*Profiler|profile|Event|Lock)$"
+    r"|\w*Logger|\w*VideoRecorder|\w*ProgressBar|\w*Timer|\w*Profiler|profile|Event|Lock)$"
 )
 TRAINING_MAKERS = re.compile(
     r"((^|\.)(nn|optim|lr_scheduler)\.\w+$)|(DataParallel|DDP|GradScaler|Accelerator|Fabric"
     r"|DataLoader|Optimizer|\w*[Ss]cheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
     r"|AveragedModel|create_model|get_model|from_pretrained|build_optimizer"
     r"|create_optimizer|create_optimizer_v2|get_scheduler|create_scheduler|create_scheduler_v2"
-    r"|NativeScaler\w*|Adam|AdamW|SGD|RMSprop|Adagrad|prepare|deepspeed\.initialize"
+    r"|NativeScaler\w*|Adam|AdamW|SGD|RMSprop|Adagrad|prepare|deepspeed\.initialize|\w+Net|\w+Network|\w+Model"
     r"|amp\.initialize|compile)$|(^|\.)(iter|cycle)$"
 )
+# Constructors of objects that change when they are asked.
+REMEMBERING_MAKERS = re.compile(
+    r"(^|\.)(\w*(Filter|Normali[sz]er|RunningMean\w*|RunningStats?|Noise|NoiseProcess|Buffer|Memory"
+    r"|Replay\w*|Pool|Queue|Bank|Stopp(ing|er)|Stop|Patience|Anneal\w*|Curriculum|Schedule"
+    r"|Controller|Tracker|Vec_?[Ee]nv\w*|Env)|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
+)
+AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
+_WRITES_LOG = re.compile(r"^(log|plot|write|print|show|display|draw|visuali[sz]e)_")
+_BUILDERS = re.compile(r"\.(from_\w+|create|build|load)$")
 _LOGGING = re.compile(
     r"^(print|pprint|logging|logger|log|wandb|mlflow|plt|writer|tqdm|time|warnings|sys\.stdout"
     r"|sys\.stderr|display|IPython|gc|psutil|os\.makedirs|os\.mkdir|json\.dump|csv|tb|neptune"
@@ -155,6 +164,14 @@ _RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metric
 
 
 # Functions that only look at a model, an optimizer or a loader.
+# Names of functions that train, also where nothing else is known of them.
+_TRAINING_NAME = re.compile(
+    r"(^|[._])(update|train|step|optimi[sz]e|optim|learn|adjust|backward|backprop|clip|anneal|warmup"
+    r"|fit|schedule|decay|polyak|soft|accumulate|enqueue|dequeue|lr)(_|$)"
+)
+_SHOWS = re.compile(
+    r"(^|[._])(log|print|plot|show|draw|display|bar|progress|fig|stats?)(_|$)|lineplot"
+)
 _QUERY = re.compile(
     r"^(len|isinstance|hasattr|getattr|id|type|str|repr|sum|list|tuple|dict|zip|enumerate|range"
     r"|iter|next|min|max|any|all|sorted|reversed|int|float|bool|tqdm|trange|format|super|vars"
@@ -179,6 +196,16 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, (ast.Call, ast.Subscript)):
         return dotted(node.func if isinstance(node, ast.Call) else node.value)
     return ""
+
+
+def maker(call: ast.Call) -> str:
+    """The class that a call makes an object of, ``Net`` also for ``Net.from_config()``."""
+    return _BUILDERS.sub("", dotted(call.func))
+
+
+def writes_log(call: ast.Call) -> bool:
+    """Whether a method whose result nobody uses writes to a log by its name."""
+    return isinstance(call.func, ast.Attribute) and bool(_WRITES_LOG.match(call.func.attr))
 
 
 def method(call: ast.Call) -> str:
@@ -224,9 +251,17 @@ def changes_receiver(call: ast.Call, *, is_statement: bool) -> bool:
         return False
     name = call.func.attr
     if is_statement:
-        return name not in _NOT_CHANGING
+        return name not in _NOT_CHANGING and not writes_log(call)
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or bool(_CHANGING.match(name))
+
+
+def may_train(call: ast.Call) -> bool:
+    """Whether the name of an unknown function says that it changes the training."""
+    name = dotted(call.func)
+    if not (call.args or call.keywords) or is_query(call) or is_logging(call):
+        return False
+    return bool(_TRAINING_NAME.search(name)) and not _SHOWS.search(name)
 
 
 def trains(call: ast.Call) -> bool:

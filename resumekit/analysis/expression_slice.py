@@ -178,7 +178,8 @@ class ExpressionSlice(CallEffects, ABC):
         followed = self._call_inside(node, out, context, want=want)
         if followed is not None:
             return followed
-        if self._is_logging(node, context) and not self._every_use:
+        logs = self._is_logging(node, context) or (is_statement and calls.writes_log(node))
+        if logs and not self._every_use:
             return self._arguments(node, out, context, want=want, receiver=False)
         effect = self._has_effect(node, context, is_statement=is_statement)
         wants_arguments = want or self._wants_arguments(node, context, is_statement=is_statement)
@@ -197,6 +198,10 @@ class ExpressionSlice(CallEffects, ABC):
                 effect = wants_arguments = wants_receiver = True
             if path in self._component_aliases or self._is_component(node.func, context):
                 effect = wants_arguments = True
+        function = context.scope.path(node.func)
+        remembers = function is not None and self._roles.remembers(function)
+        if function is not None and remembers and any(touches(function, e) for e in out):
+            effect = wants_arguments = True
         if calls.dotted(node.func) == "next" and node.args:
             iterator = context.scope.path(node.args[0])
             if iterator is not None and any(touches(iterator, each) for each in out):
@@ -204,9 +209,9 @@ class ExpressionSlice(CallEffects, ABC):
         before, also = self._arguments(
             node, out, context, want=wants_arguments, receiver=wants_receiver
         )
-        if want and isinstance(node.func, ast.Name):
-            function = context.scope.path_of(node.func.id)
-            if self._program.is_variable(function):
+        if want and function is not None:
+            is_name = isinstance(node.func, ast.Name) and self._program.is_variable(function)
+            if is_name or remembers:
                 before = {**before, function: None}
         return before, effect or also
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from resumekit.analysis import calls
+from resumekit.analysis.paths import pairs_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes
 
@@ -38,6 +39,7 @@ class Roles:
         self._leader: dict[str, str] = {}
         self._found: dict[str, set[Role]] = {}
         self._environments: set[str] = set()
+        self._remembering: set[str] = set()
         for function in program.functions.values():
             self._read(function)
 
@@ -48,7 +50,8 @@ class Roles:
             return None if known is Role.NONE else known
         owner = self._program.class_of(path)
         if owner is not None:
-            return Role.TRAINING if owner.is_module else None
+            is_average = calls.AVERAGE.search(owner.name)
+            return Role.TRAINING if owner.is_module or is_average else None
         leader = self._find(path)
         if any(self._find(each) == leader for each in self._environments):
             return None
@@ -75,6 +78,13 @@ class Roles:
     def is_training(self, path: str) -> bool:
         """Whether it is a model, an optimizer, a loader or the like."""
         return self.of(path) is Role.TRAINING
+
+    def remembers(self, path: str | None) -> bool:
+        """Whether it is an object that changes when it is asked, as a filter or a stopping rule."""
+        if path is None or self.of(path) is not None:
+            return False
+        leader = self._find(path)
+        return any(self._find(each) == leader for each in self._remembering)
 
     def note_training(self, path: str) -> None:
         """Says that the object at a path is a loader."""
@@ -113,10 +123,7 @@ class Roles:
 
     def _read(self, function: Function) -> None:
         scope = Scope(function)
-        statements: set[int] = set()
         for node in own_nodes(function.body):
-            if isinstance(node, ast.Expr):
-                statements.add(id(node.value))
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     self._read_assignment(target, node.value, scope)
@@ -135,18 +142,36 @@ class Roles:
             elif self._made(value, scope) is Role.TRAINING:
                 for each in target.elts:
                     self._note(scope.path(each), Role.TRAINING)
+            else:
+                self._link_results(target, value, scope)
             return
         path = scope.path(target)
+        self._link_results(target, value, scope)
         role = self._made(value, scope)
         if role is not None:
             self._note(path, role)
+        elif path is not None and _makes_remembering(value):
+            self._remembering.add(path)
+
+    def _link_results(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
+        """A variable that a function of the file returns has the role that it has there."""
+        found = self._program.called(value, scope) if isinstance(value, ast.Call) else None
+        if found is None:
+            return
+        inner = Scope(found[0])
+        for node in own_nodes(found[0].body):
+            if isinstance(node, ast.Return) and node.value is not None:
+                for each, returned in pairs_of(target, node.value):
+                    one, other = scope.path(each), inner.path(returned)
+                    if one is not None and other is not None:
+                        self._link(other, one)
 
     def _made(self, value: ast.expr, scope: Scope) -> Role | None:
         """What an expression makes: the calls from the outside in, ``Net().to(device)``."""
         if isinstance(value, ast.IfExp):
             return self._made(value.body, scope) or self._made(value.orelse, scope)
         while isinstance(value, ast.Call):
-            name = calls.dotted(value.func)
+            name = calls.maker(value)
             owner = self._program.classes.get(name)
             if owner is not None:
                 return Role.TRAINING if owner.is_module else None
@@ -184,6 +209,12 @@ class Roles:
             function, receiver = found
             for parameter, path in _linked(self._program, call, scope, function, receiver):
                 self._link(parameter, path)
+
+
+def _makes_remembering(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    return bool(calls.REMEMBERING_MAKERS.search(calls.dotted(value.func)))
 
 
 def _gives_parameters(node: ast.AST) -> bool:

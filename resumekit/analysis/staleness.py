@@ -106,8 +106,10 @@ class Staleness:
                     found |= self._written_by_call(call, scope, is_statement=True)
         if calls.dotted(node.func) == "next" and node.args:
             found.add(scope.path(node.args[0]) or "")
+        if self._roles.remembers(scope.path(node.func)):
+            found.add(scope.path(node.func) or "")
         if isinstance(node.func, ast.Attribute):
-            if is_statement:
+            if is_statement and not calls.writes_log(node):
                 found.add(scope.path(node.func) or "")
             path = scope.path(base_of(node.func.value))
             root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
