@@ -165,9 +165,10 @@ class Definitions:
         if "optim" not in ast.unparse(call.func).lower() and not _OPTIMIZERS & {_last(call.func)}:
             return
         for value in [*call.args[:1], *(e.value for e in call.keywords if e.arg == "params")]:
-            if isinstance(value, (ast.List, ast.Tuple)):
-                found = (scope.path(each) for each in value.elts)
-                self.optimized.update(each for each in found if each is not None)
+            if not isinstance(value, (ast.List, ast.Tuple)):
+                continue
+            found = (scope.path(each) for each in _listed(value))
+            self.optimized.update(each for each in found if each is not None)
 
     # ---------------------------------------------------------------- aliases
 
@@ -219,6 +220,17 @@ class Definitions:
     def num_bound(self, node: ast.expr, scope: Scope) -> int:
         """How many arguments ``partial`` has given to the function that a name refers to."""
         return self._num_bound.get(scope.path(node) or "", 0)
+
+    def optimized_in(self, scope: Scope) -> Iterator[str]:
+        """The paths of ``optimized`` as a function has them: ``self`` is one object in a class."""
+        function = scope.function
+        for path in self.optimized:
+            maker = self.functions.get(path.rpartition(LOCAL)[0])
+            variable, _, attribute = path.rpartition(LOCAL)[2].partition(".")
+            if maker is None or not maker.owner or maker.parameters[:1] != (variable,):
+                yield path
+            elif attribute and function.owner and function.parameters:
+                yield f"{scope.path_of(function.parameters[0])}.{attribute}"
 
     def is_variable(self, path: str) -> bool:
         """Whether a path is no function, class, module or builtin."""
@@ -278,6 +290,20 @@ def _returned_name(function: Function) -> str | None:
         if isinstance(each, ast.Return) and each.value is not None
     }
     return found.pop() if len(found) == 1 else None
+
+
+def _listed(value: ast.expr) -> list[ast.expr]:
+    """The elements of a list, those of ``{"params": [...]}`` inside of it too."""
+    if isinstance(value, ast.Dict):
+        pairs = zip(value.keys, value.values, strict=True)
+        return [each for key, found in pairs if _is_params(key) for each in _listed(found)]
+    if isinstance(value, (ast.List, ast.Tuple)):
+        return [each for element in value.elts for each in _listed(element)]
+    return [value] if isinstance(value, (ast.Name, ast.Attribute)) else []
+
+
+def _is_params(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "params"
 
 
 def _elements(target: ast.expr, iterable: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -118,7 +118,7 @@ class Staleness:
             if path is not None and changes and is_variable:
                 found |= self._with_alias(path)
             if calls.method(node) == "step" and is_statement:
-                found |= self._program.optimized
+                found.update(self._program.optimized_in(scope))
         elif is_statement and isinstance(node.func, ast.Name):
             path = scope.path_of(node.func.id)
             if self._program.is_variable(path) and not is_parameter(path, scope):

@@ -40,7 +40,7 @@ class LoopCheck:
         self._variables = LoopVariables(
             extras,
             options.transient,
-            lambda value: self._given is not None and value in self._given,
+            self._is_given,
             limit_bytes=options.user_state_limit,
         )
         self._made_beside = _objects_beside()
@@ -84,6 +84,11 @@ class LoopCheck:
         if self._num_steps == _NUM_STEPS:
             self._variables.confirm_copies()
         return len(self.lines()) > known
+
+    def _is_given(self, value: Any) -> bool:
+        """Whether the run saves an object, by itself or with an optimizer that trains it."""
+        given = self._given
+        return given is not None and (value in given or id(value) in given.trained)
 
     def _find_objects(self, variables: Mapping[str, Any]) -> None:
         assert self._given is not None
