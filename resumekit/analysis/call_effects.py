@@ -166,6 +166,8 @@ class CallEffects:
         root = path.rpartition(LOCAL)[2].split(".")[0]
         if root in self._program.imported or self._roles.of(path) is not None:
             return False
+        if self._roles.remembers(path) and not calls.only_looks(node):
+            return True
         return calls.changes_receiver(node, is_statement=is_statement)
 
 

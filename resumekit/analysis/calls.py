@@ -142,6 +142,10 @@ _CHANGING = re.compile(
     r"|improved|should_\w+|early_stop\w*|is_better|is_best|check\w*|advance|get_batch|query"
     r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert|tune\w*|anneal\w*|adapt\w*|collect\w*)$"
 )
+_LOOKS = re.compile(
+    r"^(get\w*|is_\w+|has_\w+|can_\w+|size|len|keys|values|items|copy|compute\w*|mean|std|ready"
+    r"|full|state_dict|seed|close|render|action_space\w*|observation_space\w*)$"
+)
 # Methods that change nothing though their result is thrown away.
 _NOT_CHANGING = frozenset(
     {"item", "numpy", "cpu", "close", "join", "barrier", "wait", "synchronize", "cuda", "to"}
@@ -262,6 +266,11 @@ def may_train(call: ast.Call) -> bool:
     if not (call.args or call.keywords) or is_query(call) or is_logging(call):
         return False
     return bool(_TRAINING_NAME.search(name)) and not _SHOWS.search(name)
+
+
+def only_looks(call: ast.Call) -> bool:
+    """Whether a method's name says that it reads its object."""
+    return bool(_LOOKS.match(method(call)))
 
 
 def trains(call: ast.Call) -> bool:

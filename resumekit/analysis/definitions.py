@@ -175,9 +175,17 @@ class Definitions:
     def _read_aliases(self, function: Function) -> None:
         scope = Scope(function)
         stored: dict[str, int] = {}
-        found: dict[str, str] = {}
-        for node in own_nodes(function.body):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        found: dict[str, list[str]] = {}
+        nodes = list(own_nodes(function.body))
+        inner = {
+            id(each)
+            for node in nodes
+            if isinstance(node, ast.comprehension)
+            for each in ast.walk(node.target)
+        }
+        for node in nodes:
+            is_name = isinstance(node, ast.Name) and id(node) not in inner
+            if isinstance(node, ast.Name) and is_name and isinstance(node.ctx, ast.Store):
                 stored[node.id] = stored.get(node.id, 0) + 1
             pairs: list[tuple[ast.expr, ast.expr]] = []
             if isinstance(node, ast.Assign):
@@ -187,11 +195,11 @@ class Definitions:
             for target, value in pairs:
                 path = _base_path(value, scope)
                 if isinstance(target, ast.Name) and path is not None:
-                    found[target.id] = path
-        for name, path in found.items():
+                    found.setdefault(target.id, []).append(path)
+        for name, paths in found.items():
             own = scope.path_of(name)
-            if stored.get(name) == 1 and own != path:
-                self.aliases[own] = path
+            if stored.get(name) == len(paths) and set(paths) != {own} and len(set(paths)) == 1:
+                self.aliases[own] = paths[0]
 
     # ---------------------------------------------------------------- questions
 

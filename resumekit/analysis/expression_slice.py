@@ -127,6 +127,9 @@ class ExpressionSlice(CallEffects, ABC):
         want = want or self._every_use
         if isinstance(node, ast.Call):
             return self._call(node, out, context, want=want, is_statement=is_statement)
+        read = self._program.property_read(node, context.scope)
+        if read is not None:
+            return self._call(read, out, context, want=want, is_statement=False)
         path = context.scope.path(node)
         if path is not None:
             is_known = variable_of(path) in self._program.imported or is_self(path, context)

@@ -15,6 +15,7 @@ import ast
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
+from resumekit.analysis import calls
 from resumekit.analysis.call_effects import Context
 from resumekit.analysis.expression_slice import ExpressionSlice
 from resumekit.analysis.paths import (
@@ -344,9 +345,10 @@ class Relevance(ExpressionSlice):
             return self._test(node.test, body, context, effect=matters)
         before = dict(body)
         want, _ = self._store(node.target, body, before, context, keeps=False)
-        if is_chain:
+        if is_chain and _counts(node.iter):
             return before, False
-        return self._expression(node.iter, before, context, want=want or matters)
+        before, effect = self._expression(node.iter, before, context, want=want or matters)
+        return before, effect and not is_chain
 
     def _with(
         self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context
@@ -410,6 +412,16 @@ def _is_without_gradients(function: Function) -> bool:
         "no_grad" in text or "inference_mode" in text
         for text in map(ast.unparse, function.node.decorator_list)
     )
+
+
+def _counts(node: ast.expr) -> bool:
+    """Whether a loop goes over numbers: a resume continues it at the number it was at."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = calls.method(node)
+    if name in ("enumerate", "tqdm") and node.args:
+        return _counts(node.args[0])
+    return name in ("range", "trange", "count")
 
 
 def _iterates_parameters(node: ast.expr) -> bool:

@@ -113,7 +113,9 @@ class Staleness:
                 found.add(scope.path(node.func) or "")
             path = scope.path(base_of(node.func.value))
             root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
-            changes = calls.changes_receiver(node, is_statement=is_statement)
+            changes = calls.changes_receiver(node, is_statement=is_statement) or (
+                self._roles.remembers(scope.path(node.func.value)) and not calls.only_looks(node)
+            )
             is_variable = root not in self._program.imported and not is_receiver(path, scope)
             if path is not None and changes and is_variable:
                 found |= self._with_alias(path)
@@ -228,6 +230,7 @@ class Staleness:
         """Whether the value depends on a stale variable."""
         if not stale:
             return False
+        node = self._program.property_read(node, scope) or node
         path = scope.path(node)
         if path is not None:
             return any(touches(path, each) for each in stale)
