@@ -146,9 +146,12 @@ class CallEffects:
         return is_statement and self._takes_training_object(node, context)
 
     def _is_unknown_function(self, node: ast.Call, context: Context) -> bool:
-        """Whether an imported function is called for what it does to its arguments."""
+        """Whether a function from elsewhere is called for what it does to its arguments."""
         path = context.scope.path(node.func)
-        if path is None or variable_of(path) not in self._program.imported:
+        if path is None:
+            return False
+        is_method = isinstance(node.func, ast.Attribute)
+        if is_method and variable_of(path) not in self._program.imported:
             return False
         return calls.may_train(node)
 

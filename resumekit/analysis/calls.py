@@ -171,10 +171,10 @@ _RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metric
 # Names of functions that train, also where nothing else is known of them.
 _TRAINING_NAME = re.compile(
     r"(^|[._])(update|train|step|optimi[sz]e|optim|learn|adjust|backward|backprop|clip|anneal|warmup"
-    r"|fit|schedule|decay|polyak|soft|accumulate|enqueue|dequeue|lr)(_|$)"
+    r"|fit|schedul\w*|decay|polyak|soft|accumulate|enqueue|dequeue|lr)(_|$)"
 )
 _SHOWS = re.compile(
-    r"(^|[._])(log|print|plot|show|draw|display|bar|progress|fig|stats?)(_|$)|lineplot"
+    r"(^|[._])(callback|log|print|plot|show|draw|display|bar|progress|fig|stats?)(_|$)|lineplot"
 )
 _QUERY = re.compile(
     r"^(len|isinstance|hasattr|getattr|id|type|str|repr|sum|list|tuple|dict|zip|enumerate|range"

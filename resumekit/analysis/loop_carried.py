@@ -7,7 +7,7 @@ A variable is loop-carried when a resumed process does not have its value at the
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from resumekit.analysis import calls
@@ -105,7 +105,7 @@ def loop_carried(
     names = {each.name for each in variables}
     indices = tuple(
         _shown(path, scope)
-        for path in _relative_indices(loop, scope)
+        for path in _relative_indices(loop, function, scope)
         if any(touches(path, each) for each in relevant)
     )
     return LoopCarried(variables, tuple(e for e in logged if e.name not in names), indices)
@@ -221,11 +221,11 @@ def _shown(path: str, scope: Scope) -> str:
     return path.rpartition(LOCAL)[2]
 
 
-def _relative_indices(loop: LoopNode, scope: Scope) -> list[str]:
+def _relative_indices(loop: LoopNode, function: Function, scope: Scope) -> list[str]:
     """The targets that count from the beginning of this process's loop."""
     if isinstance(loop, ast.While) or not isinstance(loop.target, (ast.Tuple, ast.List)):
         return []
-    for node in ast.walk(loop.iter):
+    for node in _made_of(loop.iter, function):
         if not isinstance(node, ast.Call):
             continue
         name = calls.dotted(node.func)
@@ -240,6 +240,17 @@ def _relative_indices(loop: LoopNode, scope: Scope) -> list[str]:
             counted = [target for value, target in pairs if _counts(value)]
             return [path for path in map(scope.path, counted) if path is not None]
     return []
+
+
+def _made_of(iterable: ast.expr, function: Function) -> Iterator[ast.AST]:
+    """The parts of an iterable; of a variable those of all that the function assigns to it."""
+    yield from ast.walk(iterable)
+    if isinstance(iterable, ast.Name):
+        for node in own_nodes(function.body):
+            if isinstance(node, ast.Assign) and any(
+                isinstance(each, ast.Name) and each.id == iterable.id for each in node.targets
+            ):
+                yield from ast.walk(node.value)
 
 
 def _counts(value: ast.expr) -> bool:

@@ -73,6 +73,7 @@ class Relevance(ExpressionSlice):
         self._is_invariant = is_invariant
         self._memo: dict[object, tuple[Relevant, bool]] = {}
         self._active: list[Function] = []
+        self._assigned_by_all: dict[int, set[str]] = {}
         self.at_safe_point: Relevant = {}
         self.scope: Scope | None = None
 
@@ -274,11 +275,15 @@ class Relevance(ExpressionSlice):
         return before, effect
 
     def _if(self, node: ast.If, out: Relevant, context: Context) -> tuple[Relevant, bool]:
+        if id(node) not in self._assigned_by_all:
+            self._note_alternatives(node, context.scope)
         guard = ast.unparse(node.test)
         positive = {p: g for p, g in out.items() if not excludes(g, negated(guard))}
         negative = {p: g for p, g in out.items() if not excludes(g, guard)}
         then, effect = self._body(node.body, positive, context)
         other, also = self._body(node.orelse, negative, context)
+        if not node.orelse:
+            other = without(other, self._assigned_by_all.get(id(node), set()))
         if not node.orelse and self._is_invariant(node.test, context.scope):
             # Nothing assigns it elsewhere: what is read without this branch is never read at all.
             stored = _stored_names(node.body, context.scope) & self._only_inside
@@ -287,6 +292,21 @@ class Relevance(ExpressionSlice):
         before = under(then, other, guard)
         effect = effect or also
         return self._test(node.test, before, context, effect=effect)
+
+    def _note_alternatives(self, node: ast.If, scope: Scope) -> None:
+        """``if kind == "a": ... elif kind == "b": ...`` without ``else``: one of them runs.
+
+        What all of them assign is then assigned.
+        """
+        branches = [node]
+        while len(branches[-1].orelse) == 1 and isinstance(branches[-1].orelse[0], ast.If):
+            branches.append(branches[-1].orelse[0])
+        subjects = {_compared_subject(each.test) for each in branches}
+        if len(branches) == 1 or branches[-1].orelse or len(subjects) != 1 or None in subjects:
+            return
+        assigned = [_stored_names(each.body, scope) for each in branches]
+        for each in branches:
+            self._assigned_by_all[id(each)] = set.intersection(*assigned)
 
     def _test(
         self, test: ast.expr, before: Relevant, context: Context, *, effect: bool
@@ -377,6 +397,14 @@ class Relevance(ExpressionSlice):
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
         return before, effect or also or inside or any(each for _, each in handled)
+
+
+def _compared_subject(test: ast.expr) -> str | None:
+    """What a test compares with a constant; None for any other test."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+        return None
+    is_constant = isinstance(test.comparators[0], ast.Constant)
+    return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
 
 
 def _returned(node: ast.Return, context: Context) -> list[ast.expr]:
