@@ -19,13 +19,13 @@ from resumekit.analysis import LoopCarried, LoopNode, Program, loop_carried
 from resumekit.analysis.scopes import own_nodes
 
 
-def analysed(path: Path, line: int) -> LoopCarried:
+def analysed(path: Path, line: int, *, with_logged: bool = True) -> LoopCarried:
     """What the analysis finds for the loop that begins at a line."""
     program = Program.parse(path.read_text(encoding="utf-8-sig"))
     for function in program.functions.values():
         for node in own_nodes(function.body):
             if isinstance(node, LoopNode) and node.lineno == line:
-                return loop_carried(program, function, node)
+                return loop_carried(program, function, node, with_logged=with_logged)
     raise SystemExit(f"{path}:{line}: no loop begins here")
 
 
@@ -35,7 +35,7 @@ def report_of(folder: Path) -> dict[str, list[str]]:
     for described in sorted(folder.glob("*.json")):
         line = json.loads(described.read_text(encoding="utf-8"))["line"]
         start = time.process_time()
-        found = analysed(described.with_suffix(".py"), line)
+        found = analysed(described.with_suffix(".py"), line, with_logged=False)
         print(f"{described.stem}: {time.process_time() - start:.2f} s", file=sys.stderr)
         names = [each.name for each in found.variables]
         report[described.stem] = [*names, *(f"enumerate:{i}" for i in found.relative_indices)]

@@ -41,6 +41,7 @@ class Definitions:
     _variable_classes: dict[str, str] = field(default_factory=dict)
     _variable_functions: dict[str, Function] = field(default_factory=dict)
     _num_bound: dict[str, int] = field(default_factory=dict)
+    _mentioned: dict[object, frozenset[str]] = field(default_factory=dict)
     _overriding: dict[str, list[str]] = field(default_factory=dict)
 
     def collect(self) -> None:

@@ -18,6 +18,7 @@ from resumekit.analysis.paths import (
 )
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
+from resumekit.analysis.scopes import children_of
 
 
 class ExpressionSlice(CallEffects, ABC):
@@ -149,7 +150,7 @@ class ExpressionSlice(CallEffects, ABC):
             shown = {p: g for p, g in inside.items() if variable_of(p) not in hidden}
             return joined(out, shown), effect
         effect = False
-        for child in reversed(list(ast.iter_child_nodes(node))):
+        for child in reversed(children_of(node)):
             if isinstance(child, ast.expr):
                 out, also = self._expression(child, out, context, want=want)
                 effect = effect or also

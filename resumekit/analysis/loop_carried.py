@@ -16,7 +16,7 @@ from resumekit.analysis.paths import Relevant, negated, touches
 from resumekit.analysis.program import Program
 from resumekit.analysis.relevance import Relevance
 from resumekit.analysis.roles import Role, Roles
-from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, own_nodes
+from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, children_of, own_nodes
 from resumekit.analysis.staleness import Staleness
 
 
@@ -58,6 +58,7 @@ def loop_carried(
     *,
     callers: Sequence[tuple[Function, int]] | None = None,
     live: Callable[[str], Role | None] | None = None,
+    with_logged: bool = True,
 ) -> LoopCarried:
     """The loop-carried variables of a loop.
 
@@ -68,6 +69,7 @@ def loop_carried(
         callers: the running functions of the file that lead to it, each with its line; by default
             the calls in the file are searched.
         live: gives the role of the object at a path, where objects exist.
+        with_logged: also find what is only logged, which takes about as long again.
     """
     roles = Roles(program, live)
     if callers is None:
@@ -84,7 +86,7 @@ def loop_carried(
         return not _reads_any(test, changed, scope)
 
     found, scope = [], Scope(function)
-    for every_use in (False, True):
+    for every_use in (False, True) if with_logged else (False,):
         relevance = Relevance(
             program,
             roles,
@@ -99,7 +101,7 @@ def loop_carried(
         found.append(
             tuple(_without_contradictions(relevance.at_safe_point, loop, scope, is_invariant))
         )
-    relevant, used = found
+    relevant, used = found[0], found[-1]
     variables = _reported(stale, relevant, program, roles, scope, staleness.stored)
     logged = _reported(stale, used, program, roles, scope, staleness.stored)
     names = {each.name for each in variables}
@@ -155,7 +157,7 @@ def _without_contradictions(
             for each in node.orelse:
                 visit(each, guards | {negated(guard)})
             return
-        for child in ast.iter_child_nodes(node):
+        for child in children_of(node):
             visit(child, guards)
 
     visit(loop, frozenset())
@@ -189,7 +191,7 @@ def _reads_any(test: ast.expr, paths: Iterable[str], scope: Scope) -> bool:
     path = scope.path(test)
     if path is not None:
         return any(touches(path, other) for other in paths)
-    children = [each for each in ast.iter_child_nodes(test) if isinstance(each, ast.expr)]
+    children = [each for each in children_of(test) if isinstance(each, ast.expr)]
     return any(_reads_any(each, paths, scope) for each in children)
 
 

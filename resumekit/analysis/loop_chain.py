@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from resumekit.analysis import calls
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
-from resumekit.analysis.scopes import Function, LoopNode, Scope, own_nodes
+from resumekit.analysis.scopes import Function, LoopNode, Scope, children_of, own_nodes
 
 
 def note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> None:
@@ -112,7 +112,7 @@ def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:
             found.extend(reversed(loops))
             return True
         around = (*loops, node) if isinstance(node, LoopNode) else loops
-        return any(visit(child, around) for child in ast.iter_child_nodes(node))
+        return any(visit(child, around) for child in children_of(node))
 
     any(visit(statement, ()) for statement in function.body)
     return found

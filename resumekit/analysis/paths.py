@@ -46,6 +46,12 @@ def variable_of(path: str) -> str:
     return path.rpartition(LOCAL)[2].split(".")[0]
 
 
+def root_of(path: str) -> str:
+    """The path of the variable that a path begins with."""
+    function, at, variable = path.rpartition(LOCAL)
+    return f"{function}{at}{variable.partition('.')[0]}"
+
+
 def base_of(node: ast.expr) -> ast.expr:
     """What an element or a call's result is taken from: ``a.b`` of ``a.b[i].c()``, if possible."""
     while isinstance(node, (ast.Subscript, ast.Call)):

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from resumekit.analysis.definitions import Definitions
+from resumekit.analysis.paths import root_of
 from resumekit.analysis.scopes import LOCAL, Class, Function, Scope, own_nodes
 
 
@@ -43,6 +44,31 @@ class Program(Definitions):
         if method is None or method.is_abstract:
             return None
         return method, None if method.is_static else receiver
+
+    def mentioned(self, scope: Scope) -> frozenset[str]:
+        """The variables that a function uses, in the functions of the file that it calls too."""
+        key = (scope.function.name, scope.bindings)
+        if key not in self._mentioned:
+            self._mentioned[key] = frozenset()  # a recursive call adds nothing
+            found: set[str] = set()
+            for node in ast.walk(scope.function.node):
+                if isinstance(node, ast.Name):
+                    found.add(root_of(scope.path_of(node.id)))
+                    self._add_mentioned(ast.Call(func=node, args=[], keywords=[]), scope, found)
+                elif isinstance(node, ast.Call):
+                    self._add_mentioned(node, scope, found)
+                elif isinstance(node, ast.Attribute):
+                    read = self.property_read(node, scope)
+                    if read is not None:
+                        self._add_mentioned(read, scope, found)
+            self._mentioned[key] = frozenset(found)
+        return self._mentioned[key]
+
+    def _add_mentioned(self, call: ast.Call, scope: Scope, found: set[str]) -> None:
+        called = self.called(call, scope)
+        if called is not None:
+            inner, _ = self.enter(call, scope, *called)
+            found |= self.mentioned(inner)
 
     def forward_of(self, call: ast.Call, scope: Scope) -> tuple[Function, str | None] | None:
         """``forward()`` of a module of this file that a call runs."""

@@ -25,6 +25,7 @@ from resumekit.analysis.paths import (
     joined,
     negated,
     pairs_of,
+    root_of,
     target_names,
     touches,
     under,
@@ -69,6 +70,11 @@ class Relevance(ExpressionSlice):
         super().__init__(program, roles, every_use=every_use)
         self._chain = frozenset(map(id, chain))
         self._inner = inner
+        self._leading = {
+            function
+            for function in program.functions.values()
+            if any(id(each) in self._chain for each in own_nodes(function.body))
+        }
         self._only_inside = only_inside
         self._is_invariant = is_invariant
         self._memo: dict[object, tuple[Relevant, bool]] = {}
@@ -140,9 +146,10 @@ class Relevance(ExpressionSlice):
             return None
         function, receiver = found
         scope, copied = self._program.enter(call, context.scope, function, receiver)
+        beside = self._beside(scope, out)
         inside, effect = self._function(
             scope,
-            out,
+            without(out, beside),
             wants_result=want,
             elements=elements,
             no_grad=context.no_grad,
@@ -150,7 +157,8 @@ class Relevance(ExpressionSlice):
         )
         prefix = f"{function.name}{LOCAL}"
         wanted = {path for path in inside if path.startswith(prefix) and path not in out}
-        before = {path: guards for path, guards in inside.items() if path not in wanted}
+        before: Relevant = dict.fromkeys(beside)
+        before.update((path, guards) for path, guards in inside.items() if path not in wanted)
         given = set(map(id, copied.values()))
         for parameter, value in copied.items():
             is_wanted = any(touches(path, parameter) for path in wanted)
@@ -164,6 +172,13 @@ class Relevance(ExpressionSlice):
             before, also = self._expression(call.func.value, before, context, want=want)
             effect = effect or also
         return before, effect
+
+    def _beside(self, scope: Scope, out: Relevant) -> set[str]:
+        """What a function has nothing to do with, so that one result is good for many calls."""
+        if scope.function in self._leading:
+            return set()
+        mentioned = self._program.mentioned(scope)
+        return {p for p, g in out.items() if g is None and root_of(p) not in mentioned}
 
     # ---------------------------------------------------------------- statements
 

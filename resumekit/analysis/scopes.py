@@ -138,6 +138,15 @@ def _does_nothing(node: ast.stmt) -> bool:
     return isinstance(node, (ast.Pass, ast.Raise))
 
 
+def children_of(node: ast.AST) -> tuple[ast.AST, ...]:
+    """The direct children of a node, kept in the node: the analysis visits it many times."""
+    kept = node.__dict__
+    if "_children" not in kept:
+        kept["_children"] = tuple(ast.iter_child_nodes(node))
+    children: tuple[ast.AST, ...] = kept["_children"]
+    return children
+
+
 def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """All nodes of a body, those of nested functions and classes excluded."""
     stack: list[ast.AST] = list(reversed(body))
@@ -145,7 +154,7 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
         node = stack.pop()
         yield node
         if not isinstance(node, (*FunctionNode.__args__, ast.ClassDef, ast.Lambda)):
-            stack.extend(reversed(list(ast.iter_child_nodes(node))))
+            stack.extend(reversed(children_of(node)))
 
 
 def function_at(

@@ -15,7 +15,7 @@ from resumekit.analysis import calls
 from resumekit.analysis.paths import base_of, covers, pairs_of, touches
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
-from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, own_nodes
+from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, children_of, own_nodes
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10
@@ -240,7 +240,7 @@ class Staleness:
                 return True
         return any(
             self._reads(child, stale, scope)
-            for child in ast.iter_child_nodes(node)
+            for child in children_of(node)
             if isinstance(child, (ast.expr, ast.keyword, ast.comprehension))
             for child in ([child.value] if isinstance(child, ast.keyword) else _parts(child))
         )
@@ -267,7 +267,7 @@ class Staleness:
         self, node: ast.expr, stale: Paths, scope: Scope, *, is_statement: bool = False
     ) -> Paths:
         """After an expression is evaluated: what its calls write."""
-        for child in ast.iter_child_nodes(node):
+        for child in children_of(node):
             if isinstance(child, ast.keyword):
                 stale = self._expression(child.value, stale, scope)
             elif isinstance(child, ast.expr) and not isinstance(child, ast.Lambda):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class LoopVariables:
                 located.loop,
                 callers=[(function, each.line) for function, each in callers],
                 live=lambda path: self._role(_value_of(path, running, first)),
+                with_logged=bool(self._extras) or logger.isEnabledFor(logging.DEBUG),
             )
             place = f"{name}:{located.loop.lineno}"
             self._note(place, found, located.program, lambda p: _value_of(p, running, first))
