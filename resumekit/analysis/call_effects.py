@@ -6,10 +6,11 @@ import ast
 from dataclasses import dataclass
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import Relevant, base_of, variable_of
+from resumekit.analysis.paths import Relevant, variable_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import LOCAL, Function, Scope
+from resumekit.analysis.syntax import base_of
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,11 @@ from abc import ABC, abstractmethod
 
 from resumekit.analysis import calls
 from resumekit.analysis.call_effects import CallEffects, Context, is_self
-from resumekit.analysis.paths import (
-    Relevant,
-    base_of,
-    covers,
-    drop_guards_on,
-    joined,
-    touches,
-    variable_of,
-)
+from resumekit.analysis.paths import Relevant, covers, drop_guards_on, joined, touches, variable_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import children_of
+from resumekit.analysis.syntax import base_of
 
 
 class ExpressionSlice(CallEffects, ABC):

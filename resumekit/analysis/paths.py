@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 from resumekit.analysis.scopes import LOCAL
@@ -50,35 +49,6 @@ def root_of(path: str) -> str:
     """The path of the variable that a path begins with."""
     function, at, variable = path.rpartition(LOCAL)
     return f"{function}{at}{variable.partition('.')[0]}"
-
-
-def base_of(node: ast.expr) -> ast.expr:
-    """What an element or a call's result is taken from: ``a.b`` of ``a.b[i].c()``, if possible."""
-    while isinstance(node, (ast.Subscript, ast.Call)):
-        if isinstance(node, ast.Call):
-            if not isinstance(node.func, ast.Attribute):
-                return node
-            node = node.func.value
-        else:
-            node = node.value
-    return node
-
-
-def target_names(target: ast.expr) -> list[ast.expr]:
-    """The names, attributes and items that a target assigns."""
-    if isinstance(target, (ast.Tuple, ast.List)):
-        return [name for each in target.elts for name in target_names(each)]
-    return [target]
-
-
-def pairs_of(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """What an assignment of tuples gives to each target."""
-    many = (ast.Tuple, ast.List)
-    if not (isinstance(target, many) and isinstance(value, many)):
-        return [(target, value)]
-    if len(target.elts) != len(value.elts):
-        return [(target, value)]
-    return list(zip(target.elts, value.elts, strict=True))
 
 
 def drop_guards_on(path: str, relevant: Relevant) -> None:

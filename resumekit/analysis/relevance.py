@@ -15,7 +15,6 @@ import ast
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
-from resumekit.analysis import calls
 from resumekit.analysis.call_effects import Context
 from resumekit.analysis.expression_slice import ExpressionSlice
 from resumekit.analysis.paths import (
@@ -24,16 +23,25 @@ from resumekit.analysis.paths import (
     frozen,
     joined,
     negated,
-    pairs_of,
     root_of,
-    target_names,
     touches,
     under,
     without,
 )
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
-from resumekit.analysis.scopes import LOCAL, Function, FunctionNode, LoopNode, Scope, own_nodes
+from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, own_nodes
+from resumekit.analysis.syntax import (
+    compared_subject,
+    counts,
+    derived_names,
+    is_without_gradients,
+    iterates_parameters,
+    pairs_of,
+    returned_values,
+    stored_names,
+    target_names,
+)
 
 _MAX_DEPTH = 10
 _RETURN = "return"
@@ -119,7 +127,7 @@ class Relevance(ExpressionSlice):
                 returns_matter=matters,
                 wants_result=wants_result,
                 elements=elements,
-                no_grad=no_grad or _is_without_gradients(function),
+                no_grad=no_grad or is_without_gradients(function),
                 depth=depth,
             )
             inside, effect = self._body(function.body, out, context)
@@ -205,7 +213,9 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.Return):
             before = context.at_return
             effect = context.returns_matter or context.wants_result
-            for index, value in enumerate(_returned(node, context)):
+            for index, value in enumerate(
+                returned_values(node, in_parts=context.elements is not None)
+            ):
                 want = context.wants_result
                 if context.elements is not None and isinstance(node.value, ast.Tuple):
                     want = want and index in context.elements
@@ -301,7 +311,7 @@ class Relevance(ExpressionSlice):
             other = without(other, self._assigned_by_all.get(id(node), set()))
         if not node.orelse and self._is_invariant(node.test, context.scope):
             # Nothing assigns it elsewhere: what is read without this branch is never read at all.
-            stored = _stored_names(node.body, context.scope) & self._only_inside
+            stored = stored_names(node.body, context.scope) & self._only_inside
             killed = {p for p in stored if p in other and p not in then}
             other = without(other, killed)
         before = under(then, other, guard)
@@ -316,10 +326,10 @@ class Relevance(ExpressionSlice):
         branches = [node]
         while len(branches[-1].orelse) == 1 and isinstance(branches[-1].orelse[0], ast.If):
             branches.append(branches[-1].orelse[0])
-        subjects = {_compared_subject(each.test) for each in branches}
+        subjects = {compared_subject(each.test) for each in branches}
         if len(branches) == 1 or branches[-1].orelse or len(subjects) != 1 or None in subjects:
             return
-        assigned = [_stored_names(each.body, scope) for each in branches]
+        assigned = [stored_names(each.body, scope) for each in branches]
         for each in branches:
             self._assigned_by_all[id(each)] = set.intersection(*assigned)
 
@@ -340,9 +350,9 @@ class Relevance(ExpressionSlice):
                 indices = frozenset()
             else:
                 indices |= {p for p in map(context.scope.path, target_names(node.target)) if p}
-                if _iterates_parameters(node.iter):
+                if iterates_parameters(node.iter):
                     self._component_aliases |= indices - context.indices
-                indices |= _derived(node.body, indices, context.scope)
+                indices |= derived_names(node.body, indices, context.scope)
         head, matters = after, False
         before: Relevant = {}
         while True:
@@ -380,7 +390,7 @@ class Relevance(ExpressionSlice):
             return self._test(node.test, body, context, effect=matters)
         before = dict(body)
         want, _ = self._store(node.target, body, before, context, keeps=False)
-        if is_chain and _counts(node.iter):
+        if is_chain and counts(node.iter):
             return before, False
         before, effect = self._expression(node.iter, before, context, want=want or matters)
         return before, effect and not is_chain
@@ -412,64 +422,3 @@ class Relevance(ExpressionSlice):
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
         return before, effect or also or inside or any(each for _, each in handled)
-
-
-def _compared_subject(test: ast.expr) -> str | None:
-    """What a test compares with a constant; None for any other test."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
-        return None
-    is_constant = isinstance(test.comparators[0], ast.Constant)
-    return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
-
-
-def _returned(node: ast.Return, context: Context) -> list[ast.expr]:
-    """What a return gives, the elements of a tuple each where only some are wanted."""
-    if node.value is None:
-        return []
-    if context.elements is not None and isinstance(node.value, ast.Tuple):
-        return list(node.value.elts)
-    return [node.value]
-
-
-def _stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
-    """The variables that statements assign."""
-    names = (each for each in own_nodes(body) if isinstance(each, ast.Name))
-    return {scope.path_of(each.id) for each in names if isinstance(each.ctx, ast.Store)}
-
-
-def _derived(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:
-    """The variables that a loop computes from its index."""
-    found: set[str] = set()
-    for node in own_nodes(body):
-        if isinstance(node, ast.Assign):
-            names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
-            if any(scope.path_of(each.id) in indices | found for each in names):
-                found.update(p for p in map(scope.path, node.targets) if p)
-    return frozenset(found)
-
-
-def _is_without_gradients(function: Function) -> bool:
-    if not isinstance(function.node, FunctionNode):
-        return False
-    return any(
-        "no_grad" in text or "inference_mode" in text
-        for text in map(ast.unparse, function.node.decorator_list)
-    )
-
-
-def _counts(node: ast.expr) -> bool:
-    """Whether a loop goes over numbers: a resume continues it at the number it was at."""
-    if not isinstance(node, ast.Call):
-        return False
-    name = calls.method(node)
-    if name in ("enumerate", "tqdm") and node.args:
-        return _counts(node.args[0])
-    return name in ("range", "trange", "count")
-
-
-def _iterates_parameters(node: ast.expr) -> bool:
-    return any(
-        isinstance(each, ast.Attribute)
-        and each.attr in ("parameters", "named_parameters", "param_groups", "modules", "buffers")
-        for each in ast.walk(node)
-    )

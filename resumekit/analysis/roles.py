@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import pairs_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes
+from resumekit.analysis.syntax import pairs_of
 
 _OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
 

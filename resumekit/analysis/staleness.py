@@ -12,10 +12,11 @@ import ast
 from collections.abc import Iterable
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import base_of, covers, pairs_of, touches
+from resumekit.analysis.paths import covers, touches
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, children_of, own_nodes
+from resumekit.analysis.syntax import base_of, pairs_of
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10
