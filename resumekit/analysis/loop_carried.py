@@ -127,6 +127,7 @@ def _reported(
             whole = _whole_object(path, program, scope)
             if not any(roles.of(each) is not None for each in _prefixes(whole, scope)):
                 found[_shown(whole, scope)] = whole
+                found.update((_shown(each, scope), each) for each in roles.given_to(whole))
     return tuple(
         Variable(name, path, path in stored)
         for name, path in sorted(found.items())

@@ -40,6 +40,7 @@ class Roles:
         self._found: dict[str, set[Role]] = {}
         self._environments: set[str] = set()
         self._remembering: set[str] = set()
+        self._given_to: dict[str, list[str]] = {}
         for function in program.functions.values():
             self._read(function)
 
@@ -85,6 +86,15 @@ class Roles:
             return False
         leader = self._find(path)
         return any(self._find(each) == leader for each in self._remembering)
+
+    def given_to(self, path: str) -> list[str]:
+        """What an object was made of and may change: the filter and the environment of an agent."""
+        given = [each for each in self._given_to.get(path, ()) if self._has_state(each)]
+        return [] if self._has_state(path) else given
+
+    def _has_state(self, path: str) -> bool:
+        leader = self._find(path)
+        return any(self._find(each) == leader for each in (*self._environments, *self._remembering))
 
     def note_training(self, path: str) -> None:
         """Says that the object at a path is a loader."""
@@ -146,6 +156,9 @@ class Roles:
                 self._link_results(target, value, scope)
             return
         path = scope.path(target)
+        if path is not None and isinstance(value, ast.Call):
+            given = (scope.path(each) for each in (*value.args, *_values(value.keywords)))
+            self._given_to.setdefault(path, []).extend(each for each in given if each)
         self._link_results(target, value, scope)
         role = self._made(value, scope)
         if role is not None:
@@ -209,6 +222,10 @@ class Roles:
             function, receiver = found
             for parameter, path in _linked(self._program, call, scope, function, receiver):
                 self._link(parameter, path)
+
+
+def _values(keywords: list[ast.keyword]) -> list[ast.expr]:
+    return [each.value for each in keywords]
 
 
 def _makes_remembering(value: ast.expr) -> bool:
