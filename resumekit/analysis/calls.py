@@ -96,8 +96,11 @@ TRAINING_MAKERS = re.compile(
 REMEMBERING_MAKERS = re.compile(
     r"(^|\.)(\w*(Filter|Normali[sz]er|RunningMean\w*|RunningStats?|Noise|NoiseProcess|Buffer|Memory"
     r"|Replay\w*|Pool|Queue|Bank|Stopp(ing|er)|Stop|Patience|Anneal\w*|Curriculum|Schedule"
-    r"|Controller|Tracker|Vec_?[Ee]nv\w*|Env)|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
+    r"|RandomState|default_rng|Controller|Tracker|Vec_?[Ee]nv\w*|Env)|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
 )
+# Functions that change their first argument.
+_CHANGES_ARGUMENT = re.compile(r"(^|\.)(shuffle|heap(push|pop|pushpop|replace|ify)|insort\w*)$")
+_CHANGES_LIST = frozenset({"append", "extend", "insert", "pop", "remove"})
 AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
 _WRITES_LOG = re.compile(r"^(log|plot|write|print|show|display|draw|visuali[sz]e)_")
 _BUILDERS = re.compile(r"\.(from_\w+|create|build|load)$")
@@ -271,6 +274,20 @@ def may_train(call: ast.Call) -> bool:
 def only_looks(call: ast.Call) -> bool:
     """Whether a method's name says that it reads its object."""
     return bool(_LOOKS.match(method(call)))
+
+
+def changed_arguments(call: ast.Call) -> list[ast.expr]:
+    """The arguments that a library function changes: a list, or a random generator."""
+    found = call.args[:1] if _CHANGES_ARGUMENT.search(dotted(call.func)) else []
+    return [*found, *(each.value for each in call.keywords if each.arg == "generator")]
+
+
+def changed_list(call: ast.Call) -> ast.expr | None:
+    """The list that a call makes longer, shorter or puts into another order."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES_LIST:
+        return call.func.value
+    found = changed_arguments(call)
+    return found[0] if found else None
 
 
 def trains(call: ast.Call) -> bool:

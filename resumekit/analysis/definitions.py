@@ -41,6 +41,7 @@ class Definitions:
     _variable_classes: dict[str, str] = field(default_factory=dict)
     _variable_functions: dict[str, Function] = field(default_factory=dict)
     _num_bound: dict[str, int] = field(default_factory=dict)
+    _decorated: dict[str, Function] = field(default_factory=dict)
     _mentioned: dict[object, frozenset[str]] = field(default_factory=dict)
     _overriding: dict[str, list[str]] = field(default_factory=dict)
 
@@ -53,6 +54,7 @@ class Definitions:
                 self.imported.update((a.asname or a.name).split(".")[0] for a in node.names)
         if "*" in self.imported:
             self.imported |= self._never_stored()
+        self._read_decorators()
         for function in list(self.functions.values()):
             self._read_assignments(function)
         for function in list(self.functions.values()):
@@ -171,6 +173,24 @@ class Definitions:
             found = (scope.path(each) for each in _listed(value))
             self.optimized.update(each for each in found if each is not None)
 
+    def _read_decorators(self) -> None:
+        """A decorator of the file that is used once: a call runs the function that it returns."""
+        uses: dict[str, list[Function]] = {}
+        for function in self.functions.values():
+            for name in function.decorators:
+                uses.setdefault(name, []).append(function)
+        for name, decorated in uses.items():
+            decorator = self.functions.get(name)
+            inner = decorator and self.functions.get(f"{name}.{_returned_name(decorator)}")
+            if decorator is not None and inner and decorator.parameters and len(decorated) == 1:
+                self._decorated[decorated[0].name] = inner
+                parameter = f"{name}{LOCAL}{decorator.parameters[0]}"
+                self._variable_functions[parameter] = decorated[0]
+
+    def decorated(self, function: Function) -> Function:
+        """What a call of a function runs: its decorator's function, if the file has that."""
+        return self._decorated.get(function.name, function)
+
     # ---------------------------------------------------------------- aliases
 
     def _read_aliases(self, function: Function) -> None:
@@ -218,12 +238,12 @@ class Definitions:
         while enclosing is not None:
             found = self.functions.get(f"{enclosing.name}.{node.id}")
             if found is not None and found.owner is None:
-                return found
+                return self.decorated(found)
             enclosing = enclosing.parent
         path = scope.path_of(node.id)
         found = self.functions.get(path)
         if found is not None and found.owner is None and path:
-            return found
+            return self.decorated(found)
         return self._variable_functions.get(path)
 
     def num_bound(self, node: ast.expr, scope: Scope) -> int:

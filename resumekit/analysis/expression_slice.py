@@ -199,6 +199,9 @@ class ExpressionSlice(CallEffects, ABC):
         remembers = function is not None and self._roles.remembers(function)
         if function is not None and remembers and any(touches(function, e) for e in out):
             effect = wants_arguments = True
+        changed = (context.scope.path(base_of(each)) for each in calls.changed_arguments(node))
+        if any(touches(path, each) for path in changed if path is not None for each in out):
+            effect = wants_arguments = True
         if calls.dotted(node.func) == "next" and node.args:
             iterator = context.scope.path(node.args[0])
             if iterator is not None and any(touches(iterator, each) for each in out):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from resumekit.analysis import calls
 from resumekit.analysis.program import Program
@@ -14,6 +14,7 @@ from resumekit.analysis.scopes import Function, LoopNode, Scope, children_of, ow
 def note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> None:
     """What the loops iterate over is data: its position is in the checkpoint."""
     iterables = [each.iter for each in chain if isinstance(each, (ast.For, ast.AsyncFor))]
+    lists = {path for each in program.functions.values() for path in _changed_lists(each)}
     for function in program.functions.values():
         scope = Scope(function)
         nodes = {id(each) for each in own_nodes(function.body)}
@@ -22,8 +23,17 @@ def note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> No
                 continue
             for each in _iterated(iterable):
                 path = scope.path(each)
-                if path is not None:
+                if path is not None and path not in lists:
                     roles.note_training(path)
+
+
+def _changed_lists(function: Function) -> Iterator[str | None]:
+    """The lists that a function makes longer, shorter or puts into another order."""
+    scope = Scope(function)
+    for node in own_nodes(function.body):
+        changed = calls.changed_list(node) if isinstance(node, ast.Call) else None
+        if changed is not None:
+            yield scope.path(changed)
 
 
 def _iterated(node: ast.expr) -> list[ast.expr]:

@@ -35,6 +35,7 @@ from resumekit.analysis.syntax import (
     compared_subject,
     counts,
     derived_names,
+    is_exhaustive,
     is_without_gradients,
     iterates_parameters,
     pairs_of,
@@ -235,7 +236,7 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.Match):
             parts = [self._body(each.body, out, context) for each in node.cases]
             effect = any(each for _, each in parts)
-            before = joined(out, *(each for each, _ in parts))
+            before = joined({} if is_exhaustive(node) else out, *(each for each, _ in parts))
             before, also = self._expression(node.subject, before, context, want=effect)
             return before, effect or also
         return out, False
@@ -421,4 +422,5 @@ class Relevance(ExpressionSlice):
         normal, also = self._body(node.orelse, after, context)
         end = joined(normal, *(each for each, _ in handled))
         before, inside = self._body(node.body, end, context)
+        before = joined(before, *(each for each, _ in handled))  # an exception at the beginning
         return before, effect or also or inside or any(each for _, each in handled)

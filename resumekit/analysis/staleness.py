@@ -16,7 +16,7 @@ from resumekit.analysis.paths import covers, touches
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, children_of, own_nodes
-from resumekit.analysis.syntax import base_of, pairs_of
+from resumekit.analysis.syntax import base_of, is_exhaustive, pairs_of
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10
@@ -105,6 +105,8 @@ class Staleness:
                 call = ast.Call(func=value, args=[], keywords=[])
                 if self._program.called(call, scope) is not None:
                     found |= self._written_by_call(call, scope, is_statement=True)
+        for each in calls.changed_arguments(node):
+            found |= self._with_alias(scope.path(base_of(each)))
         if calls.dotted(node.func) == "next" and node.args:
             found.add(scope.path(node.args[0]) or "")
         if self._roles.remembers(scope.path(node.func)):
@@ -163,7 +165,8 @@ class Staleness:
                 after |= self._body(handler.body, stale, scope)
             return self._body(node.finalbody, after, scope)
         if isinstance(node, ast.Match):
-            return stale.union(*(self._body(each.body, stale, scope) for each in node.cases))
+            after = [self._body(each.body, stale, scope) for each in node.cases]
+            return frozenset().union(*after, () if is_exhaustive(node) else stale)
         return stale
 
     def _loop(self, node: LoopNode, stale: Paths, scope: Scope) -> Paths:

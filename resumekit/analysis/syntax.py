@@ -54,6 +54,12 @@ def returned_values(node: ast.Return, *, in_parts: bool) -> list[ast.expr]:
     return [node.value]
 
 
+def is_exhaustive(node: ast.Match) -> bool:
+    """Whether the last case takes everything."""
+    last = node.cases[-1]
+    return isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and not last.guard
+
+
 def stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
     """The variables that statements assign."""
     names = (each for each in own_nodes(body) if isinstance(each, ast.Name))

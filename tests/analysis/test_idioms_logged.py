@@ -1,0 +1,185 @@
+"""What ordinary scripts carry along for logs, figures and timing only."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.analysis.test_loop_carried import analysed, names
+
+NOT_CARRIED = {
+    "counts and scores of an epoch that are printed": """
+        for epoch in range(3):
+            correct, total, start = 0, 0, time.time()
+            for x, y in loader:  # LOOP
+                out = model(x)
+                update((out - y).sum())
+                correct += (out.argmax(1) == y).sum().item()
+                total += len(y)
+            print(f"{epoch} {correct / total:.3f} {time.time() - start:.1f} s")
+        """,
+    "meters of a function whose one result decides": """
+        from meters import AverageMeter
+        def train(epoch):
+            losses, seen = AverageMeter(), 0
+            for batch in loader:  # LOOP
+                loss = model(batch).sum()
+                update(loss)
+                losses.update(loss.item())
+                seen += 1
+            return losses.avg, seen
+        def main():
+            for epoch in range(3):
+                loss, seen = train(epoch)
+                print(loss, seen)
+        main()
+        """,
+    "a history that a file gets": """
+        import json
+        history = {"loss": [], "val": []}
+        for epoch in range(3):
+            for batch in loader:  # LOOP
+                loss = model(batch).sum()
+                update(loss)
+                history["loss"].append(loss.item())
+            history["val"].append(evaluate(model))
+        with open("history.json", "w") as file:
+            json.dump(history, file)
+        """,
+    "sample images by a counter": """
+        from torchvision.utils import save_image
+        fixed, n = torch.randn(16, 3), 0
+        for batch in loader:  # LOOP
+            update(model(batch).sum())
+            n += 1
+            if n % 100 == 0:
+                with torch.no_grad():
+                    save_image(batch, f"{n}.png")
+        """,
+    "a smoothed loss in a progress bar": """
+        from tqdm import tqdm
+        smooth, steps = None, 0
+        bar = tqdm(loader)
+        for batch in bar:  # LOOP
+            loss = model(batch).sum()
+            update(loss)
+            smooth = loss.item() if smooth is None else 0.9 * smooth + 0.1 * loss.item()
+            steps += 1
+            bar.set_description(f"{smooth:.3f}")
+            if steps % 10 == 0:
+                print(steps, smooth)
+        """,
+    "confusion counts of an evaluation": """
+        import numpy as np
+        for epoch in range(3):
+            for batch in loader:  # LOOP
+                update(model(batch).sum())
+            matrix = np.zeros((2, 2))
+            for x, y in loader:
+                matrix[y, model(x).argmax(1)] += 1
+            print(matrix)
+        """,
+    "what each step sets before it reads": """
+        weight = 0.0
+        for epoch in range(3):
+            for i, batch in enumerate(loader):  # LOOP
+                weight = 0.5 if epoch < 2 else 1.0
+                loss = model(batch).sum() * weight
+                update(loss)
+        """,
+    "a timer and a throughput": """
+        start, tokens, best = time.time(), 0, 0.0
+        for batch in loader:  # LOOP
+            update(model(batch).sum())
+            tokens += batch.numel()
+            speed = tokens / (time.time() - start)
+            if speed > best:
+                best = speed
+                print("fastest", best)
+        """,
+    "a table of the script's own logger class": """
+        class Table:
+            def __init__(self):
+                self.rows, self.count = [], 0
+            def add(self, **row):
+                self.rows.append(row)
+                self.count += 1
+                print(self.count, row)
+        table = Table()
+        for batch in loader:  # LOOP
+            loss = model(batch).sum()
+            update(loss)
+            table.add(loss=loss.item())
+        """,
+    "running means by name": """
+        running = {}
+        for batch in loader:  # LOOP
+            losses = model(batch)
+            update(losses["total"])
+            running = {k: running.get(k, 0) + v.item() for k, v in losses.items()}
+            print(running)
+        """,
+    "a deque of losses in the bar": """
+        from collections import deque
+        from tqdm import tqdm
+        window = deque(maxlen=100)
+        with tqdm(loader) as bar:
+            for batch in bar:  # LOOP
+                loss = model(batch).sum()
+                update(loss)
+                window.append(loss.item())
+                bar.set_postfix(loss=sum(window) / len(window))
+        """,
+    "metrics that are computed and logged": """
+        import wandb
+        from torchmetrics import Accuracy
+        accuracy, seen = Accuracy(), 0
+        for epoch in range(3):
+            for x, y in loader:  # LOOP
+                out = model(x)
+                update((out - y).sum())
+                accuracy.update(out, y)
+                seen += len(x)
+                wandb.log({"seen": seen})
+            wandb.log({"accuracy": accuracy.compute()})
+            accuracy.reset()
+        """,
+    "a results table and figures": """
+        import pandas as pd
+        import matplotlib.pyplot as plt
+        rows, figure = [], plt.figure()
+        for epoch in range(3):
+            for batch in loader:  # LOOP
+                update(model(batch).sum())
+            rows.append({"epoch": epoch, "loss": evaluate(model)})
+            pd.DataFrame(rows).to_csv("rows.csv")
+            plt.plot([each["loss"] for each in rows])
+            plt.savefig("loss.png")
+        """,
+    "a profiler and an eta": """
+        step, started, times = 0, time.perf_counter(), []
+        profiler = torch.profiler.profile()
+        for batch in loader:  # LOOP
+            before = time.perf_counter()
+            update(model(batch).sum())
+            times.append(time.perf_counter() - before)
+            step += 1
+            profiler.step()
+            if step % 50 == 0:
+                eta = (1000 - step) * sum(times[-50:]) / 50
+                print(f"{step} {eta:.0f} s left")
+        """,
+    "a checkpoint that holds the losses": """
+        losses = []
+        for epoch in range(3):
+            for batch in loader:  # LOOP
+                loss = model(batch).sum()
+                update(loss)
+                losses.append(loss.item())
+            torch.save({"model": model.state_dict(), "losses": losses}, "m.pt")
+        """,
+}
+
+
+@pytest.mark.parametrize("case", NOT_CARRIED)
+def test_nothing_is_found_for(case: str) -> None:
+    assert names(analysed(NOT_CARRIED[case])) == set()
