@@ -165,8 +165,8 @@ class Staleness:
                 after |= self._body(handler.body, stale, scope)
             return self._body(node.finalbody, after, scope)
         if isinstance(node, ast.Match):
-            after = [self._body(each.body, stale, scope) for each in node.cases]
-            return frozenset().union(*after, () if is_exhaustive(node) else stale)
+            cases = [self._body(each.body, stale, scope) for each in node.cases]
+            return frozenset().union(*cases, () if is_exhaustive(node) else stale)
         return stale
 
     def _loop(self, node: LoopNode, stale: Paths, scope: Scope) -> Paths:
