@@ -146,9 +146,10 @@ class Staleness:
             return stale if node.value is None else self._expression(node.value, stale, scope)
         if isinstance(node, ast.If):
             stale = self._expression(node.test, stale, scope)
-            if self._reads(node.test, stale, scope):
-                return stale | self.written([*node.body, *node.orelse], scope)
+            depends = self._reads(node.test, stale, scope)
             then, other = self._body(node.body, stale, scope), self._body(node.orelse, stale, scope)
+            if depends:  # a resumed process may run the other branch
+                then |= stale | self.written([*node.body, *node.orelse], scope)
             return (then | other) - _switched(node, scope)
         if isinstance(node, LoopNode):
             return self._loop(node, stale, scope)

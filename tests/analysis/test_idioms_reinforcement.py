@@ -7,6 +7,23 @@ import pytest
 from tests.analysis.test_loop_carried import analysed, names
 
 CARRIED = {
+    "an inner loop of updates under a condition on what is carried": (
+        """
+        import gym
+        from buffers import ReplayBuffer
+        env, buffer, total = gym.make("x"), ReplayBuffer(100), 0
+        state = env.reset()
+        while total < 1000:
+            action = model(state).argmax()
+            state, reward, done, _ = env.step(action)
+            buffer.push(state, reward)
+            total += 1
+            if len(buffer) > 32 and total % 4 == 0:
+                for _ in range(2):  # LOOP
+                    update(model(buffer.sample(8)).sum())
+        """,
+        {"buffer", "env", "state", "total"},
+    ),
     "an agent of the file with a buffer and an exploration rate": (
         """
         import gym
