@@ -90,7 +90,13 @@ class LoopVariables:
         """Analyses the loop that the innermost of the running functions is in."""
         left: Sequence[Activation] = functions
         while left:
-            left = self._enter_file(left, is_innermost=len(left) == len(functions))
+            try:
+                left = self._enter_file(left, is_innermost=len(left) == len(functions))
+            except Exception:  # noqa: BLE001 - no source may stop a run
+                place = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
+                logger.debug("%s: the loop could not be analysed", place, exc_info=True)
+                self._lines.append(_unknown(place, "the analysis of the loop failed"))
+                left = left[1:]
 
     def confirm(self) -> None:
         """Reports the objects whose content has changed since the loop was entered."""
@@ -125,7 +131,8 @@ class LoopVariables:
         located = _located(first)
         if located is None:
             if is_innermost:
-                self._lines.append(_without_source(f"{name}:{first.line}"))
+                reason = "the source of the loop cannot be read"
+                self._lines.append(_unknown(f"{name}:{first.line}", reason))
             return functions[1:]
         callers, running = _callers(located, functions)
         if located.loop is not None:
@@ -255,10 +262,6 @@ def _keep(names: Sequence[str]) -> str:
     return f'Keep {keep} in extras["{_last(names[0])}"], or list {keep} in transient={{...}}.'
 
 
-def _without_source(place: str) -> CaptureLine:
-    return CaptureLine(
-        place,
-        Fidelity.UNKNOWN,
-        "the source of the loop cannot be read; variables that it carries are not checked",
-        is_hint=True,
-    )
+def _unknown(place: str, reason: str) -> CaptureLine:
+    reason = f"{reason}; variables that it carries are not checked"
+    return CaptureLine(place, Fidelity.UNKNOWN, reason, is_hint=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import logging
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +206,53 @@ def test_a_loop_without_a_source_is_unknown_and_a_hint(tmp_path: Path) -> None:
     run = compile(source, "<typed>", "exec")
     FunctionType(run, names)()
     assert "the source of the loop cannot be read" in parts.lines()[0]
+
+
+def test_a_source_that_the_analysis_fails_on_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = " + ".join(["1"] * 900)
+    source = (
+        "def train(parts, loss):\n"
+        "    num_batches = 0\n"
+        "    for x, y in parts.ckpt.batches(parts.loader, epochs=1):\n"
+        f"        weight = {sums}\n"
+        "        parts.update(loss(parts.model(x), y) * weight)\n"
+        "        num_batches += 1\n"
+        "    return num_batches\n"
+    )
+    (tmp_path / "deep.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    parts = Parts(tmp_path / "run", strict=True)
+    assert importlib.import_module("deep").train(parts, LOSS) == 4
+    assert "the analysis of the loop failed" in parts.lines()[0]
+
+
+def test_a_tensor_that_a_given_optimizer_trains_is_not_reported(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    scale = torch.ones(1, requires_grad=True)
+    beside = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([scale], lr=0.1)
+    other = torch.optim.SGD([beside], lr=0.1)
+    ckpt = Checkpointer(
+        tmp_path / "both",
+        model=parts.model,
+        optimizer={"model": parts.optimizer, "scale": optimizer},
+        save_every=3,
+    )
+    parts.ckpt.close()
+    parts.ckpt = ckpt
+    for inputs, labels in parts.ckpt.batches(parts.loader, epochs=1):
+        loss = LOSS(parts.model(inputs) * scale * beside, labels)
+        optimizer.zero_grad()
+        other.zero_grad()
+        parts.update(loss)
+        optimizer.step()
+        other.step()
+    named = " ".join(parts.lines())
+    assert "beside" in named
+    assert "scale" not in named
 
 
 def test_a_comprehension_belongs_to_the_function_that_has_it(tmp_path: Path) -> None:
