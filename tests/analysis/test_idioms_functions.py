@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.analysis.test_loop_carried import analysed, names
+import pytest
 
 CARRIED = {
     "a pool of generated images": (
@@ -378,6 +378,6 @@ CARRIED = {
 
 
 @pytest.mark.parametrize("case", CARRIED)
-def test_state_in_functions_is_found(case: str) -> None:
+def test_state_in_functions_is_found(case: str, names: Callable[[str], set[str]]) -> None:
     body, expected = CARRIED[case]
-    assert names(analysed(body)) == expected
+    assert names(body) == expected

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.analysis.test_loop_carried import analysed, names
+import pytest
 
 CARRIED = {
     "an imported pool whose result is used": (
@@ -265,6 +265,6 @@ CARRIED = {
 
 
 @pytest.mark.parametrize("case", CARRIED)
-def test_state_in_memory_is_found(case: str) -> None:
+def test_state_in_memory_is_found(case: str, names: Callable[[str], set[str]]) -> None:
     body, expected = CARRIED[case]
-    assert names(analysed(body)) == expected
+    assert names(body) == expected

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import textwrap
+from collections.abc import Callable
 
 import pytest
 
-from resumekit.analysis import LoopCarried, LoopNode, Program, loop_carried
-from resumekit.analysis.scopes import own_nodes
+from resumekit.analysis import LoopCarried
 
-HEAD = """
-import copy, random, time
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-model = nn.Linear(3, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader([])
-def evaluate(model):
-    model.eval()
-    return model(1).item()
-def update(loss):
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def analysed(body: str, *, head: str = HEAD) -> LoopCarried:
-    """What is found for the innermost loop whose line ends with ``# LOOP``."""
-    source = textwrap.dedent(head) + textwrap.dedent(body)
-    line = next(n for n, text in enumerate(source.splitlines(), 1) if text.endswith("# LOOP"))
-    program = Program.parse(source)
-    for function in program.functions.values():
-        for node in own_nodes(function.body):
-            if isinstance(node, LoopNode) and node.lineno == line:
-                return loop_carried(program, function, node)
-    raise AssertionError("no loop")
-
-
-def names(found: LoopCarried) -> set[str]:
-    return {each.name for each in found.variables}
-
+Analysed = Callable[[str], LoopCarried]
+Names = Callable[[str], set[str]]
 
 CARRIED = {
     "a batch that is fetched ahead": (
@@ -405,17 +372,17 @@ NOT_CARRIED = {
 
 
 @pytest.mark.parametrize("case", CARRIED)
-def test_a_loop_carried_variable_is_found(case: str) -> None:
+def test_a_loop_carried_variable_is_found(case: str, names: Names) -> None:
     body, expected = CARRIED[case]
-    assert names(analysed(body)) == expected
+    assert names(body) == expected
 
 
 @pytest.mark.parametrize("case", NOT_CARRIED)
-def test_nothing_is_reported_for(case: str) -> None:
-    assert names(analysed(NOT_CARRIED[case])) == set()
+def test_nothing_is_reported_for(case: str, names: Names) -> None:
+    assert names(NOT_CARRIED[case]) == set()
 
 
-def test_what_is_only_logged_is_known_as_such() -> None:
+def test_what_is_only_logged_is_known_as_such(analysed: Analysed) -> None:
     found = analysed(NOT_CARRIED["lists for a plot"])
     assert {each.name for each in found.only_logged} >= {"losses"}
 
@@ -431,24 +398,22 @@ ACCUMULATION = """
     """
 
 
-def test_a_relative_index_that_decides_is_found_and_an_absolute_one_is_not() -> None:
+def test_a_relative_index_that_decides_is_found_and_an_absolute_one_is_not(
+    analysed: Analysed,
+) -> None:
     assert analysed(ACCUMULATION.format(start="")).relative_indices == ("i",)
     assert analysed(ACCUMULATION.format(start=", start=loader.initial")).relative_indices == ()
 
 
-def test_an_index_that_only_prints_is_not_found() -> None:
+def test_an_index_that_only_prints_is_not_found(analysed: Analysed) -> None:
     body = NOT_CARRIED["a running loss that is printed"]
     assert analysed(body).relative_indices == ()
 
 
-def test_a_variable_is_known_to_be_assigned_or_only_changed() -> None:
+def test_a_variable_is_known_to_be_assigned_or_only_changed(analysed: Analysed) -> None:
     found = analysed(CARRIED["an observation, an environment and a replay buffer"][0])
     assert {each.name: each.is_rebound for each in found.variables} == {
         "env": False,
         "obs": True,
         "rb": False,
     }
-
-
-def test_the_head_of_the_cases_is_a_program() -> None:
-    ast.parse(textwrap.dedent(HEAD))
