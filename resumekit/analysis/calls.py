@@ -86,7 +86,7 @@ LOGGER_MAKERS = re.compile(
 )
 TRAINING_MAKERS = re.compile(
     r"((^|\.)(nn|optim|lr_scheduler)\.\w+$)|(DataParallel|DDP|GradScaler|Accelerator|Fabric"
-    r"|DataLoader|Optimizer|\w*[Ss]cheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
+    r"|DataLoader|(Random|Distributed|Sequential|Batch)Sampler|Optimizer|\w*[Ss]cheduler|LambdaLR|\w+LR|EMA\w*|\w*Ema(?![a-z])\w*|MovingAverage"
     r"|AveragedModel|create_model|get_model|from_pretrained|build_optimizer"
     r"|create_optimizer|create_optimizer_v2|get_scheduler|create_scheduler|create_scheduler_v2"
     r"|NativeScaler\w*|Adam|AdamW|SGD|RMSprop|Adagrad|prepare|deepspeed\.initialize|\w+Net|\w+Network|\w+Model"

@@ -42,6 +42,7 @@ class Definitions:
     _variable_functions: dict[str, Function] = field(default_factory=dict)
     _num_bound: dict[str, int] = field(default_factory=dict)
     _decorated: dict[str, Function] = field(default_factory=dict)
+    _lists: dict[str, ast.expr] = field(default_factory=dict)
     _mentioned: dict[object, frozenset[str]] = field(default_factory=dict)
     _overriding: dict[str, list[str]] = field(default_factory=dict)
 
@@ -117,6 +118,8 @@ class Definitions:
             self.flags.update(p for p in map(scope.path, targets) if p)
         made = _name_of(value.func) if isinstance(value, ast.Call) else ""
         for target in targets:
+            if isinstance(value, (ast.List, ast.Tuple)):
+                self._lists[scope.path(target) or ""] = value
             if made in self.classes:
                 self._note_class(scope, target, made)
             elif isinstance(target, ast.Name):
@@ -168,9 +171,10 @@ class Definitions:
         if "optim" not in ast.unparse(call.func).lower() and not _OPTIMIZERS & {_last(call.func)}:
             return
         for value in [*call.args[:1], *(e.value for e in call.keywords if e.arg == "params")]:
-            if not isinstance(value, (ast.List, ast.Tuple)):
+            listed = self._lists.get(scope.path(value) or "-", value)
+            if not isinstance(listed, (ast.List, ast.Tuple)):
                 continue
-            found = (scope.path(each) for each in _listed(value))
+            found = (scope.path(each) for each in _listed(listed))
             self.optimized.update(each for each in found if each is not None)
 
     def _read_decorators(self) -> None:

@@ -177,6 +177,87 @@ NOT_CARRIED = {
                 losses.append(loss.item())
             torch.save({"model": model.state_dict(), "losses": losses}, "m.pt")
         """,
+    "an accuracy that is returned and printed": """
+        def train():
+            correct = total = 0
+            for x, y in loader:  # LOOP
+                out = model(x)
+                update((out - y).sum())
+                correct += (out.argmax(1) == y).sum().item()
+                total += y.size(0)
+            return correct / total
+        for epoch in range(3):
+            acc = train()
+            print(acc)
+        """,
+    "a best value for a summary": """
+        import wandb
+        best = 0
+        for epoch in range(3):
+            for x in loader:  # LOOP
+                update(model(x).sum())
+            best = max(best, evaluate(model))
+            wandb.summary["best"] = best
+            wandb.run.summary["best2"] = best
+        """,
+    "times in a table": """
+        import csv
+        f = open("a.csv", "w")
+        w = csv.writer(f)
+        n, t = 0, 0.0
+        for x in loader:  # LOOP
+            s = time.time()
+            loss = model(x).sum()
+            update(loss)
+            t += time.time() - s
+            n += 1
+            w.writerow([n, t, loss.item()])
+            f.flush()
+        """,
+    "sums and a learning rate in a bar": """
+        from tqdm import tqdm
+        total_loss, total_norm, lr = 0.0, 0.0, 0.1
+        pbar = tqdm(total=100)
+        for i, x in enumerate(loader):  # LOOP
+            loss = model(x).sum()
+            loss.backward()
+            total_norm += torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            total_loss += loss.item()
+            lr = optimizer.param_groups[0]["lr"]
+            pbar.update(1)
+            pbar.set_postfix({"l": total_loss / (i + 1), "n": total_norm, "lr": lr})
+        """,
+    "meters by name": """
+        from meters import AverageMeter
+        from collections import defaultdict
+        meters = defaultdict(AverageMeter)
+        for x in loader:  # LOOP
+            losses = model(x)
+            update(losses["a"])
+            for k, v in losses.items():
+                meters[k].update(v.item())
+            print({k: m.avg for k, m in meters.items()})
+        """,
+    "a flag that prints once": """
+        printed = False
+        for x in loader:  # LOOP
+            if not printed:
+                print(x.shape)
+                printed = True
+            update(model(x).sum())
+        """,
+    "a smoothed loss beside an assertion": """
+        ema = None
+        for x in loader:  # LOOP
+            loss = model(x).sum()
+            assert torch.isfinite(loss)
+            update(loss)
+            ema = loss.item() if ema is None else 0.99 * ema + 0.01 * loss.item()
+            if random.random() < 2:
+                print(ema)
+        """,
 }
 
 
