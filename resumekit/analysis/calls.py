@@ -94,7 +94,7 @@ TRAINING_MAKERS = re.compile(
 )
 # Constructors of objects that change when they are asked.
 REMEMBERING_MAKERS = re.compile(
-    r"(^|\.)(\w*(Filter|Normali[sz]er|RunningMean\w*|RunningStats?|Noise|NoiseProcess|Buffer|Memory"
+    r"(^|\.)(\w*(Filter|Normali[sz]er|RunningMeanStd\w*|RunningStat|Noise|NoiseProcess|Buffer|Memory"
     r"|Replay\w*|Pool|Queue|Bank|Stopp(ing|er)|Stop|Patience|Anneal\w*|Curriculum|Schedule"
     r"|RandomState|default_rng|Controller|Tracker|Vec_?[Ee]nv\w*|Env)|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
 )

@@ -256,14 +256,20 @@ class Definitions:
 
     def optimized_in(self, scope: Scope) -> Iterator[str]:
         """The paths of ``optimized`` as a function has them: ``self`` is one object in a class."""
-        function = scope.function
         for path in self.optimized:
-            maker = self.functions.get(path.rpartition(LOCAL)[0])
-            variable, _, attribute = path.rpartition(LOCAL)[2].partition(".")
-            if maker is None or not maker.owner or maker.parameters[:1] != (variable,):
+            attribute = self.own_attribute(path)
+            if attribute is None:
                 yield path
-            elif attribute and function.owner and function.parameters:
-                yield f"{scope.path_of(function.parameters[0])}.{attribute}"
+            elif scope.receiver is not None:
+                yield f"{scope.receiver}.{attribute}"
+
+    def own_attribute(self, path: str) -> str | None:
+        """The name of the attribute where a path is one of ``self`` in a method."""
+        maker = self.functions.get(path.rpartition(LOCAL)[0])
+        variable, _, attribute = path.rpartition(LOCAL)[2].partition(".")
+        if maker is None or not maker.owner or maker.parameters[:1] != (variable,):
+            return None
+        return attribute or None
 
     def is_variable(self, path: str) -> bool:
         """Whether a path is no function, class, module or builtin."""

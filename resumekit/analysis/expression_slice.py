@@ -209,6 +209,9 @@ class ExpressionSlice(CallEffects, ABC):
         before, also = self._arguments(
             node, out, context, want=wants_arguments, receiver=wants_receiver
         )
+        if want or effect:
+            unknown = self._roles.changed_by_unknown(node, context.scope)
+            before = joined(before, dict.fromkeys(unknown))
         if want and function is not None:
             is_name = isinstance(node.func, ast.Name) and self._program.is_variable(function)
             if is_name or remembers:

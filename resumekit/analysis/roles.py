@@ -87,6 +87,18 @@ class Roles:
         leader = self._find(path)
         return any(self._find(each) == leader for each in self._remembering)
 
+    def changed_by_unknown(self, call: ast.Call, scope: Scope) -> list[str]:
+        """The buffers, filters and the like of ``self`` that an unknown method may change."""
+        func = call.func
+        if not isinstance(func, ast.Attribute) or scope.path(func.value) != scope.receiver:
+            return []
+        if scope.receiver is None or self._program.called(call, scope) is not None:
+            return []
+        attributes = map(self._program.own_attribute, self._remembering)
+        if func.attr in self._program.property_names or calls.only_looks(call):
+            return []
+        return [f"{scope.receiver}.{each}" for each in attributes if each is not None]
+
     def given_to(self, path: str) -> list[str]:
         """What an object was made of and may change: the filter and the environment of an agent."""
         given = [each for each in self._given_to.get(path, ()) if self._has_state(each)]

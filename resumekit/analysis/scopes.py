@@ -122,6 +122,14 @@ class Scope:
             return Scope(function.parent).path_of(name)
         return name
 
+    @property
+    def receiver(self) -> str | None:
+        """The path of ``self`` in a method."""
+        function = self.function
+        if not function.owner or not function.parameters or function.is_static:
+            return None
+        return self.path_of(function.parameters[0])
+
     def path(self, node: ast.AST) -> str | None:
         """The path of a name or of an attribute of one; None for any other expression."""
         if isinstance(node, ast.Name):

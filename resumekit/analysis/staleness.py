@@ -105,6 +105,7 @@ class Staleness:
                 call = ast.Call(func=value, args=[], keywords=[])
                 if self._program.called(call, scope) is not None:
                     found |= self._written_by_call(call, scope, is_statement=True)
+        found.update(self._roles.changed_by_unknown(node, scope))
         for each in calls.changed_arguments(node):
             found |= self._with_alias(scope.path(base_of(each)))
         if calls.dotted(node.func) == "next" and node.args:

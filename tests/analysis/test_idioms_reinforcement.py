@@ -7,6 +7,30 @@ from collections.abc import Callable
 import pytest
 
 CARRIED = {
+    "a memory that methods of a base elsewhere fill": (
+        """
+        from base import BaseAgent
+        from data import ReplayBuffer
+        class Agent(BaseAgent):
+            def __init__(self, config):
+                BaseAgent.__init__(self, config)
+                self.memory = ReplayBuffer(config.size)
+                self.net = nn.Linear(3, 2)
+                self.steps = 0
+            def step(self):
+                while not self.done:  # LOOP
+                    self.conduct_action(self.pick_action())
+                    self.save_experience()
+                    self.steps += 1
+                    if self.steps % 4 == 0:
+                        self.learn()
+            def learn(self):
+                loss = self.net(self.memory.sample()).sum()
+                loss.backward()
+                optimizer.step()
+        """,
+        {"self.memory", "self.steps"},
+    ),
     "an inner loop of updates under a condition on what is carried": (
         """
         import gym
