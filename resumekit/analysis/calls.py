@@ -31,6 +31,7 @@ OF_TRAINING_OBJECTS = frozenset(
         "eval",
         "finetune",
         "get_last_lr",
+        "load_state_dict",
         "named_modules",
         "named_parameters",
         "no_sync",
@@ -221,9 +222,16 @@ def method(call: ast.Call) -> str:
     return func.attr if isinstance(func, ast.Attribute) else dotted(func)
 
 
+def is_logger_method(call: ast.Call) -> bool:
+    """Whether only loggers, writers and bars have the method; ``x.log()`` is a logarithm."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in OF_LOGGERS:
+        return False
+    return call.func.attr != "log" or bool(call.args or call.keywords)
+
+
 def is_logging(call: ast.Call) -> bool:
     """Whether it prints, logs, plots or measures time."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr in (*OF_LOGGERS, "print"):
+    if is_logger_method(call) or method(call) == "print":
         return not dotted(call.func).startswith(("torch.", "math.", "np.", "numpy."))
     return bool(_LOGGING.search(dotted(call.func)))
 

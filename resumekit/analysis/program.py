@@ -34,6 +34,9 @@ class Program(Definitions):
         name = "__call__"
         if isinstance(call.func, ast.Attribute):
             name = call.func.attr
+            of_class = self._method_of_class(call.func, scope)
+            if of_class is not None:
+                return of_class
             receiver, owner = self._receiver(call.func.value, scope)
         if owner is None or name not in owner.methods:
             receiver = scope.path(call.func)
@@ -89,6 +92,17 @@ class Program(Definitions):
         found = self.called(call, scope)
         return call if found is not None and found[0].is_property else None
 
+    def _method_of_class(
+        self, node: ast.Attribute, scope: Scope
+    ) -> tuple[Function, str | None] | None:
+        """``Class.method``: with the class as receiver of a class method, without one otherwise."""
+        path = scope.path(node.value)
+        owner = self.classes.get(path or "")
+        method = None if owner is None else owner.methods.get(node.attr)
+        if method is None or method.is_abstract:
+            return None
+        return method, path if "classmethod" in method.decorators else None
+
     def _receiver(self, node: ast.expr, scope: Scope) -> tuple[str | None, Class | None]:
         """The object whose method is called, and its class; ``super()`` is ``self``."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -121,6 +135,12 @@ class Program(Definitions):
                 bindings[name] = path
             else:
                 copied[f"{function.name}{LOCAL}{name}"] = value
+        unpacked = [each.value for each in call.args if isinstance(each, ast.Starred)]
+        unpacked += [each.value for each in call.keywords if each.arg is None]
+        if unpacked:  # any other parameter may be in it
+            others = [each for each in function.parameters if each not in arguments]
+            missing = (each for each in others if each not in bindings)
+            copied.update((f"{function.name}{LOCAL}{each}", unpacked[-1]) for each in missing)
         parent = scope if function.parent is scope.function else None
         return Scope(function, tuple(sorted(bindings.items())), parent), copied
 

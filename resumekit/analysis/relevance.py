@@ -214,12 +214,9 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.Return):
             before = context.at_return
             effect = context.returns_matter or context.wants_result
-            for index, value in enumerate(
-                returned_values(node, in_parts=context.elements is not None)
-            ):
-                want = context.wants_result
-                if context.elements is not None and isinstance(node.value, ast.Tuple):
-                    want = want and index in context.elements
+            parts = context.elements if isinstance(node.value, ast.Tuple) else None
+            for index, value in enumerate(returned_values(node, in_parts=parts is not None)):
+                want = context.wants_result and (parts is None or index in parts)
                 before, also = self._expression(value, before, context, want=want)
                 effect = effect or also
             return before, effect

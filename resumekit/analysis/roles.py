@@ -225,7 +225,7 @@ class Roles:
                     self._note(receiver, Role.TRAINING)
             elif name in calls.OF_TRAINING_OBJECTS:
                 self._note(receiver, Role.TRAINING)
-            elif name in calls.OF_LOGGERS:
+            elif calls.is_logger_method(call):
                 self._note(receiver, Role.LOGGING)
         elif any(_gives_parameters(each) for each in (*call.args, *call.keywords)):
             self._note(scope.path(call.func), Role.TRAINING)  # a loss scaler

@@ -258,6 +258,63 @@ NOT_CARRIED = {
             if random.random() < 2:
                 print(ema)
         """,
+    "predictions for a score that is printed": """
+        from sklearn.metrics import f1_score
+        for epoch in range(3):
+            preds, golds = [], []
+            for x, y in loader:  # LOOP
+                out = model(x)
+                update((out - y).sum())
+                preds += out.argmax(1).tolist()
+                golds += y.tolist()
+            print(f1_score(golds, preds))
+        """,
+    "a dict of logs": """
+        logs = {"step": 0, "loss": 0.0}
+        def log(**kw):
+            logs.update(kw)
+            print(logs)
+        for x in loader:  # LOOP
+            loss = model(x).sum()
+            update(loss)
+            logs["step"] += 1
+            log(loss=loss.item())
+        """,
+    "names of the checkpoints": """
+        names = []
+        for epoch in range(3):
+            for x in loader:  # LOOP
+                update(model(x).sum())
+            names.append(f"{epoch}.pt")
+            torch.save(model.state_dict(), names[-1])
+        print(names)
+        """,
+    "norms of the gradients": """
+        norms = []
+        for x in loader:  # LOOP
+            model(x).sum().backward()
+            norm = sum(p.grad.norm() for p in model.parameters())
+            norms.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        print(max(norms))
+        """,
+    "a meter of the file": """
+        class Meter:
+            def __init__(self):
+                self.n, self.t0, self.vals = 0, time.time(), []
+            def add(self, v):
+                self.n += 1
+                self.vals.append(v)
+                if self.n % 10 == 0:
+                    print(sum(self.vals) / len(self.vals), time.time() - self.t0)
+                    self.vals.clear()
+        meter = Meter()
+        for x in loader:  # LOOP
+            loss = model(x).sum()
+            update(loss)
+            meter.add(loss.item())
+        """,
 }
 
 
