@@ -95,9 +95,10 @@ TRAINING_MAKERS = re.compile(
 )
 # Constructors of objects that change when they are asked.
 REMEMBERING_MAKERS = re.compile(
-    r"(^|\.)(\w*(Filter|Normali[sz]er|RunningMeanStd\w*|RunningStat|Noise|NoiseProcess|Buffer|Memory"
-    r"|Replay\w*|Pool|Queue|Bank|Stopp(ing|er)|Stop|Patience|Anneal\w*|Curriculum|Schedule"
-    r"|RandomState|default_rng|Controller|Tracker|Vec_?[Ee]nv\w*|Env)|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
+    r"(^|\.)(Z?Filter|\w*(Running|State|Mean\w*)Filter|\w*(Normali[sz]er|RunningMeanStd\w*|RunningStat"
+    r"|Noise|NoiseProcess|Buffer|Memory|Replay\w*|Pool|Queue|(?<!Filter)Bank|Stopp(ing|er)|Stop"
+    r"|Patience|Anneal\w*|Curriculum|RandomState|default_rng|Controller|Tracker|Vec_?[Ee]nv\w*|Env)"
+    r"|gym\.\w+|make_\w*envs?|\w*EarlyStop\w*)$"
 )
 # Functions that change their first argument.
 _CHANGES_ARGUMENT = re.compile(r"(^|\.)(shuffle|heap(push|pop|pushpop|replace|ify)|insort\w*)$")
@@ -147,7 +148,7 @@ _CHANGING = re.compile(
     r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert|tune\w*|anneal\w*|adapt\w*|collect\w*)$"
 )
 _LOOKS = re.compile(
-    r"^(get\w*|is_\w+|has_\w+|can_\w+|size|len|keys|values|items|copy|compute\w*|mean|std|ready"
+    r"^(get\w*|is_\w+|has_\w+|can_\w+|size|len|keys|values?|items|copy|encode|decode|map|compute\w*|mean|std|ready"
     r"|full|state_dict|seed|close|render|action_space\w*|observation_space\w*)$"
 )
 # Methods that change nothing though their result is thrown away.

@@ -54,7 +54,7 @@ class Roles:
             is_average = calls.AVERAGE.search(owner.name)
             return Role.TRAINING if owner.is_module or is_average else None
         leader = self._find(path)
-        if any(self._find(each) == leader for each in self._environments):
+        if self._has_state(path):
             return None
         found = self._found.get(leader, ())
         for role in (Role.TRAINING, Role.LOGGING):
