@@ -231,9 +231,9 @@ class Relevance(ExpressionSlice):
         if isinstance(node, ast.Delete):
             return out, False
         if isinstance(node, ast.Match):
-            parts = [self._body(each.body, out, context) for each in node.cases]
-            effect = any(each for _, each in parts)
-            before = joined({} if is_exhaustive(node) else out, *(each for each, _ in parts))
+            cases = [self._body(each.body, out, context) for each in node.cases]
+            effect = any(each for _, each in cases)
+            before = joined({} if is_exhaustive(node) else out, *(each for each, _ in cases))
             before, also = self._expression(node.subject, before, context, want=effect)
             return before, effect or also
         return out, False
