@@ -148,7 +148,7 @@ _CHANGING = re.compile(
     r"|record\w*|observe|setdefault|select_action|on_\w+|save\w*|increment\w*|fetch\w*|insert|tune\w*|anneal\w*|adapt\w*|collect\w*)$"
 )
 _LOOKS = re.compile(
-    r"^(get\w*|is_\w+|has_\w+|can_\w+|size|len|keys|values?|items|copy|encode|decode|map|compute\w*|mean|std|ready"
+    r"^(get|get_(state|config|size|shape|dim|params|length)\w*|is_\w+|has_\w+|can_\w+|size|len|keys|values?|items|copy|encode|decode|map|compute\w*|mean|std|ready"
     r"|full|state_dict|seed|close|render|action_space\w*|observation_space\w*)$"
 )
 # Methods that change nothing though their result is thrown away.

@@ -7,6 +7,21 @@ from collections.abc import Callable
 import pytest
 
 CARRIED = {
+    "noise that a method adds to the action": (
+        """
+        import gym
+        from noise import OUNoise
+        env, noise = gym.make("x"), OUNoise(2)
+        for episode in range(10):
+            state = env.reset()
+            noise.reset()
+            for step in range(100):  # LOOP
+                action = noise.get_action(model(state), step)
+                state, reward, done, _ = env.step(action)
+                update(model(state).sum() * reward)
+        """,
+        {"env", "noise", "state"},
+    ),
     "a memory that methods of a base elsewhere fill": (
         """
         from base import BaseAgent
