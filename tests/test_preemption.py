@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,24 @@ def test_a_run_that_was_abandoned_does_not_keep_the_signals(tmp_path: Path) -> N
     with pytest.raises(Preempted):
         Training(tmp_path / "second").run(at=3)
     assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+def test_a_loop_that_was_abandoned_does_not_keep_the_workers(tmp_path: Path) -> None:
+    """Nothing of a run refers to itself, so nothing waits for the garbage collector."""
+
+    def abandon() -> None:
+        training = Training(tmp_path)
+        loader = DataLoader(training.loader.dataset, num_workers=1)
+        next(training.checkpointer.batches(loader, epochs=1))
+        assert len(active_children()) == 1
+
+    gc.collect()
+    gc.disable()
+    try:
+        abandon()
+        assert active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_a_forked_child_ends_when_it_is_told_to() -> None:

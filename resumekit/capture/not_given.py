@@ -63,6 +63,10 @@ class Given:
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._ids
 
+    def saves(self, value: Any) -> bool:
+        """Whether the run saves an object, by itself or with an optimizer that trains it."""
+        return id(value) in self._ids or id(value) in self.trained
+
     def misses(self, module: nn.Module) -> list[Tensor]:
         """The parameters and buffers of a module that no component holds."""
         every = (*module.parameters(), *module.buffers())

@@ -28,6 +28,21 @@ from resumekit.storage import Manifest
 Finding = Callable[[], Iterable[CaptureLine]]
 
 
+def weakly(method: Callable[[], Iterable[Any]]) -> Callable[[], Iterable[Any]]:
+    """A bound method that does not keep its object; without that object it gives nothing.
+
+    A run that refers to itself would outlive the loop that abandoned it until the next garbage
+    collection, with the lock of its directory and the workers of its loaders.
+    """
+    found = WeakMethod(method)
+
+    def call() -> Iterable[Any]:
+        alive = found()
+        return () if alive is None else alive()
+
+    return call
+
+
 class Account:
     """Tells each thing once, and keeps what belongs into every manifest.
 
@@ -49,7 +64,7 @@ class Account:
         self.components: Sequence[StateComponent] = ()
         self.start = ""
         self.cadence = str(parse_cadence(options.save_every))
-        self._findings: list[Callable[[], Finding | None]] = []
+        self._findings: list[Finding] = []
         self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
@@ -72,11 +87,9 @@ class Account:
         """Asks for more lines whenever a report is made, in the order of these calls.
 
         Args:
-            finding: a function, or a method, whose object is referred to weakly: a run that refers
-                to itself would keep the lock of its directory when it is abandoned.
+            finding: a function, or a method, whose object is referred to weakly.
         """
-        is_method = isinstance(finding, MethodType)
-        self._findings.append(WeakMethod(finding) if is_method else lambda: finding)
+        self._findings.append(weakly(finding) if isinstance(finding, MethodType) else finding)
 
     # ---------------------------------------------------------------- how exactly it comes back
 
@@ -147,7 +160,7 @@ class Account:
         report = TrainState(**slots).capture_report()
         own = [getattr(each.stateful, "findings", None) for each in self.components]
         found: list[CaptureLine] = []
-        for finding in (*own, *(each() for each in self._findings)):
+        for finding in (*own, *self._findings):
             found += finding() if finding is not None else ()
         return CaptureReport((*report.lines, *found))
 

@@ -38,10 +38,7 @@ class LoopCheck:
         self._lines: dict[str, CaptureLine] = {}
         self._unconfirmed: list[Unconfirmed] = []
         self._variables = LoopVariables(
-            extras,
-            options.transient,
-            self._is_given,
-            limit_bytes=options.user_state_limit,
+            extras, options.transient, limit_bytes=options.user_state_limit
         )
         self._made_beside = _objects_beside()
         self._num_steps = 0
@@ -67,7 +64,7 @@ class LoopCheck:
         self._made_beside = {}
         for variables in (*map(_variables, functions), alive):
             self._find_objects(variables)
-        self._variables.enter(functions)
+        self._variables.enter(functions, self._given)
         self._given = None
 
     def lines(self) -> list[CaptureLine]:
@@ -84,11 +81,6 @@ class LoopCheck:
         if self._num_steps == _NUM_STEPS:
             self._variables.confirm_copies()
         return len(self.lines()) > known
-
-    def _is_given(self, value: Any) -> bool:
-        """Whether the run saves an object, by itself or with an optimizer that trains it."""
-        given = self._given
-        return given is not None and (value in given or id(value) in given.trained)
 
     def _find_objects(self, variables: Mapping[str, Any]) -> None:
         assert self._given is not None

@@ -28,6 +28,7 @@ from resumekit.analysis import (
     stored_keys,
 )
 from resumekit.capture import content_digest
+from resumekit.capture.not_given import Given
 from resumekit.contract import CaptureLine, Fidelity
 from resumekit.engine.calling_code import Activation
 from resumekit.log import logger
@@ -62,7 +63,6 @@ class LoopVariables:
     Args:
         extras: the user's live dict.
         transient: the names that are not reported.
-        is_given: whether the run holds an object.
         limit_bytes: the most that is digested of one object.
     """
 
@@ -70,13 +70,12 @@ class LoopVariables:
         self,
         extras: Mapping[Any, Any],
         transient: Iterable[str],
-        is_given: Callable[[Any], bool],
         *,
         limit_bytes: int,
     ) -> None:
         self._extras = extras
         self._transient = frozenset(transient)
-        self._is_given = is_given
+        self._given: Given | None = None  # while a loop is entered
         self._limit_bytes = limit_bytes
         self._lines: list[CaptureLine] = []
         self._candidates: list[_Candidate] = []
@@ -86,8 +85,14 @@ class LoopVariables:
         """What is known by now."""
         return list(self._lines)
 
-    def enter(self, functions: Sequence[Activation]) -> None:
-        """Analyses the loop that the innermost of the running functions is in."""
+    def enter(self, functions: Sequence[Activation], given: Given) -> None:
+        """Analyses the loop that the innermost of the running functions is in.
+
+        Args:
+            functions: the running functions, the innermost first.
+            given: what the run saves.
+        """
+        self._given = given
         left: Sequence[Activation] = functions
         while left:
             try:
@@ -97,6 +102,7 @@ class LoopVariables:
                 logger.debug("%s: the loop could not be analysed", place, exc_info=True)
                 self._lines.append(_unknown(place, "the analysis of the loop failed"))
                 left = left[1:]
+        self._given = None
 
     def confirm(self) -> None:
         """Reports the objects whose content has changed since the loop was entered."""
@@ -195,7 +201,8 @@ class LoopVariables:
     def _role(self, value: Any) -> Role | None:
         if value is _MISSING:
             return None
-        if self._is_given(value) or isinstance(value, _TRAINING_KINDS):
+        is_saved = self._given is not None and self._given.saves(value)
+        if is_saved or isinstance(value, _TRAINING_KINDS):
             return Role.TRAINING
         package = type(value).__module__.partition(".")[0]
         if package in _TRAINING_PACKAGES:

@@ -38,7 +38,7 @@ from resumekit.data import DataPosition, EpochUnderWay, Feed, epoch_under_way
 from resumekit.data.keys import SEED, RunSeed
 from resumekit.data.user_objects import user_objects
 from resumekit.distributed import World
-from resumekit.engine.account import Account
+from resumekit.engine.account import Account, weakly
 from resumekit.engine.belonging import frameworks_in, frameworks_of
 from resumekit.engine.conditions import code, environment, settings
 from resumekit.engine.drift import drift_messages
@@ -98,7 +98,7 @@ class Run:
         self.rng = RandomState(generators, self.position)
         self.components: tuple[StateComponent, ...] = ()
         self._loader_state = UserState(
-            {}, key="data/attributes", grows=True, foreign=self._objects_of_others
+            {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others)
         )
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
         self._own = self._own_components(extras)
@@ -159,7 +159,7 @@ class Run:
             self._stream_states[names] = UserState(
                 objects,
                 key=Slot.DATA.value,
-                foreign=self._modules_of_others,
+                foreign=weakly(self._modules_of_others),
                 transient=self.options.transient,
                 limit_bytes=self.options.user_state_limit,
             )

@@ -137,7 +137,10 @@ def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = F
         scope: what is left out.
         ignore_floats: digest each Python float as the same one: some are read from a clock.
     """
-    return _Walker(holders, scope, ignore_floats=ignore_floats).run()
+    walker = _Walker(holders, scope, ignore_floats=ignore_floats)
+    found = walker.run()
+    vars(walker).clear()  # it and its digests refer to each other, and to all that was found
+    return found
 
 
 class _Walker:
