@@ -168,7 +168,9 @@ _OVERWRITING = frozenset(
         "zero_",
     }
 )
-_TRAINING_CALL = re.compile(r"(^|[._])(train|train_\w+|training_step|learn|optimize|fit)$")
+_TRAINING_CALL = re.compile(
+    r"(^|[._])(train|train_\w+|training_step|learn|optimize|fit|accumulate_grad\w*)$"
+)
 _RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metrics"})
 
 

@@ -44,11 +44,14 @@ class LoopCarried:
         only_logged: their value reaches only logging, printing or timing.
         relative_indices: names of counters of ``enumerate`` or ``zip`` that decide something and
             that start again at 0 in a resumed process.
+        asked: objects from before the loop that it calls, and whose answers reach the training;
+            they are state only if they change when they are asked, which no source shows.
     """
 
     variables: tuple[Variable, ...] = ()
     only_logged: tuple[Variable, ...] = ()
     relative_indices: tuple[str, ...] = ()
+    asked: tuple[Variable, ...] = ()
 
 
 def loop_carried(
@@ -110,7 +113,24 @@ def loop_carried(
         for path in _relative_indices(loop, function, scope)
         if any(touches(path, each) for each in relevant)
     )
-    return LoopCarried(variables, tuple(e for e in logged if e.name not in names), indices)
+    asked = {path for path, trains in _asked(loop, scope) if trains or path in relevant}
+    others = tuple(Variable(_shown(path, scope), path, False) for path in sorted(asked))
+    return LoopCarried(
+        variables,
+        tuple(each for each in logged if each.name not in names),
+        indices,
+        tuple(each for each in others if each.name not in names),
+    )
+
+
+def _asked(loop: LoopNode, scope: Scope) -> Iterator[tuple[str, bool]]:
+    """The objects that a loop calls, or of which it calls methods, and whether the call trains."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call):
+            func = node.func
+            path = scope.path(func.value if isinstance(func, ast.Attribute) else func)
+            if path is not None:
+                yield path, calls.trains(node)
 
 
 def _reported(

@@ -43,19 +43,23 @@ class Given:
     Args:
         components: of the run.
         others: more objects that are saved, as the values of ``extras``.
+
+    Attributes:
+        objects: all of them.
+        trained: the ids of the parameters that optimizers among them train.
     """
 
     def __init__(self, components: Iterable[StateComponent], others: Iterable[Any] = ()) -> None:
-        self._objects = list(_reachable([*(each.stateful for each in components), *others]))
-        self._ids = {id(each) for each in self._objects}
+        self.objects = list(_reachable([*(each.stateful for each in components), *others]))
+        self._ids = {id(each) for each in self.objects}
         self._tensors: set[int] = set()
-        for each in self._objects:
+        for each in self.objects:
             if isinstance(each, nn.Module):
                 self._ids.update(map(id, each.modules()))
                 self._tensors.update(map(id, (*each.parameters(), *each.buffers())))
         self.trained: set[int] = {
             id(parameter)
-            for each in self._objects
+            for each in self.objects
             if isinstance(each, Optimizer)
             for parameter in _parameters(each)
         }

@@ -76,6 +76,7 @@ class LoopVariables:
         self._extras = extras
         self._transient = frozenset(transient)
         self._given: Given | None = None  # while a loop is entered
+        self._saved: Sequence[Any] = ()  # what the run saved when a loop was entered
         self._limit_bytes = limit_bytes
         self._lines: list[CaptureLine] = []
         self._candidates: list[_Candidate] = []
@@ -92,7 +93,7 @@ class LoopVariables:
             functions: the running functions, the innermost first.
             given: what the run saves.
         """
-        self._given = given
+        self._given, self._saved = given, given.objects
         left: Sequence[Activation] = functions
         while left:
             try:
@@ -108,7 +109,7 @@ class LoopVariables:
         """Reports the objects whose content has changed since the loop was entered."""
         left = []
         for each in self._candidates:
-            if content_digest(each.value, limit_bytes=self._limit_bytes) == each.digest:
+            if self._digest(each.value) == each.digest:
                 left.append(each)
             else:
                 advice = _keep([each.name])
@@ -169,10 +170,18 @@ class LoopVariables:
                 continue
             digest = None
             if not each.is_rebound and value is not _MISSING:
-                digest = content_digest(value, limit_bytes=self._limit_bytes)
+                digest = self._digest(value)
             if digest is None:
                 names.append(each.name)
             else:
+                self._candidates.append(_Candidate(place, each.name, value, digest))
+        for each in found.asked:
+            value = value_of(each.path)
+            is_plain = isinstance(value, (*_NO_STATE, *_IMMUTABLE)) or value is _MISSING
+            if is_plain or self._is_silent(each, kept) or self._role(value) is not Role.NONE:
+                continue
+            digest = self._digest(value)
+            if digest is not None:
                 self._candidates.append(_Candidate(place, each.name, value, digest))
         if names:
             self._report(place, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
@@ -193,6 +202,10 @@ class LoopVariables:
                 continue
             if key in self._extras and isinstance(self._extras[key], _IMMUTABLE):
                 self._copies[key] = self._extras[key]
+
+    def _digest(self, value: Any) -> int | None:
+        """Of what an object holds beside what the run saves."""
+        return content_digest(value, limit_bytes=self._limit_bytes, foreign=self._saved)
 
     def _is_silent(self, variable: Variable, kept: set[str]) -> bool:
         names = {variable.name, _last(variable.name)}

@@ -229,6 +229,32 @@ def test_a_source_that_the_analysis_fails_on_does_not_stop_the_run(
     assert "the analysis of the loop failed" in parts.lines()[0]
 
 
+ASKED = """
+class Rescale:
+    def __init__(self, model, keeps):
+        self.model, self.keeps, self.largest = model, keeps, 0.0
+
+    def __call__(self, values):
+        if self.keeps:
+            self.largest = max(self.largest, float(values.abs().max()))
+        return values / (1.0 + self.largest)
+"""
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_object_of_another_file_is_reported_when_being_asked_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    (tmp_path / "asked.py").write_text(ASKED, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = Parts(tmp_path / "run")
+    rescale = importlib.import_module("asked").Rescale(parts.model, keeps)
+    for inputs, labels in parts.ckpt.batches(parts.loader, epochs=1):
+        parts.update(LOSS(parts.model(rescale(inputs)), labels))
+    found = [line for line in parts.lines() if "rescale" in line]
+    assert len(found) == keeps
+
+
 def test_a_tensor_that_a_given_optimizer_trains_is_not_reported(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     scale = torch.ones(1, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from resumekit.capture.user_state.walk import Scope, walk
 from resumekit.contract import Stateful
 
 
-def content_digest(value: Any, *, limit_bytes: int) -> int | None:
+def content_digest(value: Any, *, limit_bytes: int, foreign: Collection[Any] = ()) -> int | None:
     """A number that changes when the content of an object does.
 
     It depends on the order of elements, and cycles are no problem. Attributes are read from
@@ -23,6 +24,7 @@ def content_digest(value: Any, *, limit_bytes: int) -> int | None:
     Args:
         value: any object.
         limit_bytes: the most that is digested: of Python objects, and of tensors and arrays.
+        foreign: objects that count as constant wherever they occur in it.
 
     Returns:
         The digest; None where the content is larger, or a part of it cannot be read.
@@ -31,7 +33,7 @@ def content_digest(value: Any, *, limit_bytes: int) -> int | None:
         if not isinstance(value, Stateful) or isinstance(value, type):
             return None
         value = value.state_dict()
-    scope = Scope(limit_bytes=limit_bytes, memory_bytes=limit_bytes)
+    scope = Scope(lambda: foreign, limit_bytes=limit_bytes, memory_bytes=limit_bytes)
     found = walk({"it": Holder(SimpleNamespace(value=value))}, scope)
     digests = xxhash.xxh3_64()
     for path, each in found.seen.items():
