@@ -16,8 +16,12 @@ from resumekit.payload import state_digest
 
 _MASK = 2**64 - 1
 # Odd multipliers with well mixed bits (splitmix64).
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_HALF = np.uint64(32)
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# As arrays: numpy converts a scalar at each call.
+_FIRST_WORD, _HALF_WORD = np.array(_FIRST, np.uint64), np.array(32, np.uint64)
+_WORD = np.dtype(np.uint64)
+# A loop over fewer ids costs less than the calls of numpy.
+_MIN_FOR_NUMPY = 64
 
 
 class SampleIds:
@@ -48,10 +52,21 @@ class SampleIds:
             self.is_complete = False
             return
         self.ordered = xxhash.xxh3_64_intdigest(packed, self.ordered)
-        words = np.frombuffer(packed, dtype=np.uint64) * _FIRST
-        words ^= words >> _HALF
-        words *= _SECOND
-        self.unordered = (self.unordered + int(np.add.reduce(words))) & _MASK
+        self.unordered = (self.unordered + _sum_of_hashes(packed)) & _MASK
+
+
+def _sum_of_hashes(packed: bytes) -> int:
+    """The sum of a hash of each id; its last multiplication is the same for all of them."""
+    num_ids = len(packed) // 8
+    if num_ids < _MIN_FOR_NUMPY:
+        total = 0
+        for each in struct.unpack(f"{num_ids}Q", packed):
+            word = each * _FIRST & _MASK
+            total += word ^ (word >> 32)
+        return total * _SECOND
+    words = np.frombuffer(packed, _WORD) * _FIRST_WORD
+    words ^= words >> _HALF_WORD
+    return int(np.add.reduce(words)) * _SECOND
 
 
 def _packed(ids: Any) -> bytes | None:

@@ -36,6 +36,18 @@ def test_ids_that_are_swapped_between_two_samples_do_not_cancel_out() -> None:
     assert ids_of([0, 3]).unordered != ids_of([1, 2]).unordered
 
 
+@pytest.mark.parametrize("num_ids", [1, 63, 64, 1000])
+def test_the_sum_of_many_ids_is_that_of_each_one(num_ids: int) -> None:
+    ids = [(-1) ** n * n**5 for n in range(num_ids)]
+    alone = sum(ids_of([each]).unordered for each in ids)
+    assert ids_of(ids).unordered == alone % 2**64
+
+
+def test_the_digests_are_those_of_journals_that_exist() -> None:
+    ids = ids_of([3, -1, 2**40])
+    assert (ids.ordered, ids.unordered) == (0x4EF2C84A5C35D3DA, 0x9F2E3EE785338DAB)
+
+
 @pytest.mark.parametrize(
     "ids", [[1, 2], ["a", "b"], [("x", 1), ("y", 2)], 7, torch.tensor([1, 2]), np.arange(2)]
 )
