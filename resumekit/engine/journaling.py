@@ -44,6 +44,10 @@ MAX_RANKS = 64
 RANDOM_EVERY = 10
 NUM_AFTER_SAVE = 10
 
+# As plain integers, because an operation on flags takes half a microsecond.
+_COUNT, _IDS_AND_COUNT = int(Has.COUNT), int(Has.IDS | Has.COUNT)
+_RNG, _RNG_AND_DEVICES = int(Has.RNG), int(Has.RNG | Has.DEVICE_RNG)
+_LR, _LOSS = int(Has.LR), int(Has.LOSS)
 
 # Of one rank at a save: its verdict, and the samples that it has used; None without a resume.
 Message = tuple[dict[str, Any], Used] | None
@@ -138,17 +142,17 @@ class RunJournal:
             return
         ids, has = self._ids, 0
         if is_whole:
-            has = Has.IDS | Has.COUNT if ids.is_complete else Has.COUNT
+            has = _IDS_AND_COUNT if ids.is_complete else _COUNT
         has, torch_state, host, devices = self._random_digests(has, step)
         rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
         lr, lr_digest = 0.0, 0
         if rates:
-            has, lr, lr_digest = has | Has.LR, rates[0], learning_rates_digest(rates)
+            has, lr, lr_digest = has | _LR, rates[0], learning_rates_digest(rates)
         value = None
         if loss is not None:
             value = plain_loss(loss)
             if value is not None:
-                has |= Has.LOSS
+                has |= _LOSS
             else:
                 self._late.add(step, loss)
         record = Record(
@@ -167,14 +171,15 @@ class RunJournal:
             has,
         )
         ids.clear()
-        self._used.add(record)
+        if self._comparison is not None:
+            self._used.add(record)
         self._write([*self._computed_losses(), record] if self._late else [record])
 
     def _random_digests(self, has: int, step: int) -> tuple[int, int, int, int]:
         if step > self._random_until and step % RANDOM_EVERY:
             return has, 0, 0, 0
         devices = self._random.devices()
-        has |= Has.RNG if devices is None else Has.RNG | Has.DEVICE_RNG
+        has |= _RNG if devices is None else _RNG_AND_DEVICES
         return has, self._random.torch(), self._random.host(), devices or 0
 
     def at_save(self, step: int, micro_step: int) -> Message:
@@ -273,8 +278,7 @@ class RunJournal:
 
     def _computed_losses(self) -> list[Record]:
         return [
-            Record(step, loss=value, has=Has.LOSS, kind=LOSS)
-            for step, value in self._late.computed()
+            Record(step, loss=value, has=_LOSS, kind=LOSS) for step, value in self._late.computed()
         ]
 
     # ---------------------------------------------------------------- comparing

@@ -14,7 +14,7 @@ MAX_WAITING = 256
 def plain_loss(loss: Any) -> float | None:
     """The loss as a number; None where a device has still to compute it or it is no number."""
     if type(loss) is torch.Tensor:  # a DTensor's item() is a collective
-        if loss.device.type != "cpu" or loss.numel() != 1 or loss.is_complex():
+        if not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
             return None
         return float(loss.item())
     try:
