@@ -31,7 +31,7 @@ from resumekit.capture.user_state.leaves import (
     kind_of,
 )
 from resumekit.capture.user_state.slots import without_wrappers
-from resumekit.capture.user_state.walk import Foreign, Seen, Walk
+from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
 
 NODE_SEQUENCES: dict[str, Callable[..., Any]] = {
@@ -102,14 +102,13 @@ class Encoder:
         walk: of the live objects.
         known: the classes of the objects that each launch makes by itself, by path; all others are
             encoded as new ones, with their attributes.
-        foreign: what is saved elsewhere.
     """
 
-    def __init__(self, walk: Walk, known: Mapping[str, str], foreign: Foreign) -> None:
+    def __init__(self, walk: Walk, known: Mapping[str, str]) -> None:
         self.nodes: list[list[Any]] = []
         self._walk = walk
         self._known = known
-        self._foreign = foreign
+        self._foreign = walk.foreign
         self._classes = LiveClasses(walk.objects.values())
         self._indices: dict[int, int] = {}
 

@@ -24,7 +24,6 @@ from resumekit.capture.user_state.submodule_changes import (
     submodules_of,
 )
 from resumekit.capture.user_state.walk import (
-    Foreign,
     Problem,
     Scope,
     Seen,
@@ -173,7 +172,7 @@ class UserState:
         """What differs from the baseline, as it is saved."""
         copies = copies_in(self._made_submodules, found.objects)
         known = self._known_in(found, copies)
-        encoder = Encoder(found, known, self._foreign())
+        encoder = Encoder(found, known)
         changed = self._changed(found, known)
         values: dict[str, Any] = {}
         problems: dict[str, Problem] = {}
@@ -426,9 +425,6 @@ class UserState:
         found = walk(self._holders, self._scope)
         self.objects = found.objects
         return found
-
-    def _foreign(self) -> Foreign:
-        return Foreign(self._scope.foreign(), self._holders.values())
 
     def _device(self) -> torch.device | None:
         """That of the first parameter or buffer of a model."""

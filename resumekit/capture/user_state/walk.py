@@ -109,12 +109,14 @@ class Walk:
     """Everything that one walk found.
 
     Args:
+        foreign: what is saved elsewhere.
         seen: the slots, by path.
         objects: every object that has slots, by path.
         paths: the path of each of them, by id.
         read_ahead: the paths of those that a loader uses ahead of the run.
     """
 
+    foreign: Foreign
     seen: dict[str, Seen] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
@@ -146,8 +148,8 @@ def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = F
 class _Walker:
     def __init__(self, holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool) -> None:
         self._scope = scope
-        self._found = Walk()
         self._foreign = Foreign(scope.foreign(), holders.values())
+        self._found = Walk(self._foreign)
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
         self._content = Content(
             self, scope.limit_bytes, scope.memory_bytes, ignore_floats=ignore_floats
@@ -264,7 +266,8 @@ class Foreign:
 
     def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
         roots = [each.value for each in holders if each.is_component]
-        self.of_components = {id(m) for root in roots for m in root.modules()}
+        modules = [module for root in roots for module in root.modules()]
+        self.of_components = {id(module) for module in modules}
         self.ids: set[int] = set()
         self._memory: set[int] = set()
         for each in given:
@@ -275,12 +278,11 @@ class Foreign:
                 self._memory.add(_address(each))
             elif each is not None:
                 self.ids.add(id(each))
-        for root in roots:
-            self._memory.update(map(_address, root.parameters()))
-            for module in root.modules():
-                loose = module._non_persistent_buffers_set
-                saved = (b for n, b in module._buffers.items() if b is not None and n not in loose)
-                self._memory.update(map(_address, saved))
+        for module in modules:
+            loose = module._non_persistent_buffers_set
+            saved = [b for name, b in module._buffers.items() if name not in loose]
+            tensors = (*module._parameters.values(), *saved)
+            self._memory.update(_address(each) for each in tensors if each is not None)
 
     def _add_module(self, module: nn.Module) -> None:
         if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
