@@ -7,6 +7,8 @@ never by cutting substrings: a sub-module that the user called ``module`` keeps 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,11 +31,14 @@ _WRAPPED_ATTRIBUTE = {
 
 def wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute that holds the wrapped module, or None when this is no wrapper."""
-    for kind in type(module).__mro__:
-        attribute = _WRAPPED_ATTRIBUTE.get(f"{kind.__module__}.{kind.__qualname__}")
-        if attribute is not None:
-            return attribute
-    return None
+    kind: Any = type(module)
+    return _wrapped_attribute_of(kind)
+
+
+@cache
+def _wrapped_attribute_of(kind: Any) -> str | None:
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    return next((_WRAPPED_ATTRIBUTE[name] for name in names if name in _WRAPPED_ATTRIBUTE), None)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any
 
 
-def attributes_set_by(libraries: frozenset[str], kind: type) -> frozenset[str]:
+def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
     """The names of the attributes that the code of some libraries sets in objects of a class.
 
     They are read from the code of the classes that it is derived from, so that what is left is the
@@ -20,8 +20,7 @@ def attributes_set_by(libraries: frozenset[str], kind: type) -> frozenset[str]:
         libraries: the names of their top-level packages.
         kind: the class.
     """
-    theirs = (each for each in kind.__mro__ if each.__module__.partition(".")[0] in libraries)
-    return _set_in(tuple(theirs))
+    return _set_in(_classes_of(libraries, kind))
 
 
 def attributes_set_in(value: Any, method: str) -> frozenset[str]:
@@ -33,6 +32,12 @@ def attributes_set_in(value: Any, method: str) -> frozenset[str]:
     """
     member = inspect.getattr_static(type(value), method, None)
     return frozenset(name for code in _codes_of(member) for name in _set_by(code))
+
+
+@cache
+def _classes_of(libraries: frozenset[str], kind: Any) -> tuple[type, ...]:
+    """The classes of some libraries that a class is derived from."""
+    return tuple(each for each in kind.__mro__ if each.__module__.partition(".")[0] in libraries)
 
 
 @cache

@@ -218,8 +218,8 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
         if not in_component:  # it says itself which of its attributes are state
             yield Slot(module, Role.EXTRA_STATE, "")
         return
-    is_metric = hasattr(module, "_defaults") and hasattr(module, _UPDATES)
     sums: Any = getattr(module, "_defaults", ())
+    is_metric = isinstance(sums, dict) and hasattr(module, _UPDATES)
     for name in vars(module):
         if name in _OF_EVERY_MODULE or name in _OF_ZERO:
             continue

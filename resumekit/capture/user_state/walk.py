@@ -100,6 +100,8 @@ class Scope:
 
     def is_transient(self, path: str) -> bool:
         """Whether the user has named this path, its end, or an object above it."""
+        if not self.transient:
+            return False
         dotted = f".{path.replace('[', '.[')}."
         return any(f".{name.replace('[', '.[')}." in dotted for name in self.transient)
 
@@ -223,14 +225,14 @@ class _Walker:
             return
         if is_secret(slot.name, value) or self._scope.is_transient(path):
             return
+        if self._is_ignored(slot, value):
+            self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
+            return
         content = self._content
         content.begin()
         before = content.num_left
         digest: Any = None
         problem: Problem | None = None
-        if self._is_ignored(slot, value):
-            self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
-            return
         try:
             digest = content.digest(value, path)
         except OverLimitError:
@@ -246,6 +248,8 @@ class _Walker:
         if slot.role is Role.PARAMETER and self._foreign.has_tensor(value):
             return True
         kind = kind_of(value)
+        if kind is Kind.SCALAR:
+            return False
         if kind is Kind.LEAF or id(value) in self._foreign.ids:
             return True
         if kind is Kind.GENERATOR:
