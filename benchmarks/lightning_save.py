@@ -1,13 +1,12 @@
-"""What does the ResumeCallback cost Lightning? A step, and a save beside ``save_checkpoint``.
+"""What does a save through the ResumeCallback take, next to ``trainer.save_checkpoint``?
 
-Fits without and with the callback take turns, and Lightning's profiler times the places at which
-the callback is met: where a batch is asked for, and where a step ends. Then one Trainer saves every
-step twice: with ``trainer.save_checkpoint`` into a new file, and through the callback.
+One Trainer saves every step twice: with ``trainer.save_checkpoint`` into a new file, and through
+the callback. Lightning's file may be lost in a power cut: it asks for no ``fsync`` and takes no
+digest. Ours is durable and digested when the save returns.
 
-    python benchmarks/lightning_trainer.py [--saves 12] [--steps 300] [--record]
+    python benchmarks/lightning_save.py [--saves 12] [--record]
 
-Lightning's file may be lost in a power cut: it does not ask for it to be on the disk, and takes no
-digest. Ours is, and has.
+What the callback adds to a step is measured by ``overheads.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from findings import Findings, machine
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,20 +33,15 @@ from resumekit.adapters.lightning import ResumeCallback
 
 BATCH_SIZE = 16
 WARM_UP = 2  # saves
-SMALL, LARGER = 64, 2048
-
-# lightning 2.6 loops/fetchers.py, training_epoch_loop.py, trainer/call.py name what they time.
-FETCH = "[_TrainingEpochLoop].train_dataloader_next"
-STEP = "run_training_batch"
-END = "[Callback]ResumeCallback.on_train_batch_end"
+WIDTH = 2048
 
 
 class Module(LightningModule):
-    """Linear layers of one width."""
+    """Linear layers."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(width, width) for _ in range(6)]
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
         self.layers = nn.Sequential(*layers, nn.Dropout(0.1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -87,12 +80,10 @@ class SavesToo(Callback):
         self.own.append(time.perf_counter() - began)
 
 
-def fit(width: int, num_steps: int, *callbacks: Any) -> dict[str, list[float]]:
-    """A fit of so many steps; the seconds of its parts, by their names in Lightning's profiler."""
+def fit(num_steps: int, *callbacks: Any) -> None:
+    """A fit of so many steps."""
     seed_everything(0, verbose=False)
-    profiler = SimpleProfiler()
     trainer = Trainer(
-        profiler=profiler,
         max_epochs=1,
         accelerator="cpu",
         logger=False,
@@ -101,32 +92,18 @@ def fit(width: int, num_steps: int, *callbacks: Any) -> dict[str, list[float]]:
         enable_model_summary=False,
         callbacks=[*callbacks],
     )
-    data = TensorDataset(torch.randn(num_steps * BATCH_SIZE, width))
-    trainer.fit(Module(width), DataLoader(data, BATCH_SIZE, shuffle=True))
-    return profiler.recorded_durations
+    data = TensorDataset(torch.randn(num_steps * BATCH_SIZE, WIDTH))
+    trainer.fit(Module(), DataLoader(data, BATCH_SIZE, shuffle=True))
 
 
 def save_times(num_saves: int, folder: Path) -> tuple[list[float], list[float], int]:
     """Lightning's own saves, ours, and the bytes of one of ours."""
     callback = ResumeCallback(folder / "run", save_every=1)
     both = SavesToo(folder, callback)
-    fit(LARGER, num_saves + WARM_UP, callback, both)
+    fit(num_saves + WARM_UP, callback, both)
     newest = max((folder / "run").glob("step-*"))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     return both.own[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], size
-
-
-def step_times(num_steps: int, folder: Path) -> tuple[float, float]:
-    """Seconds of a stock step, and what the callback adds to one; medians."""
-    steps, stock, ours = [], [], []
-    for turn in range(6):
-        found = fit(SMALL, num_steps)
-        stock += found[FETCH]
-        steps += [a + b for a, b in zip(found[FETCH], found[STEP], strict=False)]
-        found = fit(SMALL, num_steps, ResumeCallback(folder / f"turn-{turn}", save_every=10**9))
-        ours += [a + b for a, b in zip(found[FETCH], found[END], strict=False)]
-    median = statistics.median
-    return median(steps), median(ours) - median(stock)
 
 
 def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:
@@ -140,14 +117,13 @@ def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:
 
 def ms(seconds: float) -> str:
     """In milliseconds."""
-    return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+    return f"{seconds * 1e3:,.1f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--saves", type=int, default=12, help="measured saves (default 12)")
-    parser.add_argument("--steps", type=int, default=300, help="steps of a fit (default 300)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     console = Console()
@@ -159,30 +135,23 @@ def main() -> None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        step, added = step_times(arguments.steps, Path(directory))
         own_saves, our_saves, size = save_times(arguments.saves, Path(directory))
     found = Findings(
-        f"Lightning, stock and with the callback, {arguments.saves} saves",
+        f"saves of Lightning, its own and the callback's, {arguments.saves} of each",
         ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
-        [
-            ("a step", ms(step), ms(step + added), ms(added), f"{1 + added / step:.3f}x"),
-            row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves),
-        ],
+        [row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves)],
         machine("torch", "lightning"),
     )
     found.show(console)
     if arguments.record:
         path = found.record(
-            "lightning",
-            heading="What the callback costs Lightning",
+            "lightning-save",
+            heading="Saves of Lightning",
             before=[
-                "`python benchmarks/lightning_trainer.py --record`: fits of a module of 6 layers",
-                f"of width {SMALL} take turns without and with the callback, which saves nothing",
-                "before the end. Added is what asking for a batch takes longer, and the callback",
-                "at the step's end, by Lightning's profiler.",
-                f"Saves: a module of width {LARGER} with AdamW, every step by",
-                "`trainer.save_checkpoint` into a new file and by the callback; Lightning asks",
-                "for no `fsync` and takes no digest. Medians, also of differences and ratios.",
+                "`python benchmarks/lightning_save.py --record`: a module of 6 layers of width",
+                f"{WIDTH} with AdamW is saved every step by `trainer.save_checkpoint` into a new",
+                "file and by the callback; Lightning asks for no `fsync` and takes no digest.",
+                "Medians, also of differences and ratios.",
             ],
         )
         console.print(f"written to {path}")

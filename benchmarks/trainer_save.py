@@ -1,16 +1,12 @@
-"""What does the ResumeCallback cost a Trainer? A step without a save, and a save, side by side.
+"""What does a save through the ResumeCallback take, next to the Trainer's own?
 
-Two Trainers of the same tiny GPT-2 train in one process and take turns, some steps each: a stock
-one, and one with the callback. Two stock ones differ by some percent of a step for as long as they
-live, so the places are timed at which the callback is met: where the Trainer asks for the batches
-of a step, and where a step ends. Then a larger one saves at every step, by itself and through the
-callback.
+One Trainer of a GPT-2 with AdamW saves at every step, by itself and through the callback. The
+Trainer's own files may be lost in a power cut: it asks for no ``fsync`` and takes no digests. Ours
+are durable and digested when the save returns; so a row adds an ``fsync`` to the Trainer's save.
 
-    python benchmarks/trainer.py [--turns 60] [--saves 8] [--record]
+    python benchmarks/trainer_save.py [--saves 8] [--record]
 
-Prints what a step takes with and without the callback and their ratio, and the same for a save.
-The Trainer's own files may be lost in a power cut: it does not ask for them to be on the disk, and
-takes no digests. Ours are, and have; so its save is timed with an ``fsync`` too.
+What the callback adds to a step is measured by ``overheads.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import io
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,13 +37,9 @@ from transformers import (
 
 from resumekit.adapters.transformers import ResumeCallback
 
-STEPS_PER_TURN = 10
-WARM_UP = 3  # turns
 BLOCK_SIZE = 64
 BATCH_SIZE = 16
-AIM = 0.01
-TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2}
-LARGER = {"n_embd": 512, "n_layer": 8, "n_head": 8}
+SIZES = {"n_embd": 512, "n_layer": 8, "n_head": 8}
 
 
 class Tokens(Dataset[Any]):
@@ -64,13 +55,11 @@ class Tokens(Dataset[Any]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def make_trainer(
-    directory: str, sizes: dict[str, int], num_steps: int, *callbacks: Any, **settings: Any
-) -> Trainer:
-    """A Trainer of a GPT-2 for so many steps."""
+def make_trainer(directory: str, num_steps: int) -> Trainer:
+    """A Trainer of a GPT-2 that saves every one of so many steps."""
     set_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(vocab_size=256, n_positions=BLOCK_SIZE, **ends, **sizes)
+    config = GPT2Config(vocab_size=256, n_positions=BLOCK_SIZE, **ends, **SIZES)
     arguments = TrainingArguments(
         output_dir=f"{directory}/output",
         max_steps=num_steps,
@@ -80,10 +69,12 @@ def make_trainer(
         use_cpu=True,
         disable_tqdm=True,
         log_level="error",
-        **{"save_strategy": "no", **settings},
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
     )
     data = Tokens(num_steps * BATCH_SIZE)
-    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[*callbacks])
+    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
 
 
 class Timed:
@@ -98,77 +89,6 @@ class Timed:
         result = self._call(*args, **kwargs)
         self.seconds.append(time.perf_counter() - began)
         return result
-
-
-class Turns(TrainerCallback):
-    """Lets two Trainers take turns."""
-
-    def __init__(self, switch: threading.Condition, order: list[int], own: int) -> None:
-        self.switch = switch
-        self.order = order  # whose turn it is
-        self.own = own
-        self.steps: list[float] = []  # what a step took, by turns
-        self._began = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._wait()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % STEPS_PER_TURN == 0:
-            self.steps.append((time.perf_counter() - self._began) / STEPS_PER_TURN)
-            self._pass_on()
-            self._wait()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        with self.switch:
-            self.order[0] = 1 - self.own
-            self.switch.notify_all()
-
-    def _wait(self) -> None:
-        with self.switch:
-            self.switch.wait_for(lambda: self.order[0] == self.own)
-        self._began = time.perf_counter()
-
-
-class Places(NamedTuple):
-    """Seconds by steps or, of whole steps, by turns."""
-
-    step: list[float]
-    fetch: list[float]
-    end: list[float]
-
-
-def step_times(num_turns: int, directory: str) -> tuple[Places, Places]:
-    """Of the stock Trainer, and of ours."""
-    num_steps = (num_turns + WARM_UP) * STEPS_PER_TURN
-    switch, order = threading.Condition(), [0]
-    turns = [Turns(switch, order, own) for own in (0, 1)]
-    fetches, ends, threads = [], [], []
-    for own, name in enumerate(("stock", "ours")):
-        trainer = make_trainer(f"{directory}/{name}", TINY, num_steps, turns[own])
-        # Signals are for the main thread.
-        callback = ResumeCallback(trainer, f"{directory}/run", leave_on=()) if own else None
-        end = Timed(callback.on_step_end if callback else lambda *args, **kwargs: None)
-        if callback is not None:
-            callback.on_step_end = end  # type: ignore[method-assign]
-            trainer.add_callback(callback)
-        trainer.get_batch_samples = fetch = Timed(trainer.get_batch_samples)  # type: ignore[method-assign]
-        fetches.append(fetch)
-        ends.append(end)
-        threads.append(threading.Thread(target=trainer.train))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    warm = WARM_UP * STEPS_PER_TURN
-    stock, ours = (
-        Places(turns[own].steps[WARM_UP:], fetches[own].seconds[warm:], ends[own].seconds[warm:])
-        for own in (0, 1)
-    )
-    return stock, ours
 
 
 class _TimesSaves(TrainerCallback):
@@ -206,8 +126,7 @@ class SaveTimes(NamedTuple):
 
 def save_times(num_saves: int, directory: str) -> SaveTimes:
     """The Trainer's own saves, and ours."""
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-    trainer = make_trainer(directory, LARGER, num_saves + 1, **settings)
+    trainer = make_trainer(directory, num_saves + 1)
     callback = ResumeCallback(trainer, f"{directory}/run")
     watch = _TimesSaves(callback)
     for each in (callback, watch):
@@ -228,15 +147,7 @@ def save_times(num_saves: int, directory: str) -> SaveTimes:
 
 def ms(seconds: float) -> str:
     """In milliseconds."""
-    return f"{seconds * 1e3:,.3f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def step_row(stock: Places, ours: Places) -> tuple[str, ...]:
-    """Medians: a stock step, and what the callback adds at its places."""
-    median = statistics.median
-    step = median(stock.step)
-    added = median(ours.fetch) - median(stock.fetch) + median(ours.end)
-    return ("a step", ms(step), ms(step + added), ms(added), f"{1 + added / step:.4f}x")
+    return f"{seconds * 1e3:,.1f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def save_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
@@ -251,7 +162,6 @@ def save_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=60, help="measured turns (default 60)")
     parser.add_argument("--saves", type=int, default=8, help="measured saves (default 8)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
@@ -261,14 +171,12 @@ def main() -> None:
         contextlib.redirect_stderr(io.StringIO()),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        stock, ours = step_times(arguments.turns, directory)
-        saves = save_times(arguments.saves, f"{directory}/saves")
+        saves = save_times(arguments.saves, directory)
     size = f"{saves.num_bytes / 2**20:,.0f} MiB"
     found = Findings(
-        f"a Trainer, stock and with the callback, {arguments.turns} turns, {arguments.saves} saves",
+        f"saves of a Trainer, its own and the callback's, {arguments.saves} of each",
         ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
         [
-            step_row(stock, ours),
             save_row(f"a save of {size}", saves.stock, saves.ours),
             save_row("the same, the stock one with fsync", saves.flushed, saves.ours),
         ],
@@ -277,18 +185,14 @@ def main() -> None:
     found.show(console)
     if arguments.record:
         path = found.record(
-            "trainer",
-            heading="What the callback costs a Trainer",
+            "trainer-save",
+            heading="Saves of a Trainer",
             before=[
-                "`python benchmarks/trainer.py --record`: two Trainers of a GPT-2 of 2 layers and",
-                f"64 dimensions, {BATCH_SIZE} blocks of {BLOCK_SIZE} tokens, in one process, by",
-                f"turns of {STEPS_PER_TURN} steps without a save. Added is what asking for the",
-                "batches of a step takes longer, and the callback at the step's end; medians.",
-                "Saves: one Trainer of a GPT-2 of 8 layers and 512 dimensions with AdamW saves",
-                "every step twice, by itself (`_save_checkpoint`) and through the callback, which",
-                "returns when all is on the disk and has a digest. The stock save asks for no",
-                "`fsync`; the last row adds one. Medians, also of differences and ratios.",
-                f"The aim is to add less than {AIM:.0%} to a step.",
+                "`python benchmarks/trainer_save.py --record`: one Trainer of a GPT-2 of 8 layers",
+                "and 512 dimensions with AdamW saves every step twice, by itself",
+                "(`_save_checkpoint`) and through the callback, which returns when all is on the",
+                "disk and has a digest. The stock save asks for no `fsync`; the last row adds one.",
+                "Medians, also of differences and ratios.",
             ],
         )
         console.print(f"written to {path}")
