@@ -276,8 +276,9 @@ class Foreign:
         self._memory: set[int] = set()
         for each in given:
             if isinstance(each, nn.Module):
-                for module in each.modules():
-                    self._add_module(module)
+                if id(each) not in self.ids:  # else it was added with the module that contains it
+                    for module in each.modules():
+                        self._add_module(module)
             elif isinstance(each, Tensor):
                 self._memory.add(_address(each))
             elif each is not None:
