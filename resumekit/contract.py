@@ -236,7 +236,8 @@ class CaptureLine:
         fidelity: how it is restored; None where the run has no such state.
         reason: why it is not exact.
         sharing_pattern: the component's.
-        is_hint: found by an analysis that may be wrong: a warning, which ``strict=True`` accepts.
+        is_hint: a warning that ``strict=True`` accepts: the source could not be read.
+        is_at_source: about a place in the user's source; the reason is the whole message.
     """
 
     key: str
@@ -244,9 +245,10 @@ class CaptureLine:
     reason: str = ""
     sharing_pattern: SharingPattern | None = None
     is_hint: bool = False
+    is_at_source: bool = False
 
     def __str__(self) -> str:
-        if self.is_hint:
+        if self.is_at_source:
             return f"{self.key}: {self.reason}"
         word = self.fidelity.value if self.fidelity else "none"
         return f"{self.key}: {word}" + (f" ({self.reason})" if self.reason else "")

@@ -6,6 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make(tmp_path) as checkpointer:
-        next(checkpointer.batches([1, 2, 3], epochs=1))
+        next(checkpointer.batches(deque([1, 2, 3]), epochs=1))
         checkpointer.step()
     records, expected = caplog.records, "data: equivalent"
     warnings = [each for each in records if each.levelno == logging.WARNING]

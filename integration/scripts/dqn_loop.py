@@ -92,7 +92,12 @@ def train_bare(args: argparse.Namespace) -> None:
     rb: deque[Transition] = deque(maxlen=24)
     steps = DataLoader(range(NUM_STEPS), batch_size=None)
     ckpt = Checkpointer(
-        args.directory, model=q_network, optimizer=optimizer, save_every=3, strict=args.strict
+        args.directory,
+        model=q_network,
+        optimizer=optimizer,
+        save_every=3,
+        strict=args.strict,
+        transient={*args.transient.split(",")} - {""},
     )
     obs = envs.observe()
     epsilon = 1.0
@@ -152,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    args = arguments()
+    args = arguments("transient")
     random.seed(0)
     torch.manual_seed(0)
     (train_bare if args.bare else train)(args)

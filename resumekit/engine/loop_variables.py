@@ -33,10 +33,6 @@ from resumekit.contract import CaptureLine, Fidelity
 from resumekit.engine.calling_code import Activation
 from resumekit.log import logger
 
-# Whether strict=True refuses a run because of the names that the analysis finds. That takes a blind
-# precision of 0.9; see docs/design/0023-loop-carried-variables.md for the one that was measured.
-STRICT_REFUSES_VARIABLES = False
-
 _TRAINING_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader, Sampler)
 _TRAINING_PACKAGES = frozenset({"accelerate", "deepspeed", "resumekit"})
 _LOGGING_PACKAGES = frozenset(
@@ -226,8 +222,7 @@ class LoopVariables:
         return Role.NONE
 
     def _report(self, key: str, reason: str, *, fidelity: Fidelity = Fidelity.LOST) -> None:
-        line = CaptureLine(key, fidelity, reason, is_hint=not STRICT_REFUSES_VARIABLES)
-        self._lines.append(line)
+        self._lines.append(CaptureLine(key, fidelity, reason, is_at_source=True))
 
 
 def _located(activation: Activation) -> Located | None:
@@ -284,4 +279,4 @@ def _keep(names: Sequence[str]) -> str:
 
 def _unknown(place: str, reason: str) -> CaptureLine:
     reason = f"{reason}; variables that it carries are not checked"
-    return CaptureLine(place, Fidelity.UNKNOWN, reason, is_hint=True)
+    return CaptureLine(place, Fidelity.UNKNOWN, reason, is_hint=True, is_at_source=True)

@@ -124,10 +124,22 @@ def test_names_are_reported_with_their_place_and_what_to_do(tmp_path: Path) -> N
     ]
 
 
-def test_names_are_hints_that_strict_accepts(tmp_path: Path) -> None:
+def test_strict_refuses_names_before_the_first_step(tmp_path: Path) -> None:
     parts = Parts(tmp_path, strict=True)
-    carries_a_hidden_state(parts)
-    assert len(parts.lines()) == 1
+    with pytest.raises(InexactError, match="not in the checkpoint: best, hidden"):
+        carries_a_hidden_state(parts)
+    assert parts.ckpt.progress.step == 0
+
+
+def test_strict_refuses_an_object_when_it_has_changed(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, strict=True)
+    with pytest.raises(InexactError, match="buffer: not in the checkpoint"):
+        fills_a_buffer(parts)
+    assert parts.ckpt.progress.step == 1
+
+
+def test_strict_accepts_names_that_are_listed_as_transient(tmp_path: Path) -> None:
+    carries_a_hidden_state(Parts(tmp_path, strict=True, transient={"best", "hidden"}))
 
 
 def test_transient_silences_a_name(tmp_path: Path) -> None:

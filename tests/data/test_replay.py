@@ -657,3 +657,29 @@ def test_drawing_again_tells_how_it_gets_on_once_it_takes_longer_than_a_second(
             lines[0],
         )
         assert lines[-1].endswith("again: 40, 1 s")
+
+
+@pytest.mark.parametrize("kind", [range, list, tuple, np.ndarray, torch.Tensor])
+def test_a_sequence_is_exact_and_another_one_is_found_out(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(first: int) -> Any:
+        if kind is range:
+            return range(first, first + 6)
+        if kind in (np.ndarray, torch.Tensor):
+            numbers = torch.arange(first, first + 6)
+            return numbers if kind is torch.Tensor else numbers.numpy()
+        return kind(range(first, first + 6))
+
+    source = open_source(make(0), "train")
+    source.begin(0)
+    for _ in range(4):
+        source.next_batch()
+    saved = copy.deepcopy(source.state_dict())
+    for first in (0, 1):
+        again = open_source(make(first), "train")
+        again.load_state_dict(saved)
+        again.begin(0)
+        assert again.fidelity[0] is (Fidelity.LOST if first else Fidelity.EXACT)
+        assert ("other batches" in caplog.text) == bool(first)
+        assert int(again.next_batch()) == first + 4
