@@ -43,23 +43,30 @@ class Given:
     Args:
         components: of the run.
         others: more objects that are saved, as the values of ``extras``.
+        tracked: objects whose attributes are saved.
 
     Attributes:
-        objects: all of them.
+        modules: the models among them.
         trained: the ids of the parameters that optimizers among them train.
     """
 
-    def __init__(self, components: Iterable[StateComponent], others: Iterable[Any] = ()) -> None:
-        self.objects = list(_reachable([*(each.stateful for each in components), *others]))
-        self._ids = {id(each) for each in self.objects}
+    def __init__(
+        self,
+        components: Iterable[StateComponent] = (),
+        others: Iterable[Any] = (),
+        tracked: Iterable[Any] = (),
+    ) -> None:
+        objects = list(_reachable([*(each.stateful for each in components), *others]))
+        self._tracked = {id(each) for each in tracked}
+        self._ids = {id(each) for each in objects}
         self._tensors: set[int] = set()
-        for each in self.objects:
-            if isinstance(each, nn.Module):
-                self._ids.update(map(id, each.modules()))
-                self._tensors.update(map(id, (*each.parameters(), *each.buffers())))
+        self.modules = [each for each in objects if isinstance(each, nn.Module)]
+        for each in self.modules:
+            self._ids.update(map(id, each.modules()))
+            self._tensors.update(map(id, (*each.parameters(), *each.buffers())))
         self.trained: set[int] = {
             id(parameter)
-            for each in self.objects
+            for each in objects
             if isinstance(each, Optimizer)
             for parameter in _parameters(each)
         }
@@ -69,7 +76,11 @@ class Given:
 
     def saves(self, value: Any) -> bool:
         """Whether the run saves an object, by itself or with an optimizer that trains it."""
-        return id(value) in self._ids or id(value) in self.trained
+        return any(id(value) in ids for ids in (self._ids, self.trained, self._tracked))
+
+    def saves_attributes_of(self, value: Any) -> bool:
+        """Whether the run saves what the attributes of an object hold."""
+        return id(value) in self._tracked
 
     def misses(self, module: nn.Module) -> list[Tensor]:
         """The parameters and buffers of a module that no component holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from resumekit.contract import (
@@ -24,21 +24,27 @@ from resumekit.engine.options import Options
 from resumekit.log import logger
 from resumekit.storage import Manifest
 
+T = TypeVar("T")
+
 # Gives lines for state that the run has and no component holds.
 Finding = Callable[[], Iterable[CaptureLine]]
 
 
-def weakly(method: Callable[[], Iterable[Any]]) -> Callable[[], Iterable[Any]]:
-    """A bound method that does not keep its object; without that object it gives nothing.
+def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
+    """A bound method that does not keep its object.
 
     A run that refers to itself would outlive the loop that abandoned it until the next garbage
     collection, with the lock of its directory and the workers of its loaders.
+
+    Args:
+        method: the bound method.
+        otherwise: what a call gives when the object has gone.
     """
     found = WeakMethod(method)
 
-    def call() -> Iterable[Any]:
+    def call() -> T:
         alive = found()
-        return () if alive is None else alive()
+        return otherwise if alive is None else alive()
 
     return call
 
@@ -89,7 +95,8 @@ class Account:
         Args:
             finding: a function, or a method, whose object is referred to weakly.
         """
-        self._findings.append(weakly(finding) if isinstance(finding, MethodType) else finding)
+        is_method = isinstance(finding, MethodType)
+        self._findings.append(weakly(finding, ()) if is_method else finding)
 
     # ---------------------------------------------------------------- how exactly it comes back
 

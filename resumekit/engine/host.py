@@ -80,9 +80,9 @@ class LoopHost:
 
     # ---------------------------------------------------------------- the loops begin and end
 
-    def _enter_loop(self) -> None:
+    def _enter_loop(self, feed: Feed) -> None:
         """A loop asks for its first batch."""
-        self._run.enter_loop(self)
+        self._run.enter_loop(self, feed)
 
     def _enter(self, loop: str, horizon: dict[str, int]) -> None:
         """The outermost loop begins."""

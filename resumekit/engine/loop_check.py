@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 from weakref import ref
 
 from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
-from resumekit.contract import CaptureLine, Slot, StateComponent
+from resumekit.contract import CaptureLine, Slot
 from resumekit.engine.calling_code import Activation, calling_place, running_functions
 from resumekit.engine.loop_variables import LoopVariables
 from resumekit.engine.options import Options
@@ -24,48 +24,44 @@ class LoopCheck:
     Args:
         options: of the run.
         extras: the user's live dict.
+        saved: gives what the checkpoints of the run hold, at any time.
 
     Attributes:
         remedies: how the adapter takes an object that it was not given, by slot.
     """
 
-    def __init__(self, options: Options, extras: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, options: Options, extras: Mapping[Any, Any], saved: Callable[[], Given]
+    ) -> None:
         self._options = options
-        self._extras = extras
         self._entered: set[tuple[CodeType, int]] = set()
-        self._components: Sequence[StateComponent] = ()
-        self._given: Given | None = None
+        self._saved = saved
         self._lines: dict[str, CaptureLine] = {}
         self._unconfirmed: list[Unconfirmed] = []
         self._variables = LoopVariables(
-            extras, options.transient, limit_bytes=options.user_state_limit
+            extras, options.transient, saved, limit_bytes=options.user_state_limit
         )
         self._made_beside = _objects_beside()
         self._num_steps = 0
         self.remedies: Mapping[Slot, str] = REMEDIES
 
-    def enter(
-        self, run: Any, components: Sequence[StateComponent], others: Iterable[Any] = ()
-    ) -> None:
+    def enter(self, run: Any) -> None:
         """A loop asks for its first batch. Reads the running functions, once for each loop.
 
         Args:
             run: what the script calls its run, the Checkpointer.
-            components: of the run.
-            others: more objects that the run holds, as private generators.
         """
         place = calling_place()
         if place is None or place in self._entered:
             return
         self._entered.add(place)
         functions = running_functions(run)
-        self._given = Given(components, [*self._extras.values(), *others])
+        given = self._saved()
         alive = {name: each() for name, each in self._made_beside.items()}
         self._made_beside = {}
         for variables in (*map(_variables, functions), alive):
-            self._find_objects(variables)
-        self._variables.enter(functions, self._given)
-        self._given = None
+            self._find_objects(variables, given)
+        self._variables.enter(functions, given)
 
     def lines(self) -> list[CaptureLine]:
         """What is known by now; called for every capture report."""
@@ -82,10 +78,9 @@ class LoopCheck:
             self._variables.confirm_copies()
         return len(self.lines()) > known
 
-    def _find_objects(self, variables: Mapping[str, Any]) -> None:
-        assert self._given is not None
+    def _find_objects(self, variables: Mapping[str, Any], given: Given) -> None:
         wanted = {n: v for n, v in variables.items() if n not in self._options.transient}
-        lines, unconfirmed = not_given(wanted, self._given, self.remedies)
+        lines, unconfirmed = not_given(wanted, given, self.remedies)
         self._lines.update((line.key, line) for line in lines)
         known = {id(each.value) for each in self._unconfirmed}
         self._unconfirmed += [each for each in unconfirmed if id(each.value) not in known]

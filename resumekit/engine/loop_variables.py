@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None
 _MISSING = object()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Candidate:
     """An object that the loop may change, until its content is seen to have changed."""
 
@@ -59,6 +59,7 @@ class LoopVariables:
     Args:
         extras: the user's live dict.
         transient: the names that are not reported.
+        saved: gives what the checkpoints of the run hold, at any time.
         limit_bytes: the most that is digested of one object.
     """
 
@@ -66,13 +67,15 @@ class LoopVariables:
         self,
         extras: Mapping[Any, Any],
         transient: Iterable[str],
+        saved: Callable[[], Given],
         *,
         limit_bytes: int,
     ) -> None:
         self._extras = extras
         self._transient = frozenset(transient)
-        self._given: Given | None = None  # while a loop is entered
-        self._saved: Sequence[Any] = ()  # what the run saved when a loop was entered
+        self._saved = saved
+        self._given = Given()  # while a loop is entered
+        self._modules: Sequence[nn.Module] = ()  # that were saved when the last loop was entered
         self._limit_bytes = limit_bytes
         self._lines: list[CaptureLine] = []
         self._candidates: list[_Candidate] = []
@@ -89,7 +92,7 @@ class LoopVariables:
             functions: the running functions, the innermost first.
             given: what the run saves.
         """
-        self._given, self._saved = given, given.objects
+        self._given, self._modules = given, given.modules
         left: Sequence[Activation] = functions
         while left:
             try:
@@ -99,18 +102,19 @@ class LoopVariables:
                 logger.debug("%s: the loop could not be analysed", place, exc_info=True)
                 self._lines.append(_unknown(place, "the analysis of the loop failed"))
                 left = left[1:]
-        self._given = None
+        self._given = Given()
 
     def confirm(self) -> None:
         """Reports the objects whose content has changed since the loop was entered."""
-        left = []
-        for each in self._candidates:
-            if self._digest(each.value) == each.digest:
-                left.append(each)
-            else:
+        changed = [e for e in self._candidates if self._digest(e.value) != e.digest]
+        if not changed:
+            return
+        self._candidates = [each for each in self._candidates if each not in changed]
+        saved = self._saved()
+        for each in changed:
+            if not saved.saves(each.value):  # an optimizer may train it by now
                 advice = _keep([each.name])
                 self._report(f"{each.place} {each.name}", f"not in the checkpoint. {advice}")
-        self._candidates = left
 
     def confirm_copies(self) -> None:
         """Reports the values of ``extras`` that are still those from before the loop."""
@@ -162,7 +166,7 @@ class LoopVariables:
         names = []
         for each in found.variables:
             value = value_of(each.path)
-            if self._is_silent(each, kept) or isinstance(value, _NO_STATE):
+            if isinstance(value, _NO_STATE) or self._is_silent(each, kept, value_of):
                 continue
             digest = None
             if not each.is_rebound and value is not _MISSING:
@@ -174,7 +178,8 @@ class LoopVariables:
         for each in found.asked:
             value = value_of(each.path)
             is_plain = isinstance(value, (*_NO_STATE, *_IMMUTABLE)) or value is _MISSING
-            if is_plain or self._is_silent(each, kept) or self._role(value) is not Role.NONE:
+            is_known = is_plain or self._role(value) is not Role.NONE
+            if is_known or self._is_silent(each, kept, value_of):
                 continue
             digest = self._digest(value)
             if digest is not None:
@@ -201,17 +206,22 @@ class LoopVariables:
 
     def _digest(self, value: Any) -> int | None:
         """Of what an object holds beside what the run saves."""
-        return content_digest(value, limit_bytes=self._limit_bytes, foreign=self._saved)
+        return content_digest(value, limit_bytes=self._limit_bytes, foreign=self._modules)
 
-    def _is_silent(self, variable: Variable, kept: set[str]) -> bool:
+    def _is_silent(
+        self, variable: Variable, kept: set[str], value_of: Callable[[str], Any]
+    ) -> bool:
+        """Whether the user or the run saves a variable, or it need not be saved."""
         names = {variable.name, _last(variable.name)}
-        return bool(names & (self._transient | kept | set(self._extras)))
+        owners = _owners(variable.path, value_of)
+        return bool(names & (self._transient | kept | set(self._extras))) or any(
+            map(self._given.saves_attributes_of, owners)
+        )
 
     def _role(self, value: Any) -> Role | None:
         if value is _MISSING:
             return None
-        is_saved = self._given is not None and self._given.saves(value)
-        if is_saved or isinstance(value, _TRAINING_KINDS):
+        if self._given.saves(value) or isinstance(value, _TRAINING_KINDS):
             return Role.TRAINING
         package = type(value).__module__.partition(".")[0]
         if package in _TRAINING_PACKAGES:
@@ -266,6 +276,14 @@ def _value_of(path: str, running: Mapping[str, Activation], first: Activation) -
         except TypeError:
             return _MISSING
     return value
+
+
+def _owners(path: str, value_of: Callable[[str], Any]) -> Iterator[Any]:
+    """The objects that a path of attributes leads through."""
+    head, at, variable = path.rpartition("@")
+    parts = variable.split(".")
+    for count in range(1, len(parts)):
+        yield value_of(f"{head}{at}{'.'.join(parts[:count])}")
 
 
 def _last(name: str) -> str:

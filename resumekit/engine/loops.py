@@ -31,7 +31,7 @@ class LoopOwner(Protocol):
     @property
     def finished(self) -> str | None: ...
 
-    def _enter_loop(self) -> None: ...
+    def _enter_loop(self, feed: Feed) -> None: ...
 
     def _open_epoch(self, epoch: int) -> None: ...
 
@@ -107,7 +107,7 @@ class Batches:
         run._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
-            run._enter_loop()
+            run._enter_loop(feed)
         if self._is_over or not run._turns.ask(feed.names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():

@@ -26,6 +26,7 @@ from resumekit.capture import (
     require_gradients,
     uncaptured_parameters,
 )
+from resumekit.capture.not_given import Given
 from resumekit.contract import (
     CaptureLine,
     SharingPattern,
@@ -98,9 +99,10 @@ class Run:
         self.rng = RandomState(generators, self.position)
         self.components: tuple[StateComponent, ...] = ()
         self._loader_state = UserState(
-            {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others)
+            {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others, [])
         )
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
+        self._extras = extras
         self._own = self._own_components(extras)
         self._given = components
         self._groups = groups
@@ -112,7 +114,7 @@ class Run:
         self.account = Account(options, self.world, self.position)
         self.account.components = self.components
         self.account.add_finding(self._uncaptured_parameters)
-        self.loop_check = LoopCheck(options, extras)
+        self.loop_check = LoopCheck(options, extras, weakly(self._saved_objects, Given()))
         self.account.add_finding(self.loop_check.lines)
         self._generators = generators
         self.trace = Trace.from_environment(self.world.rank)
@@ -159,7 +161,7 @@ class Run:
             self._stream_states[names] = UserState(
                 objects,
                 key=Slot.DATA.value,
-                foreign=weakly(self._modules_of_others),
+                foreign=weakly(self._modules_of_others, []),
                 transient=self.options.transient,
                 limit_bytes=self.options.user_state_limit,
             )
@@ -404,9 +406,17 @@ class Run:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
 
-    def enter_loop(self, owner: Any) -> None:
+    def enter_loop(self, owner: Any, feed: Feed) -> None:
         """A loop asks for its first batch: looks what it needs and no component holds."""
-        self.loop_check.enter(owner, self.components, self._generators.values())
+        for source in feed.sources:
+            self._loader_state.add(user_objects(source))
+        self.loop_check.enter(owner)
+
+    def _saved_objects(self) -> Given:
+        """What the checkpoints of this run hold, as it is now."""
+        states = [each.stateful for each in self.components]
+        tracked = [o for e in states if isinstance(e, UserState) for o in e.objects.values()]
+        return Given(self.components, [*self._extras.values(), *self._generators.values()], tracked)
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.
