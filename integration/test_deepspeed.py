@@ -632,7 +632,7 @@ class Launch:
     """One run of a script for two epochs without ZeRO, and what it printed for its epochs."""
 
     def __init__(self, script: str, directory: Path, **variables: str) -> None:
-        command = [sys.executable, str(SCRIPTS / script), "--directory", str(directory)]
+        command = [sys.executable, "-u", str(SCRIPTS / script), "--directory", str(directory)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         done = subprocess.run(
             [*command, "--epochs", "2", "--stage", "0"],  # with ZeRO, torch's compiler is imported

@@ -44,7 +44,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "resumekit.testing.server", *preload],
+            [sys.executable, "-u", "-m", "resumekit.testing.server", *preload],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -128,7 +128,7 @@ class ColdStart:
 
     def start(self, task: Task) -> int:
         """The id of a new process, which leads its own session and runs the task."""
-        command = [sys.executable, "-m", "resumekit.testing.task", task.to_json()]
+        command = [sys.executable, "-u", "-m", "resumekit.testing.task", task.to_json()]
         # Set here as well as in the task: what the interpreter reads at its start must be there.
         environment = {**self._environment, **task.environment}
         process = subprocess.Popen(
