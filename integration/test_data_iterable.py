@@ -197,6 +197,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     ),
     "a loader by which one rank dispatches a map-style dataset": dispatching,
     "the same, persistent workers": lambda: dispatching(**PERSISTENT),
+    "a `range`, list, tuple, tensor or array": lambda: range(8),
     "any other iterable": Plain,
 }
 FOUND = {

@@ -164,7 +164,7 @@ class UserState:
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
             "copies": changes.copies,
-            "holders": sorted(self._holders),
+            "holders": {name: {} for name in self._holders},  # without content, so it may be empty
             "waiting": [dict(each) for each in self._waiting],
         }
 
