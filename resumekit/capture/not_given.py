@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from resumekit.capture.optimizer_parameters import OptimizerParameters
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.user_state import content_digest
 from resumekit.contract import CaptureLine, Fidelity, Slot, StateComponent
 
@@ -36,11 +36,6 @@ _SAMPLE_BYTES = 16 * 2**20
 _ENTERED = frozenset({"resumekit", "accelerate", "deepspeed", "torch"})
 _MAX_DEPTH = 5
 _MAX_OBJECTS = 20_000
-
-
-# What DeepSpeed's optimizers train: their param groups hold copies in full precision instead.
-# deepspeed 0.19 runtime/fp16/unfused_optimizer.py, runtime/bf16_optimizer.py
-_OF_DEEPSPEED = ("fp16_groups", "bf16_groups")
 
 
 class Given:
@@ -70,19 +65,12 @@ class Given:
         for each in self.modules:
             self._ids.update(map(id, each.modules()))
             self._tensors.update(map(id, (*each.parameters(), *each.buffers())))
-        saved = (e.named().values() for e in objects if isinstance(e, OptimizerParameters))
-        self.trained: set[int] = {id(parameter) for each in saved for parameter in each}
+        self.trained: set[int] = set()
         for each in objects:
-            groups = (
-                [vars(each).get(n, ()) for n in _OF_DEEPSPEED] if hasattr(each, "__dict__") else ()
-            )
-            self.trained.update(id(p) for lists in groups for group in lists for p in group)
-        self.trained |= {
-            id(parameter)
-            for each in objects
-            if isinstance(each, Optimizer)
-            for parameter in _parameters(each)
-        }
+            if isinstance(each, OptimizerState):
+                self.trained.update(map(id, each.trained_parameters()))
+            elif isinstance(each, Optimizer):
+                self.trained.update(map(id, _parameters(each)))
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._ids

@@ -179,6 +179,10 @@ class OptimizerState:
             return None
         return self._parameters_by_name()
 
+    def trained_parameters(self) -> list[Tensor]:
+        """The live parameters that the script gave to the optimizer."""
+        return list((self.named_parameters() or {}).values())
+
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""
         groups = getattr(self.optimizer, "param_groups", [])

@@ -94,14 +94,14 @@ def is_by_name(engine: Any) -> bool:
 
 def stretches(engine: Any) -> dict[str, Stretch]:
     """This rank's stretch of every parameter that is trained, by name, in the optimizer's order."""
-    zero = engine.optimizer
-    if _cuts_parameters(zero):
-        found = _of_cut_parameters(zero)
-    elif _cuts_nothing(zero):
-        found = _of_whole_parameters(zero)
-    else:
-        found = _of_cut_groups(zero)
+    found = _trained(engine.optimizer)
     return {_name_of(engine, p, each): each for p, each in found}
+
+
+def _trained(zero: Any) -> Iterator[tuple[Any, Stretch]]:
+    if _cuts_parameters(zero):
+        return _of_cut_parameters(zero)
+    return _of_whole_parameters(zero) if _cuts_nothing(zero) else _of_cut_groups(zero)
 
 
 def _name_of(engine: Any, parameter: Any, stretch: Stretch) -> str:
@@ -304,6 +304,10 @@ class ZeroOptimizerState(OptimizerState):
         self.optimizer.state.update(restored)
         self._link()
         return ()
+
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters that the script knows, not their fp32 weights."""
+        return [parameter for parameter, _ in _trained(self._engine.optimizer)]
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The fp32 weights of the parameters that are not in the module."""
