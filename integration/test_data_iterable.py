@@ -201,7 +201,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     "any other iterable": Plain,
 }
 FOUND = {
-    "ReplaySource": "drawn through",
+    "ReplaySource": "replayed",
     "StatefulSource": "by its own state",
     "StatefulMapSource": "by its indices",
 }

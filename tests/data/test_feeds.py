@@ -182,7 +182,7 @@ def _plain(batch: Any) -> Any:
 @pytest.mark.parametrize("name", FEEDS)
 def test_every_settled_point_continues_bit_for_bit(name: str, num_steps: int) -> None:
     if name in ("ahead of a stream with a state", LOST_IF_LEFT_EARLY):
-        num_steps = 10**6  # left early, the first goes on there
+        num_steps = 10**6  # left early, the first continues there
     seed_everything(0)
     seen, stops = train(FEEDS[name](), num_steps=num_steps)
     for saved in stops[:: 3 if name in IN_WORKERS else 1]:
