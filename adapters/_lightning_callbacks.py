@@ -9,7 +9,7 @@ from typing import Any
 
 from resumekit.adapters._lightning_package import Callback, callbacks
 from resumekit.capture import ObjectState
-from resumekit.contract import StateComponent
+from resumekit.state import StateComponent
 
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 _OF_THE_LAST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from resumekit.adapters._lightning_package import callbacks
-from resumekit.contract import Slot, StateComponent
+from resumekit.state import Slot, StateComponent
 
 
 def prepare(

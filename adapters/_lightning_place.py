@@ -10,9 +10,9 @@ from resumekit.adapters._lightning_elsewhere import counted
 from resumekit.adapters._lightning_logged import Results, as_plain
 from resumekit.adapters._lightning_settings import fidelity_of
 from resumekit.capture import RngState, UserState, generator_state, set_generator_state
-from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
 from resumekit.data import stateful_generators
-from resumekit.engine.driven import DrivenLoop
+from resumekit.run import DrivenLoop
+from resumekit.state import CaptureLine, Fidelity, SharingPattern, StateComponent
 
 _KEY = "callbacks/lightning"
 

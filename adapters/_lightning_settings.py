@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.adapters._lightning_package import CombinedLoader, Trainer, callbacks, strategies
-from resumekit.contract import Fidelity
 from resumekit.errors import ConfigurationError
+from resumekit.state import Fidelity
 
 _STRATEGIES = (
     strategies.SingleDeviceStrategy,

@@ -17,7 +17,7 @@ from resumekit.capture import (
     require_gradients,
     state_components,
 )
-from resumekit.contract import SharingPattern, StateComponent
+from resumekit.state import SharingPattern, StateComponent
 
 
 def fit_components(trainer: Any, place: Place, ema: Any) -> tuple[StateComponent, ...]:

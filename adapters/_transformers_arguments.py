@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from resumekit.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
 
 _REFUSED = {
     "ignore_data_skip": "a setting that changes which batches come next",

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
-from resumekit.contract import SharingPattern, Slot, StateComponent
+from resumekit.state import SharingPattern, Slot, StateComponent
 
 _WEIGHTS = "rank-00000.safetensors"
 

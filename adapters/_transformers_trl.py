@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from resumekit.capture.inplace import Restorer
-from resumekit.capture.mismatch import require_fields
-from resumekit.contract import SharingPattern, StateComponent
+from resumekit.capture import Restorer, require_fields
 from resumekit.layout import WorldChange
+from resumekit.state import SharingPattern, StateComponent
 
 # trl 1.16, of each Trainer: what it sums up between two lines of the log.
 SUMS_OF_TRL = ("_metrics", "_total_train_tokens")

@@ -15,7 +15,7 @@ from resumekit.capture import (
     by_class_and_ordinal,
     trained_parameters,
 )
-from resumekit.contract import Slot
+from resumekit.state import Slot
 
 # transformers 5.23 trainer.py, trl 1.16 grpo_trainer.py, rloo_trainer.py: what it is given to call.
 _CALLED = (

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture.not_given import REMEDIES
-from resumekit.contract import Slot
-from resumekit.engine.arguments import checked_extras, require_order
+from resumekit.capture import REMEDIES
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate_held import Held
 from resumekit.frameworks.accelerate_loaders import check_prepared
 from resumekit.frameworks.accelerate_states import StatesBeside
 from resumekit.frameworks.accelerate_steps import StepsTaken
 from resumekit.requirements import require
+from resumekit.run import checked_extras, require_order
+from resumekit.state import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
 
 __all__ = ["Checkpointer"]
 
@@ -70,7 +70,7 @@ class Checkpointer(_Checkpointer):
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.run.options.Options``.
 
     Raises:
         ConfigurationError: nothing was prepared, or in a way that cannot be resumed yet.

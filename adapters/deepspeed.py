@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture.not_given import REMEDIES
-from resumekit.contract import CaptureLine, Fidelity, Slot, StateComponent
+from resumekit.capture import REMEDIES
 from resumekit.data import Feed
-from resumekit.engine.arguments import checked_extras, require_order
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.deepspeed import engine_components, require_resumable
 from resumekit.frameworks.deepspeed_steps import EngineSteps, has_leftover_gradients
+from resumekit.run import checked_extras, require_order
+from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
 
 __all__ = ["Checkpointer"]
 
@@ -61,7 +61,7 @@ class Checkpointer(_Checkpointer):
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.run.options.Options``.
 
     Raises:
         ConfigurationError: something else than engines, one engine twice, or an engine that uses

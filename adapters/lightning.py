@@ -19,14 +19,12 @@ from resumekit.adapters._lightning_package import Callback
 from resumekit.adapters._lightning_place import Place
 from resumekit.adapters._lightning_settings import check, check_path, limits_of, refuse
 from resumekit.adapters._lightning_state import fit_components
-from resumekit.engine.arguments import checked_extras, checked_names, run_directory
-from resumekit.engine.driven import DrivenLoop
-from resumekit.engine.options import Options
+from resumekit.run import DrivenLoop, Options, checked_extras, checked_names, run_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
 
 __all__ = ["ResumeCallback"]
 
@@ -39,7 +37,7 @@ class ResumeCallback(Callback):
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.run.options.Options``.
 
     Raises:
         ConfigurationError: an option is wrong; when ``fit`` begins, a setting of the Trainer.

@@ -22,7 +22,7 @@ from resumekit.errors import ConfigurationError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
 
 __all__ = ["Checkpointer"]
 
@@ -50,7 +50,7 @@ class Checkpointer(_Checkpointer):
             stages' parameters have the names that they have in the whole model.
         data_parallel_group: the ranks that take different data, this one among them, in the same
             forms; by default all. Ranks of one tensor-parallel group or pipeline take the same.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.run.options.Options``.
     """
 
     def __init__(

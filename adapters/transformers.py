@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
-from resumekit.engine.arguments import checked_extras, require_order, run_directory
-from resumekit.engine.driven import DrivenLoop
-from resumekit.engine.options import Options
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.log import logger
 from resumekit.requirements import require
+from resumekit.run import DrivenLoop, Options, checked_extras, require_order, run_directory
 
 require("transformers")
 
@@ -43,8 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from resumekit.capture import UserState
-    from resumekit.contract import StateComponent
-    from resumekit.engine.options import OptionKeywords
+    from resumekit.run import OptionKeywords
+    from resumekit.state import StateComponent
 
 __all__ = ["ResumeCallback"]
 
@@ -63,7 +61,7 @@ class ResumeCallback(TrainerCallback):
         ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
         extras: a live dict of your own values.
         generators: private random generators by name.
-        **options: see ``resumekit.engine.options.Options``.
+        **options: see ``resumekit.run.options.Options``.
 
     Raises:
         ConfigurationError: an option is wrong, or a setting of the Trainer cannot be followed.

@@ -34,9 +34,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from resumekit.payload.sharded import Proposal, ShardedPayload, assign, encode_local
-from resumekit.payload.sharded.encode import LocalState
-from resumekit.sharding import local_part, sharded_like
+from resumekit.serialization import (
+    Proposal,
+    ShardedPayload,
+    assign,
+    encode_local,
+    local_part,
+    sharded_like,
+)
+from resumekit.serialization.sharded.encode import LocalState
 from resumekit.storage import FileEntry, Manifest, Store
 
 RANKS = (8, 16, 32, 64, 128)

@@ -35,7 +35,7 @@ import torch
 from findings import Findings, machine
 from rich.console import Console
 
-from resumekit.payload import Payload, read_payload, state_digest
+from resumekit.serialization import Payload, read_payload, state_digest
 from resumekit.storage import Manifest, StepName, Store
 
 RESULTS = Path(__file__).parent / "results"

@@ -41,7 +41,7 @@ def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1)
 
     Args:
         directory: the run directory.
-        on_save_error: see ``resumekit.engine.options.Options``.
+        on_save_error: see ``resumekit.run.options.Options``.
         keep_latest: the same; 1 lets every save delete the checkpoint before it.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

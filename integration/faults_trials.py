@@ -16,15 +16,13 @@ from typing import TypeVar
 from faults_training import launch
 
 from resumekit.errors import CheckpointError
-from resumekit.prove.compare import compare
-from resumekit.prove.records import launch_directory
-from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
-from resumekit.prove.verdict import Verdict
+from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.storage import StepName, Store
 from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
+from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 Result = TypeVar("Result")
 

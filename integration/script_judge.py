@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from resumekit.journal import Verdict
-from resumekit.prove.processes import Launch, Marker, kill_processes
-from resumekit.prove.variables import INJECT_VARIABLE
+from resumekit.prove import kill_processes
+from resumekit.prove.processes import Launch, Marker
 from resumekit.testing.journals import worst_verdict
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task
+from resumekit.tracing import INJECT_VARIABLE
 
 # Read by scripts/judged_script.py, which must not import this.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"

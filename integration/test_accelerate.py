@@ -25,8 +25,8 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 
 from resumekit.adapters.accelerate import Checkpointer
 from resumekit.errors import ConfigurationError, InexactError, StateMismatchError
-from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
+from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration" / "scripts"

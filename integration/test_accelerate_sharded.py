@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 from accelerate_sharded_workloads import train, two_engines
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
 PRELOAD = (*ACCELERATE, *DEEPSPEED, *SHARDED)

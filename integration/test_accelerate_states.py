@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_states_workloads import prepared, train
 
 from resumekit.adapters.accelerate import Checkpointer
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.kit import Run
 

@@ -18,7 +18,8 @@ pytest.importorskip("transformers")
 from crossing_workloads import NUM_SAMPLES, SAVE_EVERY, train
 from used_samples import ledger
 
-from resumekit.prove.records import CHECKPOINT, RESUMED, read_trace
+from resumekit.prove import CHECKPOINT, read_trace
+from resumekit.prove.records import RESUMED
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
 
 PRELOAD = (

@@ -21,7 +21,8 @@ from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
 from resumekit.layout import WorldChange
-from resumekit.prove.records import CHECKPOINT, RESUMED, STEP, read_trace
+from resumekit.prove import CHECKPOINT, STEP, read_trace
+from resumekit.prove.records import RESUMED
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH

@@ -29,8 +29,8 @@ from iterable_workloads import (
 from preloads import ACCELERATE, TORCH, TRAINER
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumekit.contract import Fidelity
 from resumekit.data import open_source
+from resumekit.state import Fidelity
 from resumekit.testing import Cell, Kit, kill_points, pairwise
 
 missing = [n for n in ("torchdata", "datasets") if importlib.util.find_spec(n) is None]

@@ -28,17 +28,17 @@ from deepspeed_workloads import LoadsItself, start_from_weights
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
-from resumekit.capture.known import KnownObjects
+from resumekit.capture import KnownObjects
 from resumekit.errors import (
     ConfigurationError,
     InexactError,
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit
 from resumekit.testing.ranks import free_port
+from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 PRELOAD = DEEPSPEED
 

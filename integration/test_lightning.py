@@ -62,8 +62,8 @@ from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.errors import ConfigurationError, DriftError, InexactError
-from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
+from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration" / "scripts"

@@ -17,7 +17,7 @@ pytest.importorskip("lightning")
 
 from lightning_rows_workloads import LOGGED, RESULT, VALIDATED, read, train
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.kit import Run
 

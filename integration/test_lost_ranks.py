@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from agreement_workloads import save_and_lose
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, Kit
 
 PEERS_SECONDS = 90.0

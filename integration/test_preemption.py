@@ -14,7 +14,7 @@ import pytest
 from preemption_workloads import train_until_asked
 from preloads import TORCH
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = TORCH

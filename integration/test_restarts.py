@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from workloads import train
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, Kit
 
 SCRIPT = Path(__file__).with_name("restart_workload.py")

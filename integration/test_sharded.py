@@ -12,7 +12,7 @@ import pytest
 from preloads import SHARDED, TORCH
 from sharded_workloads import drift, take_over, train
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
 PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")

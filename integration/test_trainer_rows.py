@@ -21,7 +21,7 @@ from trainer_workloads import RESULT, train
 from transformers_workloads import NUM_BLOCKS
 from used_samples import counts, ledger
 
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
 OPTIONAL = tuple(name for name in ("peft", "trl") if importlib.util.find_spec(name))

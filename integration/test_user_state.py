@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.prove.variables import INJECT_VARIABLE
+from resumekit.tracing import INJECT_VARIABLE
 
 SCRIPT = Path(__file__).with_name("user_state_script.py")
 KILLS = (6, 11)

@@ -21,7 +21,7 @@ pytest.importorskip("deepspeed")
 from zero_workloads import save_natively_and_lose, train_and_lose
 
 from resumekit.errors import CorruptCheckpointError
-from resumekit.prove.compare import compare
+from resumekit.prove import compare
 from resumekit.storage import StepName, Store
 from resumekit.testing import Cell, Kit, Run
 

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from resumekit.prove.records import RESUMED, STEP, read_trace
+from resumekit.prove import STEP, read_trace
+from resumekit.prove.records import RESUMED
 from resumekit.testing import Run
 
 

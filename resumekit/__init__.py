@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
-    from resumekit.contract import (
+    from resumekit.errors import ResumekitError
+    from resumekit.run.report import ResumeReport
+    from resumekit.state import (
         Fidelity,
         Progress,
         SharingPattern,
@@ -18,9 +20,7 @@ if TYPE_CHECKING:
         Stateful,
         TrainState,
     )
-    from resumekit.engine.report import ResumeReport
-    from resumekit.errors import ResumekitError
-    from resumekit.prove.trace import trace
+    from resumekit.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -42,15 +42,15 @@ __all__ = [
 _HOMES = {
     "BestCheckpoint": "resumekit.checkpointer",
     "Checkpointer": "resumekit.checkpointer",
-    "Fidelity": "resumekit.contract",
-    "Progress": "resumekit.contract",
-    "ResumeReport": "resumekit.engine.report",
+    "Fidelity": "resumekit.state",
+    "Progress": "resumekit.state",
+    "ResumeReport": "resumekit.run.report",
     "ResumekitError": "resumekit.errors",
-    "SharingPattern": "resumekit.contract",
-    "StateComponent": "resumekit.contract",
-    "Stateful": "resumekit.contract",
-    "TrainState": "resumekit.contract",
-    "trace": "resumekit.prove.trace",
+    "SharingPattern": "resumekit.state",
+    "StateComponent": "resumekit.state",
+    "Stateful": "resumekit.state",
+    "TrainState": "resumekit.state",
+    "trace": "resumekit.tracing",
 }
 
 

@@ -10,20 +10,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.engine.arguments import (
+from resumekit.errors import ConfigurationError, LoopError
+from resumekit.run import (
+    Batches,
+    Components,
+    DrivenLoop,
+    Epochs,
+    LoopHost,
+    OptionKeywords,
+    Options,
+    ResumeReport,
+    Run,
     check_components,
     checked_extras,
     checked_names,
     metric_values,
     run_directory,
 )
-from resumekit.engine.driven import DrivenLoop
-from resumekit.engine.host import LoopHost
-from resumekit.engine.loops import Batches, Epochs
-from resumekit.engine.options import OptionKeywords, Options
-from resumekit.engine.report import ResumeReport
-from resumekit.engine.run import Components, Run
-from resumekit.errors import ConfigurationError, LoopError
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -53,7 +56,7 @@ class Checkpointer(LoopHost):
         data_parallel_group: the ranks that take different data, this one among them: a process
             group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
             default all ranks; ranks of one tensor-parallel group or pipeline take the same.
-        **options: see ``resumekit.engine.options.Options``, and the table in docs/quickstart.md.
+        **options: see ``resumekit.run.options.Options``, and the table in docs/quickstart.md.
 
     ``finished`` says why the run is over; ``already_finished`` whether it was when this launch
     began, so that the loops yield nothing.

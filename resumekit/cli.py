@@ -135,8 +135,8 @@ def prove(
     ] = 3600.0,
 ) -> None:
     """Run a command uninterrupted and killed, and say whether the two are one, bit for bit."""
+    from resumekit.prove import print_result
     from resumekit.prove import prove as run_proof
-    from resumekit.prove.report import print_result
 
     result = run_proof(
         command,

@@ -18,9 +18,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from resumekit.prove import ProveResult, prove
-from resumekit.prove.records import STEP, Attempt, Record, TraceTail, read_trace
-from resumekit.prove.report import print_result
+from resumekit.prove import (
+    STEP,
+    Attempt,
+    ProveResult,
+    Record,
+    TraceTail,
+    print_result,
+    prove,
+    read_trace,
+)
 
 NUM_EPOCHS = 3
 STEPS_PER_EPOCH = 100

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.capture.model import IN_FP32, TRAINED_IN
-from resumekit.contract import SharingPattern, Slot
-from resumekit.engine.spreading import read_spread
+from resumekit.capture import IN_FP32, TRAINED_IN
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.payload.dtypes import element_type
-from resumekit.payload.layout import arrange, header
-from resumekit.payload.leaves import Leaf
+from resumekit.run import read_spread
+from resumekit.serialization import Leaf, arrange, element_type, header
+from resumekit.state import SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
 
 _ONE_FOR_THE_JOB = frozenset(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from resumekit.contract import SharingPattern
+from resumekit.state import SharingPattern
 
 # Disjoint groups of ranks, each in ascending order, in the order of their first ranks.
 Groups = tuple[tuple[int, ...], ...]

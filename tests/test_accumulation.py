@@ -18,10 +18,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import ModelState, gradient_components, state_components
-from resumekit.capture.gradients import AccumulatedGradients, named_parameters
+from resumekit.capture import (
+    AccumulatedGradients,
+    ModelState,
+    gradient_components,
+    state_components,
+)
+from resumekit.capture.gradients import named_parameters
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.payload import read_payload
+from resumekit.serialization import read_payload
 from resumekit.storage import Manifest, Store
 
 ACCUMULATE = 4

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import ModelState
-from resumekit.contract import SharingPattern, StateComponent
 from resumekit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -34,8 +33,9 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.prove.trace import rng_digests
+from resumekit.state import SharingPattern, StateComponent
 from resumekit.storage import Store
+from resumekit.tracing import rng_digests
 
 NUM_BATCHES = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from resumekit.demo import _cells, _loss
-from resumekit.prove.records import STEP, Record
+from resumekit.prove import STEP, Record
 
 STEP_FIELDS: dict[str, Any] = {
     "values": {"loss": (2.5).hex()},

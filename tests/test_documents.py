@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.engine.options import OptionKeywords, Options
+from resumekit.run import OptionKeywords, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

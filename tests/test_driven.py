@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer, StateComponent
 from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
 from resumekit.capture import state_components
-from resumekit.engine.driven import DrivenLoop
 from resumekit.errors import DriftError, LoopError, StateMismatchError
+from resumekit.run import DrivenLoop
 
 NUM_BATCHES = 4
 NUM_EPOCHS = 3

@@ -30,7 +30,7 @@ TEST_RUNNER = frozenset({"pytest"})
 # Third-party imports by path: the first prefix that matches decides, the core's rule comes last.
 ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
-    ("resumekit/contract.py", frozenset()),
+    ("resumekit/state.py", frozenset()),
     ("resumekit/layout.py", frozenset()),
     ("resumekit/analysis/", frozenset()),
     ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
@@ -52,7 +52,7 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
 IMPORTS_ADAPTERS = frozenset({"resumekit/demo_script.py"})
 
 # Rooms that must not import torch through a neighbour either.
-TORCH_FREE = ("resumekit.errors", "resumekit.contract", "resumekit.layout", "resumekit.storage")
+TORCH_FREE = ("resumekit.errors", "resumekit.state", "resumekit.layout", "resumekit.storage")
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})
 COMPUTED = "<computed>"

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
-from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError, DeclarationError, DirectoryInUseError, LoopError
 from resumekit.log import logger
+from resumekit.state import StateComponent
 
 
 def make(directory: Any, **options: Any) -> Checkpointer:

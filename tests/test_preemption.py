@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.engine.preemption import LeaveSignals
 from resumekit.errors import ConfigurationError, Preempted
+from resumekit.run.preemption import LeaveSignals
 
 TERM = signal.SIGTERM
 

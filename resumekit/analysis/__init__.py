@@ -3,6 +3,8 @@
 Standard library only; what exists at run time is asked through functions that the caller gives.
 """
 
+from __future__ import annotations
+
 from resumekit.analysis.loop_carried import LoopCarried, Variable, loop_carried
 from resumekit.analysis.program import Program, stored_keys
 from resumekit.analysis.roles import Role

@@ -24,21 +24,25 @@ back exactly, in words; it is empty when all did. Some have more:
   PER_RANK component is refused by name when the number of ranks has changed.
 """
 
+from __future__ import annotations
+
 from resumekit.capture.attributes import AttributeState
+from resumekit.capture.buffers import RANK_BUFFERS
 from resumekit.capture.components import (
     rank_buffer_components,
     registered_components,
     state_components,
 )
 from resumekit.capture.extras import Extras
-from resumekit.capture.fingerprint import (
-    Difference,
-    Severity,
-    differences,
-    fingerprint,
+from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.flat import FlatModelState
+from resumekit.capture.generator import GENERATOR_KINDS, generator_state, set_generator_state
+from resumekit.capture.gradient_buckets import (
+    GRADIENT_BUCKETS,
+    bucket_components,
+    buckets_of,
+    ddp_around,
 )
-from resumekit.capture.generator import generator_state, set_generator_state
-from resumekit.capture.gradient_buckets import bucket_components, buckets_of, ddp_around
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -46,15 +50,37 @@ from resumekit.capture.gradients import (
     require_gradients,
 )
 from resumekit.capture.horizon import horizon
-from resumekit.capture.model import ModelState
+from resumekit.capture.inplace import Restorer, fits
+from resumekit.capture.known import KnownObjects
+from resumekit.capture.mismatch import (
+    Mismatch,
+    class_name,
+    describe,
+    is_same_class,
+    refuse,
+    require_fields,
+)
+from resumekit.capture.model import IN_FP32, TRAINED_IN, ModelState
 from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
-from resumekit.capture.names import clean_name, clean_names, parameter_names, unwrapped
+from resumekit.capture.names import (
+    clean_name,
+    clean_names,
+    parameter_names,
+    unwrapped,
+    wrapped_attribute,
+)
+from resumekit.capture.new_rank import states_of_new_rank
+from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
 from resumekit.capture.rng import RngState
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
+from resumekit.capture.spread import pairs_of
+from resumekit.capture.stages import merged, part_of
+from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.user_state import (
     Holder,
     UserState,
@@ -65,18 +91,33 @@ from resumekit.capture.user_state import (
 )
 
 __all__ = [
+    "GENERATOR_KINDS",
+    "GRADIENT_BUCKETS",
+    "IN_FP32",
+    "PYTHON_WORDS",
+    "RANK_BUFFERS",
+    "REMEDIES",
+    "TRAINED_IN",
     "AccumulatedGradients",
     "AttributeState",
     "Difference",
     "Extras",
+    "FlatModelState",
+    "Given",
     "Holder",
+    "KnownObjects",
+    "Mismatch",
     "ModelState",
+    "NumpyState",
     "ObjectState",
     "OptimizerState",
+    "PythonState",
+    "Restorer",
     "RngState",
     "ScalerState",
     "SchedulerState",
     "Severity",
+    "Unconfirmed",
     "UserState",
     "attribute_components",
     "attributes_set_by",
@@ -84,26 +125,42 @@ __all__ = [
     "buckets_of",
     "by_class_and_ordinal",
     "by_key",
+    "class_name",
     "clean_name",
     "clean_names",
     "content_digest",
     "ddp_around",
+    "describe",
     "differences",
     "fingerprint",
+    "fits",
     "generator_state",
     "gradient_components",
     "holds_gradients",
     "horizon",
+    "hyperparameters",
+    "inherits_load",
+    "is_host_step",
+    "is_same_class",
+    "merged",
     "named_states",
+    "not_given",
     "one_or_named",
+    "pairs_of",
     "parameter_components",
     "parameter_names",
+    "part_of",
     "rank_buffer_components",
+    "refuse",
     "registered_components",
+    "require_fields",
     "require_gradients",
     "set_generator_state",
+    "slot_of",
     "state_components",
+    "states_of_new_rank",
     "trained_parameters",
     "uncaptured_parameters",
     "unwrapped",
+    "wrapped_attribute",
 ]

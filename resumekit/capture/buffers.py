@@ -16,7 +16,7 @@ from resumekit.capture.flat import model_state
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.names import clean_names
 from resumekit.layout import WorldChange
-from resumekit.sharding import is_sharded
+from resumekit.serialization import is_sharded
 
 # What the key of such a component ends in.
 RANK_BUFFERS = "rank_buffers"

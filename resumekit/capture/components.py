@@ -22,10 +22,10 @@ from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.spread import holds_sharded
 from resumekit.capture.user_state import attribute_components
-from resumekit.contract import SharingPattern, Slot, StateComponent, Stateful
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
-from resumekit.sharding import is_sharded
+from resumekit.serialization import is_sharded
+from resumekit.state import SharingPattern, Slot, StateComponent, Stateful
 
 
 def state_components(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from resumekit.capture.inplace import Restorer
 from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
-from resumekit.contract import Stateful
+from resumekit.state import Stateful
 
 
 class Extras:

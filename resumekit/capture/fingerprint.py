@@ -16,7 +16,7 @@ import torch
 import resumekit
 from resumekit.capture.git import repository_state
 from resumekit.capture.secrets import without_secrets
-from resumekit.contract import StateComponent
+from resumekit.state import StateComponent
 
 # A value under this name, at any depth, shapes how long the run is.
 HORIZON = "horizon"

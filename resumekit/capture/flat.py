@@ -22,7 +22,7 @@ from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refu
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_name, clean_names, wrapped_attribute
 from resumekit.errors import DeclarationError, StateMismatchError
-from resumekit.sharding import FlatPart, fill
+from resumekit.serialization import FlatPart, fill
 
 # By name: importing it costs seconds, and a model that has one has loaded it. torch 2.13.
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"

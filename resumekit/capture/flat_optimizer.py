@@ -19,7 +19,7 @@ from resumekit.capture.mismatch import describe
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.spread import pairs_in
 from resumekit.errors import UnsupportedValueError
-from resumekit.sharding import FlatPart, part_like
+from resumekit.serialization import FlatPart, part_like
 
 
 @dataclass(frozen=True)

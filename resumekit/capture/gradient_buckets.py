@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
 from resumekit.capture.names import clean_names
-from resumekit.contract import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
 
 # What the key of such a component ends in.
 GRADIENT_BUCKETS = "gradient_buckets"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.sharding import local_part
+from resumekit.serialization import local_part
 
 # After so many boundaries every parameter is looked at, later some of them in turn.
 _NUM_FULL = 3

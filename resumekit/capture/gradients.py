@@ -23,11 +23,10 @@ from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_names
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.user_state import UserState
-from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.layout import WorldChange
-from resumekit.payload import state_digest
-from resumekit.sharding import is_sharded, local_part, sharded_like
+from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
+from resumekit.state import SharingPattern, Slot, StateComponent
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"

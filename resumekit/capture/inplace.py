@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.sharding import fill, is_sharded, local_part
+from resumekit.serialization import fill, is_sharded, local_part
 
 NewTensor = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from resumekit.errors import StateMismatchError
-from resumekit.sharding import FlatPart
+from resumekit.serialization import FlatPart
 
 # Renamed layers keep most of their name; below this share of common characters it is another one.
 _LIKELY_RENAME = 0.5

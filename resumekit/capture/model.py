@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.names import clean_names
 from resumekit.errors import StateMismatchError
-from resumekit.sharding import fill, is_sharded, local_part
+from resumekit.serialization import fill, is_sharded, local_part
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from resumekit.capture.names import unwrapped
-from resumekit.contract import Slot, Stateful
 from resumekit.errors import DeclarationError
+from resumekit.state import Slot, Stateful
 
 
 def by_key(slot: Slot, given: Any) -> dict[str, Any]:

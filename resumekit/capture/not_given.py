@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.user_state import content_digest
-from resumekit.contract import CaptureLine, Fidelity, Slot, StateComponent
+from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 
 # ModelEmaV2, EMAModel, ExponentialMovingAverage, ...
 _NAMED_LIKE_AN_AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resumekit.capture.inplace import Restorer
-from resumekit.sharding import is_sharded, local_part, part_like, sharded_like
+from resumekit.serialization import is_sharded, local_part, part_like, sharded_like
 
 # Not hyperparameters: which parameters a group holds.
 _MEMBERSHIP = ("params", "param_names")

@@ -16,8 +16,8 @@ from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refu
 from resumekit.capture.model import ModelState
 from resumekit.capture.names import clean_name
 from resumekit.capture.objects import ObjectState
-from resumekit.contract import CaptureLine, Fidelity, SharingPattern, Slot, StateComponent
-from resumekit.sharding import fill, is_sharded, local_part
+from resumekit.serialization import fill, is_sharded, local_part
+from resumekit.state import CaptureLine, Fidelity, SharingPattern, Slot, StateComponent
 
 # What the key of such a component ends in.
 OPTIMIZER_PARAMETERS = "parameters"

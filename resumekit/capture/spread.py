@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.sharding import is_sharded
+from resumekit.serialization import is_sharded
 
 
 def pairs_of(stateful: Any, state: Any) -> Iterator[tuple[Tensor, Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 
-from resumekit.contract import Fidelity
 from resumekit.data.generators import DATASET_PREFIXES, without_prefetch
 from resumekit.data.hidden import held_generators
 from resumekit.data.keyed_batches import KeyedSampler
@@ -22,6 +21,7 @@ from resumekit.data.map_source import MapSource, Mark
 from resumekit.data.sampler import EpochStart
 from resumekit.data.stateful import StatefulMapSource
 from resumekit.errors import ConfigurationError
+from resumekit.state import Fidelity
 
 
 class KeyedSource(MapSource):

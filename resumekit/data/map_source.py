@@ -11,7 +11,6 @@ from typing import Any
 from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
-from resumekit.contract import Fidelity
 from resumekit.data.between_epochs import followed_changes, sampler_setting
 from resumekit.data.crossing import fetched_from, out_of
 from resumekit.data.elastic import fit, way_in
@@ -28,6 +27,7 @@ from resumekit.data.tape import (
     WorkerRandomState,
     padded,
 )
+from resumekit.state import Fidelity
 
 # What cannot be followed for ever, or not at all.
 DRAWS_AS_IT_GOES = (

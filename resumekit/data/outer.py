@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from resumekit.contract import Fidelity
 from resumekit.data.elastic import RANKS, follow
 from resumekit.data.generators import without_prefetch
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import Follow
+from resumekit.state import Fidelity
 
 
 class OuterSource(Source):

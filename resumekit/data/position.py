@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.contract import Fidelity
 from resumekit.data.ahead import AheadSource, AskedAhead
 from resumekit.data.combined import Cycling, Longest, Together
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
@@ -24,6 +23,7 @@ from resumekit.data.wrapped import WrappedSource
 from resumekit.data.zipped import Zipped
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.layout import WorldChange
+from resumekit.state import Fidelity
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped

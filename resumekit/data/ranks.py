@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from resumekit.capture.new_rank import states_of_new_rank
+from resumekit.capture import states_of_new_rank
 from resumekit.data.elastic import RANKS
 from resumekit.errors import DataPositionError
 from resumekit.layout import WorldChange

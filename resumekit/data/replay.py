@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data.content import Contents
 from resumekit.data.fetches import FetchTape, Playback
 from resumekit.data.hidden import held_generators
@@ -30,6 +29,7 @@ from resumekit.data.source import Source, announce_epoch
 from resumekit.data.stream_objects import Follow, StreamObjects
 from resumekit.data.user_objects import user_objects
 from resumekit.errors import DataPositionError
+from resumekit.state import Fidelity
 
 _CONDITION = (
     "the used batches of an epoch are made once more; as long as nothing but random numbers, what "

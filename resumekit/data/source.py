@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.contract import Fidelity
 from resumekit.data.between_epochs import unused_seeds
 from resumekit.data.crossing import refuse
 from resumekit.data.elastic import fit_boundary
 from resumekit.data.generators import loader_generators, samplers_of
 from resumekit.data.stream_objects import Follow
+from resumekit.state import Fidelity
 
 
 class Source(ABC):

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.contract import Fidelity
 from resumekit.data.kinds import (
     INNER,
     forget_iteration,
@@ -26,6 +25,7 @@ from resumekit.data.kinds import (
 from resumekit.data.map_source import MapSource
 from resumekit.data.replay import first_dimension
 from resumekit.data.source import Source, announce_epoch
+from resumekit.state import Fidelity
 
 
 class StatefulMapSource(MapSource):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState
+from resumekit.capture import PYTHON_WORDS, NumpyState, PythonState
 
 # random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.
 _PYTHON = struct.Struct("<2500s?d")

@@ -6,8 +6,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from resumekit.capture import Holder
 from resumekit.capture.user_state import attributes_set_in, is_user_object
-from resumekit.contract import Stateful
 from resumekit.data.source import Source
+from resumekit.state import Stateful
 
 # Loaders of frameworks that fetch one batch ahead of the step.
 _AHEAD = "ahead"

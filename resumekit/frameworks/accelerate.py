@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from resumekit.capture import state_components
-from resumekit.contract import StateComponent
 from resumekit.errors import ConfigurationError
+from resumekit.state import StateComponent
 
 # accelerate 1.15 utils/dataclasses.py DistributedType: every rank holds all of the model, or its
 # part of it as DTensors (FSDP2) or as stretches (FSDP1), or DeepSpeed's engine knows.

@@ -15,12 +15,12 @@ from resumekit.capture import (
     one_or_named,
     registered_components,
 )
-from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.data import Source
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.frameworks.accelerate_loaders import KEY as LOADERS
 from resumekit.frameworks.accelerate_loaders import LoadersBeside
 from resumekit.frameworks.accelerate_states import AcceleratorCounts
+from resumekit.state import SharingPattern, Slot, StateComponent
 
 
 class Held:

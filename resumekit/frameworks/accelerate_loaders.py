@@ -7,16 +7,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from resumekit.capture import generator_state, set_generator_state
-from resumekit.capture.mismatch import require_fields
-from resumekit.contract import Slot
-from resumekit.data import Source, stateful_generators
-from resumekit.data.generators import samplers_of
-from resumekit.data.kinds import is_seeded_by_epoch
-from resumekit.data.position import DEFAULT_NAME
+from resumekit.capture import generator_state, require_fields, set_generator_state
+from resumekit.data import (
+    DEFAULT_NAME,
+    Source,
+    is_seeded_by_epoch,
+    samplers_of,
+    stateful_generators,
+)
 from resumekit.errors import ConfigurationError
 from resumekit.layout import WorldChange
 from resumekit.log import logger
+from resumekit.state import Slot
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.capture import AttributeState
-from resumekit.contract import Slot
+from resumekit.state import Slot
 
 # Beside what Accelerate writes into the folder of a save_state.
 MARK = "resumekit.json"

@@ -16,19 +16,22 @@ import torch
 
 from resumekit.capture import (
     AttributeState,
+    KnownObjects,
+    Mismatch,
     ModelState,
     OptimizerState,
     attribute_components,
+    class_name,
     clean_names,
     rank_buffer_components,
+    refuse,
+    require_fields,
     state_components,
 )
-from resumekit.capture.known import KnownObjects
-from resumekit.capture.mismatch import Mismatch, class_name, refuse, require_fields
-from resumekit.contract import SharingPattern, Slot, StateComponent
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.zero import ZeroModelState, ZeroOptimizerState, is_by_name
 from resumekit.requirements import require
+from resumekit.state import SharingPattern, Slot, StateComponent
 
 require("deepspeed")
 

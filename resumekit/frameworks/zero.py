@@ -22,15 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.capture.flat import FlatModelState
-from resumekit.capture.inplace import Restorer, fits
-from resumekit.capture.mismatch import Mismatch, class_name, describe, refuse
-from resumekit.capture.model import IN_FP32, TRAINED_IN
-from resumekit.capture.names import clean_name
-from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
+from resumekit.capture import (
+    IN_FP32,
+    TRAINED_IN,
+    FlatModelState,
+    Mismatch,
+    OptimizerState,
+    Restorer,
+    class_name,
+    clean_name,
+    describe,
+    fits,
+    hyperparameters,
+    inherits_load,
+    is_host_step,
+    refuse,
+)
 from resumekit.requirements import require
-from resumekit.sharding import WHOLE, FlatPart, local_part, part_like
+from resumekit.serialization import WHOLE, FlatPart, local_part, part_like
 
 require("deepspeed")
 

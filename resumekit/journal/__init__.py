@@ -1,12 +1,9 @@
 """The journal: one record for each optimizer step, and the comparison of repeated steps."""
 
+from __future__ import annotations
+
 from resumekit.journal.comparison import Comparison, Difference, Verdict, worst
-from resumekit.journal.digests import (
-    RandomStates,
-    SampleIds,
-    learning_rates_digest,
-    plain_rates,
-)
+from resumekit.journal.digests import RandomStates, SampleIds, learning_rates_digest, plain_rates
 from resumekit.journal.files import (
     DIRECTORY,
     Attempt,
@@ -16,12 +13,13 @@ from resumekit.journal.files import (
     name_of,
     number_of_attempt,
 )
-from resumekit.journal.header import Header
+from resumekit.journal.header import COMMAND, Header
 from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
 from resumekit.journal.union import EarlierUse, Used, UsedHere, earlier_use, sum_over_ranks
 from resumekit.journal.verdicts import AttemptVerdict, compared, lineage, verdicts
 
 __all__ = [
+    "COMMAND",
     "DIRECTORY",
     "LOSS",
     "SAVE",

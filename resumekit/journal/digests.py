@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import xxhash
 
-from resumekit.capture import generator_state
-from resumekit.capture.unchanged import NumpyState, PythonState
-from resumekit.payload import state_digest
+from resumekit.capture import NumpyState, PythonState, generator_state
+from resumekit.serialization import state_digest
 
 _MASK = 2**64 - 1
 # Odd multipliers with well mixed bits (splitmix64).

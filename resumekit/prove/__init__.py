@@ -1,18 +1,43 @@
 """The judge: does a training command resume exactly? Traces, their comparison, and the runner."""
 
+from __future__ import annotations
+
 from resumekit.prove.compare import compare
+from resumekit.prove.processes import kill_processes, tail_of
+from resumekit.prove.records import (
+    CHECKPOINT,
+    END,
+    STEP,
+    Attempt,
+    Record,
+    TraceTail,
+    launch_directory,
+    read_trace,
+)
+from resumekit.prove.report import print_result
 from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial
 from resumekit.prove.runner import prove
 from resumekit.prove.verdict import Divergence, Resume, Verdict
 
 __all__ = [
+    "CHECKPOINT",
+    "END",
+    "STEP",
+    "Attempt",
     "Divergence",
     "LaunchSummary",
     "Outcome",
     "ProveResult",
+    "Record",
     "Resume",
+    "TraceTail",
     "Trial",
     "Verdict",
     "compare",
+    "kill_processes",
+    "launch_directory",
+    "print_result",
     "prove",
+    "read_trace",
+    "tail_of",
 ]

@@ -21,7 +21,6 @@ from resumekit.prove.own_values import (
 from resumekit.prove.records import CHECKPOINT, END, RESUMED, STEP, Attempt, Record, read_trace
 from resumekit.prove.verdict import RUN, Divergence, Resume, Verdict
 
-# Several records of one step in one execution are told apart by their ordinal.
 StepKey = tuple[int, int]
 
 # Several states of one step by their micro-step: a save may be made inside an accumulation window.

@@ -15,17 +15,12 @@ from statistics import median
 from resumekit.errors import ConfigurationError, PlaceNotReachedError, ProveError, TraceError
 from resumekit.prove.compare import compare
 from resumekit.prove.own_values import constant_leaves, last_digests
-from resumekit.prove.places import KillPlace
 from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace
 from resumekit.prove.result import Outcome, ProveResult, Trial
 from resumekit.prove.running import FinishedRun, Kill, Plan, execute, execute_uninterrupted
-from resumekit.prove.schedule import (
-    chosen_places,
-    first_saved,
-    kill_instants,
-    require_reached,
-)
+from resumekit.prove.schedule import chosen_places, first_saved, kill_instants, require_reached
 from resumekit.prove.verdict import Verdict
+from resumekit.tracing import KillPlace
 
 EVERY_COMPONENT = "all"
 

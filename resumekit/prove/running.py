@@ -10,16 +10,16 @@ from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
 from resumekit.prove.commands import prepared
-from resumekit.prove.places import KillPlace
 from resumekit.prove.processes import Launch, Marker
 from resumekit.prove.records import TraceTail, launch_directory
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.schedule import KillInstant
-from resumekit.prove.variables import (
+from resumekit.tracing import (
     INJECT_VARIABLE,
     KILL_VARIABLE,
     RUN_ROOT_VARIABLE,
     TRACE_VARIABLE,
+    KillPlace,
 )
 
 _POLL_SECONDS = 0.001

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, PlaceNotReachedError, ProveError
-from resumekit.prove.places import KillPlace
 from resumekit.prove.records import CHECKPOINT, Attempt
+from resumekit.tracing import KillPlace
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from resumekit.contract import Fidelity, SharingPattern
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
+from resumekit.state import Fidelity, SharingPattern
 from resumekit.storage.digest import ALGORITHM, is_digest
 from resumekit.storage.files import FileEntry
 from resumekit.storage.names import MANIFEST, StepName, path_problem, paths_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from resumekit.prove.records import CHECKPOINT, END, STEP, read_trace
+from resumekit.prove import CHECKPOINT, END, STEP, read_trace
 
 
 def wrong_length(trace: Path, *, num_steps: int, save_every: int) -> str:

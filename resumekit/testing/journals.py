@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from resumekit.journal import DIRECTORY, AttemptVerdict, verdicts
-from resumekit.storage.names import MANIFEST
+from resumekit.storage import MANIFEST
 
 
 def journal_problem(directory: Path) -> str:

@@ -10,16 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
-from resumekit.prove.compare import compare
-from resumekit.prove.processes import kill_processes, tail_of
-from resumekit.prove.records import launch_directory
-from resumekit.prove.variables import (
-    INJECT_VARIABLE,
-    KILL_VARIABLE,
-    RUN_ROOT_VARIABLE,
-    TRACE_VARIABLE,
-)
-from resumekit.prove.verdict import Verdict
+from resumekit.prove import Verdict, compare, kill_processes, launch_directory, tail_of
 from resumekit.testing.cells import Cell, KillPoint
 from resumekit.testing.evidence import work_of_launch
 from resumekit.testing.journals import journal_problem
@@ -27,6 +18,7 @@ from resumekit.testing.launchers import ColdStart, ForkServer, Launcher
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.runs import FirstLaunches, LaunchResult, Run
 from resumekit.testing.task import Task
+from resumekit.tracing import INJECT_VARIABLE, KILL_VARIABLE, RUN_ROOT_VARIABLE, TRACE_VARIABLE
 
 _KILLED = -9
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import ModelState, OptimizerState, RngState
-from resumekit.payload import decode, encode, leaf_digests
+from resumekit.serialization import decode, encode, leaf_digests
 
 Make = Callable[[Any], Any]
 

@@ -11,8 +11,8 @@ from torch.optim import SGD, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from resumekit.capture import by_key, state_components
-from resumekit.contract import SharingPattern, Slot
 from resumekit.errors import DeclarationError
+from resumekit.state import SharingPattern, Slot
 
 
 def test_one_object_has_the_key_of_its_slot() -> None:

@@ -22,14 +22,14 @@ from resumekit.capture import (
 from resumekit.capture.flat import FlatModelState, flat_parts
 from resumekit.capture.flat_optimizer import FlatOptimizerState
 from resumekit.capture.spread import pairs_of
-from resumekit.contract import SharingPattern
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.sharding import FlatPart
+from resumekit.serialization import FlatPart
+from resumekit.state import SharingPattern
 
 RANKS = 3
 

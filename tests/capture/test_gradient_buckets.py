@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_buckets import GradientBuckets, bucket_components
-from resumekit.contract import Fidelity, StateComponent
+from resumekit.state import Fidelity, StateComponent
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from resumekit.capture import (
     state_components,
 )
 from resumekit.capture.spread import pairs_of
-from resumekit.contract import SharingPattern, StateComponent
 from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.state import SharingPattern, StateComponent
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from resumekit.capture import Holder, UserState
-from resumekit.contract import Fidelity
 from resumekit.errors import StateMismatchError
+from resumekit.state import Fidelity
 
 
 class Growing(nn.Module):

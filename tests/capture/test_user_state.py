@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture import Holder as Root
 from resumekit.capture import UserState
-from resumekit.contract import Fidelity
 from resumekit.errors import StateMismatchError
+from resumekit.state import Fidelity
 
 KEY = "callbacks/attributes"
 Transition = namedtuple("Transition", "obs action reward")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture import Holder, UserState, attribute_components
-from resumekit.contract import Fidelity
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
+from resumekit.state import Fidelity
 
 
 class Handle:

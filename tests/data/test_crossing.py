@@ -27,11 +27,11 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data import DataPosition, ResumableSampler, open_source
 from resumekit.data.keys import RunSeed
 from resumekit.errors import DataPositionError
 from resumekit.layout import WorldChange
+from resumekit.state import Fidelity
 
 EPOCHS = 3
 LENGTH = 22

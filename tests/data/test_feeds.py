@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumekit.contract import Fidelity
 from resumekit.data import AskedAhead, DataPosition, Together
-from resumekit.engine.randomness import RandomState
+from resumekit.run.randomness import RandomState
+from resumekit.state import Fidelity
 
 EPOCHS = 3
 

@@ -28,7 +28,6 @@ from torch.utils.data import (
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data import DataPosition, open_source
 from resumekit.data.hidden import held_generators
 from resumekit.data.keys import Keys, Purpose, RunSeed, index_bytes, seed_generators
@@ -39,6 +38,7 @@ from resumekit.errors import (
     InexactError,
     UnsupportedValueError,
 )
+from resumekit.state import Fidelity
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # two cores
 

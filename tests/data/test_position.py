@@ -21,7 +21,6 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data import (
     DataPosition,
     DistributedResumableSampler,
@@ -29,6 +28,7 @@ from resumekit.data import (
     open_source,
 )
 from resumekit.errors import ConfigurationError, DataPositionError
+from resumekit.state import Fidelity
 
 EPOCHS = 3
 BATCH_SIZE = 4

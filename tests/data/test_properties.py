@@ -37,10 +37,10 @@ from torch.utils.data import (
 )
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.contract import Progress
 from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.repeats import Repeats
 from resumekit.data.sampler import Order
+from resumekit.state import Progress
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data import ReplaySource, fetches, open_source
 from resumekit.data.content import Contents
 from resumekit.data.states import read_states, write_states
 from resumekit.errors import DataPositionError, InexactError
 from resumekit.log import show_messages
+from resumekit.state import Fidelity
 
 EPOCHS = 3
 NUM_SAMPLES = 22

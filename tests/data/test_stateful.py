@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from resumekit.capture import RngState
-from resumekit.contract import Fidelity
 from resumekit.data import ReplaySource, open_source
+from resumekit.state import Fidelity
 
 torchdata = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="torchdata is not installed: pip install torchdata"

@@ -25,9 +25,8 @@ from crashlab.damage import (
 from crashlab.training import NEWEST, OLDER, Live, make_run, resumed
 from resumekit.cli import main
 from resumekit.errors import CorruptCheckpointError, DirectoryError, NoUsableCheckpointError
-from resumekit.payload import Payload, read_payload
-from resumekit.storage import LocalFileSystem, Manifest, Store
-from resumekit.storage.names import StepName
+from resumekit.serialization import Payload, read_payload
+from resumekit.storage import LocalFileSystem, Manifest, StepName, Store
 
 RecordProperty = Callable[[str, object], None]
 

@@ -15,7 +15,7 @@ from crashlab.hostile import Watch, hostile_files, run_hostile
 from crashlab.training import NEWEST, make_run, resumed
 from resumekit.cli import main
 from resumekit.errors import ResumekitError
-from resumekit.payload import read_payload
+from resumekit.serialization import read_payload
 from resumekit.storage import Store
 
 MARKER = "resumekit-was-here"

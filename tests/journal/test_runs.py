@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DivergenceError
 from resumekit.journal import LOSS, SAVE, STEP, Has, find_attempts, verdicts
-from resumekit.prove.variables import INJECT_VARIABLE
+from resumekit.tracing import INJECT_VARIABLE
 
 NEWEST = "step-00000008"
 
@@ -245,7 +245,7 @@ import resource, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import test_runs
-from resumekit.engine import journaling
+from resumekit.run import journaling
 append = journaling.JournalFile.append
 def limited(self, data):
     if self._num_bytes > 2000:  # from here on no file may grow above what this one has

@@ -18,8 +18,7 @@ import torch
 
 from resumekit.errors import ConfigurationError
 from resumekit.prove.records import read_trace
-from resumekit.prove.trace import Trace, rng_digests, trace
-from resumekit.prove.variables import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE, Trace, rng_digests, trace
 
 
 def records_of(directory: Path, rank: int = 0) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from resumekit.prove.records import launch_directory
+from resumekit.prove import launch_directory
 from resumekit.testing.evidence import changing_components, work_of_launch, wrong_length
 
 

@@ -1,5 +1,7 @@
 """User state: what attributes of modules, callbacks, datasets and other objects hold."""
 
+from __future__ import annotations
+
 from resumekit.capture.user_state.content import content_digest
 from resumekit.capture.user_state.leaves import is_user_object
 from resumekit.capture.user_state.library_code import attributes_set_by, attributes_set_in

@@ -11,7 +11,7 @@ import xxhash
 from resumekit.capture.user_state.leaves import Kind, kind_of
 from resumekit.capture.user_state.slots import Holder
 from resumekit.capture.user_state.walk import Scope, walk
-from resumekit.contract import Stateful
+from resumekit.state import Stateful
 
 
 def content_digest(value: Any, *, limit_bytes: int, foreign: Collection[Any] = ()) -> int | None:

@@ -26,7 +26,7 @@ from resumekit.capture.user_state.leaves import Kind, is_namedtuple, kind_of
 from resumekit.capture.user_state.slots import Role, Slot
 from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
-from resumekit.sharding import fill
+from resumekit.serialization import fill
 
 
 class Decoder:

@@ -22,8 +22,7 @@ from resumekit.capture.user_state.leaves import (
     kind_of,
 )
 from resumekit.errors import UnsupportedValueError
-from resumekit.payload.leaves import buffers_of
-from resumekit.sharding import is_sharded
+from resumekit.serialization import buffers_of, is_sharded
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
 _MIN_ROWS = 64  # shorter sequences are digested value by value

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture.generator import GENERATOR_KINDS
-from resumekit.contract import Stateful
-from resumekit.sharding import is_sharded
+from resumekit.serialization import is_sharded
+from resumekit.state import Stateful
 
 
 class Kind(Enum):

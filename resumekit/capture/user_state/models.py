@@ -10,7 +10,7 @@ from torch import Tensor
 from resumekit.capture.named import by_key
 from resumekit.capture.user_state.slots import Holder
 from resumekit.capture.user_state.tracker import UserState
-from resumekit.contract import Slot, StateComponent
+from resumekit.state import Slot, StateComponent
 
 _SUFFIX = "attributes"
 

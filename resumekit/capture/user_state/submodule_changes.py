@@ -16,7 +16,7 @@ from torch import nn
 
 from resumekit.capture.mismatch import class_name
 from resumekit.capture.user_state.slots import submodules
-from resumekit.contract import CaptureLine, Fidelity
+from resumekit.state import CaptureLine, Fidelity
 
 Classes = Mapping[str, Mapping[str, str]]  # of the direct submodules, by name, by path
 Copies = Mapping[str, Mapping[str, str]]  # the name of the original, by name, by path

@@ -31,9 +31,9 @@ from resumekit.capture.user_state.walk import (
     over_limit,
     walk,
 )
-from resumekit.contract import CaptureLine, Fidelity, SharingPattern, StateComponent
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
+from resumekit.state import CaptureLine, Fidelity, SharingPattern, StateComponent
 
 _FIELDS = ("slots", "nodes", "first", "lost")
 _NUM_NAMED = 3

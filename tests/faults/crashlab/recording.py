@@ -20,7 +20,7 @@ from crashlab.operations import (
     SyncDirectory,
     Unlink,
 )
-from resumekit.storage.io import Entry, Free, ReadHandle
+from resumekit.storage import Entry, Free, ReadHandle
 
 
 @dataclass

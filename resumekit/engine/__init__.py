@@ -1,1 +1,0 @@
-"""How a run saves, resumes and passes its settled points; ``Checkpointer`` is its public face."""

@@ -1,0 +1,205 @@
+"""A loop that a framework runs, seen from inside: it comes by where a user's loop would turn.
+
+The framework's callbacks and the loader that it iterates are the only places where it can be met.
+What they call here makes of it the same loop that a user writes over ``epochs()`` and
+``batches()``; so the settled points, the position in the data and the order of a restore are the
+same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from resumekit.data import EpochUnderWay
+from resumekit.run.loops import Batches, Epochs, LoopOwner
+from resumekit.run.report import ResumeReport
+from resumekit.state import Progress
+
+
+class DrivenOwner(LoopOwner, Protocol):
+    """What a driven loop asks of the Checkpointer."""
+
+    def resume(self) -> ResumeReport: ...
+
+    def batches(self, loader: Any) -> Batches: ...
+
+    def _begin_loop(self, loop: str) -> None: ...
+
+    def _finish(self, reason: str, *, used_up: bool) -> None: ...
+
+    def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
+
+    def _under_way(self, loader: Any) -> EpochUnderWay: ...
+
+    def _saved(self, key: str) -> Any: ...
+
+    def _restore_random(self) -> None: ...
+
+    @property
+    def _horizon(self) -> dict[str, int]: ...
+
+
+class DrivenLoop:
+    """What an adapter calls from a framework's loop, in this order.
+
+    ``resume()`` once, when every object exists; ``next_epoch()`` and then ``batches(loader)`` for
+    each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
+    """
+
+    def __init__(self, owner: DrivenOwner, *, had_finished: bool = False) -> None:
+        self._owner = owner
+        self._had_finished = had_finished
+        self._epochs: Epochs | None = None
+        self._batches: Batches | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run is, or, before ``resume()``, where it will go on."""
+        return self._owner.progress
+
+    @property
+    def finished(self) -> str | None:
+        """Why there is nothing left to train, or None."""
+        return self._owner.finished
+
+    @property
+    def goes_on_after_end(self) -> bool:
+        """Whether the run had finished, and is to go further now."""
+        return self._had_finished and self.finished is None
+
+    def saved(self, key: str) -> Any:
+        """A component's state in the checkpoint, before ``resume()`` restores it; or None.
+
+        For what has to be made before it can take its state.
+        """
+        return self._owner._saved(key)
+
+    def restore_random(self) -> None:
+        """Sets the random state now, and not when the epoch begins. A no-op the second time.
+
+        For a framework that runs code between the place of the checkpoint and that point.
+        """
+        self._owner._restore_random()
+
+    @property
+    def horizon(self) -> dict[str, int]:
+        """How far the interrupted run was to go; empty where there was none."""
+        return self._owner._horizon
+
+    def accept_horizon(self, **horizon: int) -> None:
+        """Takes how far the run is to go, where it was not known yet when the loop was made.
+
+        Args:
+            **horizon: ``steps``, ``epochs`` or both.
+
+        Raises:
+            DriftError: the interrupted run had another horizon.
+        """
+        self._owner._accept_horizon(horizon)
+
+    def under_way(self, loader: Any) -> EpochUnderWay:
+        """The epoch that the run continues in, before anything is restored. Changes nothing.
+
+        For a framework that counts its steps before it begins. After a change of the batch size
+        these are batches of the new size.
+
+        Raises:
+            DataPositionError: the loader does not fit the position in the checkpoint.
+        """
+        return self._owner._under_way(loader)
+
+    def resume(self) -> ResumeReport:
+        """Restores all but the data position and the random state. Collective, idempotent."""
+        report = self._owner.resume()
+        if self._epochs is None:
+            self._owner._begin_loop("epochs")
+            self._epochs = Epochs(self._owner, None)
+        return report
+
+    def next_epoch(self, loader: Any = None) -> int:
+        """Settles the epoch that ended, and begins the next one. Collective.
+
+        To be called when all code of the former epoch has run, and nothing of the next one.
+
+        Args:
+            loader: that of the next epoch, where it is there already: a new one in each, perhaps.
+
+        Returns:
+            The absolute number of the epoch that begins.
+
+        Raises:
+            LoopError: the former epoch had no optimizer step.
+        """
+        assert self._epochs is not None, "resume() comes first"
+        self._epochs.next_loader = loader
+        return next(self._epochs)
+
+    def batches(self, loader: Any) -> Batches:
+        """The batches of this epoch that are still to be used; the framework iterates them.
+
+        Each ``__next__`` is a settled point: the framework must ask for a batch only when all code
+        of the step before has run.
+
+        Raises:
+            DataPositionError: the loader does not fit the position in the checkpoint.
+        """
+        self._batches = self._owner.batches(loader)
+        return self._batches
+
+    def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
+        """``batches(loader)`` as a DataLoader, for a framework that takes nothing else.
+
+        It fetches nothing ahead, makes nothing of the batches, and draws no random number of the
+        run.
+
+        Args:
+            loader: the user's loader.
+            num_skipped: how many batches the framework takes and drops by itself, because they were
+                used before; these are placeholders.
+        """
+        return _HandingOver(_HandedOver(self, loader, num_skipped))
+
+    def finish(self, reason: str) -> None:
+        """Records that the framework has ended the run, and saves. Collective, idempotent.
+
+        To be called when all code of the last step has run.
+        """
+        used_up = self._batches is not None and self._batches.used_up
+        self._owner._finish(reason, used_up=used_up)
+
+
+class _HandedOver(IterableDataset[Any]):
+    """The batches of an epoch, after placeholders for those that were used before."""
+
+    def __init__(self, loop: DrivenLoop, loader: Any, num_skipped: int) -> None:
+        self._loop = loop
+        self._loader = loader
+        self._num_skipped = num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._num_skipped):
+            yield None
+        yield from self._loop.batches(self._loader)
+
+
+class _HandingOver(DataLoader[Any]):
+    """A loader that hands its dataset's items over as they are; torch's way would cost a step more.
+
+    A framework that makes a DataLoader of its own from this one's settings gets the same items.
+    """
+
+    def __init__(self, dataset: _HandedOver) -> None:
+        super().__init__(
+            dataset, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own has a class
+        return iter(self.dataset)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

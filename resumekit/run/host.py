@@ -1,0 +1,354 @@
+"""The side of a Checkpointer that its loops see: epochs begin, batches pass, saves are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from signal import Signals
+from typing import Any, NoReturn
+
+from resumekit.data import EpochUnderWay, Feed
+from resumekit.errors import LoopError, Preempted, SaveError
+from resumekit.log import logger
+from resumekit.run.cadence import parse_cadence
+from resumekit.run.preemption import LeaveSignals
+from resumekit.run.run import Run
+from resumekit.run.turns import Turns
+from resumekit.run.wishes import Wishes, WishRound
+from resumekit.state import Progress
+from resumekit.tracing import rng_digests
+
+# The first steps of a launch: most user code shows in them what it changes.
+_NUM_LOOKED = 2
+
+
+class LoopHost:
+    """Keeps what is between two settled points, and saves at a settled point what is due."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._cadence = parse_cadence(run.options.save_every)
+        self._signals = LeaveSignals(run.options.leave_on)
+        self._wishes = WishRound(run.world)
+        self._loop: str | None = None  # the outermost loop, once there is one
+        self._was_finished = False  # when that loop began
+        self._main: Feed | None = None  # what it draws from, unless it is epochs()
+        self._epoch = 0  # of epochs()
+        self._num_used = 0  # the batches of this epoch that its loops used
+        self._unsettled = False  # a batch was handed out since the last settled point
+        self._stepped = False  # no batch was handed out by the loop that leads since the last step
+        self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
+        self._warned: set[str] = set()
+        self._reported: set[str] = set()  # the names of the metrics that report() got
+        self._due = False
+        self._stop_reason: str | None = None
+        self._steps_at_epoch_start: int | None = 0
+        self._num_looked = 0
+
+    @property
+    def progress(self) -> Progress:
+        """How far the logical run is; samples and tokens as of the last checkpoint.
+
+        Epoch and batch are those of ``epochs()``, where the batches of all its loops count, or of
+        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither.
+        """
+        return self._run.counters.progress
+
+    @property
+    def finished(self) -> str | None:
+        """Why the run is over, e.g. ``"epochs=3"``, or None while it is not."""
+        return self._run.counters.finished
+
+    @property
+    def already_finished(self) -> bool:
+        """Whether the run was over when this launch began: its loops yield nothing.
+
+        Known when a loop has been entered, or ``resume()`` was called. Code after the loop that
+        needs values of the loop belongs under ``if not checkpointer.already_finished:``.
+        """
+        if self._loop is None:
+            return self._run.has_resumed and self.finished is not None
+        return self._was_finished
+
+    @property
+    def _turns(self) -> Turns:
+        return self._run.counters.turns
+
+    # ---------------------------------------------------------------- what an adapter may know
+
+    def _count_taken_step(self) -> None:
+        """Calls ``step()`` if the framework has taken one that the loop did not mark."""
+
+    # ---------------------------------------------------------------- the loops begin and end
+
+    def _enter_loop(self, feed: Feed) -> None:
+        """A loop asks for its first batch."""
+        self._run.enter_loop(self, feed)
+
+    def _enter(self, loop: str, horizon: dict[str, int]) -> None:
+        """The outermost loop begins."""
+        if self._loop is not None and self.finished is not None:
+            raise LoopError(
+                f"{loop}()",
+                found=f"a second loop after the run finished ({self.finished})",
+                remedy="Give the first loop the horizon of the whole run",
+            )
+        if self._loop not in (None, loop):
+            raise LoopError(
+                f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
+            )
+        self._run.resume()
+        self._run.accept_horizon(horizon)
+        self._begin_loop(loop)
+
+    def _begin_loop(self, loop: str) -> None:
+        """Everything is restored but the random state."""
+        if self._loop is None:
+            self._take_signals()
+            place = self.progress
+            self._steps_at_epoch_start = place.step if place.batch == 0 else None
+            self._epoch, self._num_used = place.epoch, place.batch
+            self._was_finished = self.finished is not None
+            if self._was_finished:
+                self._run.finish_again()
+        self._loop = loop
+
+    def _take_signals(self) -> None:
+        left = self._signals.install() if self.finished is None else []
+        if left and self._run.world.is_first:
+            names = ", ".join(left)
+            logger.info("%s: handled by other code, so this run does not save on it", names)
+
+    @property
+    def _horizon(self) -> dict[str, int]:
+        return self._run.counters.horizon
+
+    def _accept_horizon(self, horizon: dict[str, int]) -> None:
+        self._run.accept_horizon(horizon)
+
+    def _under_way(self, loader: Any) -> EpochUnderWay:
+        """How much of the epoch was used, in batches of this loader."""
+        return self._run.under_way(loader)
+
+    def _saved(self, key: str) -> Any:
+        """A component's state in the checkpoint that was found and is not loaded yet, or None."""
+        return self._run.saved(key)
+
+    def _restore_random(self) -> None:
+        self._run.restore_random()
+
+    def _lead(self, feed: Feed) -> None:
+        """This is what the loop with the horizon draws from."""
+        if self._turns.main not in ((), feed.names):
+            raise LoopError(
+                f"batches(name={feed.name!r})",
+                found=f"a second loop with a horizon, after one over {', '.join(self._turns.main)}",
+                expected="one such loop in a run",
+                remedy="Write several loops as: for epoch in checkpointer.epochs(...)",
+            )
+        self._run.position.require_known(feed.names)
+        self._main, self._turns.main = feed, feed.names
+
+    def _open_epoch(self, epoch: int) -> None:
+        """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
+        self._epoch = epoch
+        if self.progress.batch == 0:
+            self._run.position.witness_epoch()
+            self._run.restore_random()
+
+    def _take_over(self, loader: Any) -> None:
+        """The loader of the epoch that begins: a new one has what it begins with saved as well."""
+        self._run.position.feed(loader)
+
+    def _begin(self, feed: Feed, epoch: int) -> None:
+        """A loader's epoch begins or continues."""
+        if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):
+            self._num_used = feed.batch  # in batches of the size that they have now
+            self._run.counters.move_to(*self._place())
+        self._run.begin(feed, epoch)
+
+    def _fetched(self, feed: Feed, *, follows: bool) -> None:
+        """A batch goes to the loop."""
+        turns = self._turns
+        turns.fetched(feed.names)
+        self._unsettled = True
+        self._num_steps_of_batch = 0
+        if turns.leads(feed.names):
+            self._stepped = False
+        if not follows:
+            self._num_used += 1
+            if turns.is_alone(feed.names):
+                self._num_used = feed.batch
+        self._run.counters.count_batch(feed.num_samples, follows=follows)
+        self._run.journal.note_batch(feed.indices, feed.num_samples)
+        if self._run.trace is not None:
+            self._run.counters.note_samples(feed.indices)
+
+    def _epoch_ended(self, feed: Feed) -> None:
+        """The loop with the horizon has used up an epoch."""
+        self._require_steps()
+        self._run.counters.move_to(feed.epoch, feed.batch)
+
+    def _close_epoch(self, epoch: int) -> None:
+        """An epoch of ``epochs()`` is over, used up or left by ``break``."""
+        self._require_steps()
+        if not self._run.is_driven:  # a framework may evaluate in every second epoch
+            self._warn_of_metric()
+        self._next_epoch(epoch)
+
+    def _next_epoch(self, epoch: int) -> None:
+        self._run.position.end_epoch(self._turns.asked)
+        self._turns.next_epoch()
+        self._epoch, self._num_used = epoch, 0
+        self._run.counters.move_to(epoch, 0)
+
+    def _finish(self, reason: str, *, used_up: bool) -> None:
+        """A framework has ended the run; an epoch that it used up is over."""
+        is_over = used_up or not self._turns.under_way
+        if self.finished is None and self._turns.asked and is_over:
+            self._next_epoch(self._epoch + 1)
+        self._settle(reason, at_end=True)
+
+    def _require_steps(self) -> None:
+        self._count_taken_step()
+        step = self.progress.step
+        if self._steps_at_epoch_start == step:
+            raise LoopError(
+                f"epoch {self.progress.epoch}",
+                found="not one call of step()",
+                expected="checkpointer.step() after every optimizer step",
+                remedy="An accumulation window must not be longer than an epoch",
+            )
+        self._steps_at_epoch_start = step
+
+    def _warn_once(self, what: str, message: str) -> None:
+        """One line to act on, the first time that this happens."""
+        if what not in self._warned:
+            self._warned.add(what)
+            self._run.account.warn(message)
+
+    def _count_step_of_batch(self) -> None:
+        self._num_steps_of_batch += 1
+        if self._num_steps_of_batch == 2:
+            epoch, batch = self._place()
+            self._warn_once(
+                "step",
+                f"step() was called twice for batch {max(batch - 1, 0)} of epoch {epoch}: each "
+                "call counts as an optimizer step; call it once for each batch",
+            )
+
+    def _warn_of_metric(self) -> None:
+        """Warns where the metric that selects the best checkpoint has not been reported."""
+        metric = self._run.options.best_metric
+        if metric is not None and not self._run.selection.was_reported:
+            given = ", ".join(sorted(self._reported))
+            others = f" (report() got {given})" if given else ""
+            self._warn_once(
+                "best_metric",
+                f"best_metric={metric!r} was never reported{others}, so no checkpoint is the best; "
+                f"call report({metric}=...)",
+            )
+
+    # ---------------------------------------------------------------- the settled point
+
+    def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
+        """All code of the last step has run, and nothing of the next one: save what is due.
+
+        Args:
+            finished: why the run is over at this place, or None.
+            at_end: the end was found only after the place had been settled once.
+        """
+        self._count_taken_step()
+        counters = self._run.counters
+        finished = self._stop_reason or finished
+        if counters.finished is not None or not (self._unsettled or at_end or finished):
+            return
+        counters.move_to(*self._place())
+        if self._stepped and self._unsettled:
+            self._run.observe_gradients()
+        if self._stepped and self._run.loop_check.after_step():
+            self._run.account.announce()
+        common = self._hear() if self._may_save() and finished is None else Wishes()
+        if finished is not None:
+            self._warn_of_metric()
+            counters.finished = finished
+            self._save()
+            self._run.trace_state("end")
+            self._signals.restore()
+        elif common.leave or common.save or (self._due and self._may_save()):
+            self._save()
+        elif self._num_looked < _NUM_LOOKED and self._stepped:
+            self._num_looked += 1
+            self._run.account.look()
+        self._unsettled = False
+        if common.leave:
+            self._leave(common.leave)
+
+    def _hear(self) -> Wishes:
+        """What the ranks wish at this place, a step boundary; what this one wishes is sent."""
+        own = Wishes(self._signals.received, int(self._is_clock_due()))
+        common = self._wishes.hear(own)
+        if not common.leave:
+            left = own._replace(save=0) if common.save else own
+            self._wishes.say(left, self._run.counters.step)
+        return common
+
+    def _is_clock_due(self) -> bool:
+        return self._cadence.needs_agreement and self._cadence.is_due(self.progress.step)
+
+    def _leave(self, signal_number: int) -> NoReturn:
+        """The run was asked to leave, and has just been saved."""
+        step, name = self.progress.step, Signals(signal_number).name
+        if self._run.world.is_first:
+            logger.info("%s: saved at step %d; the same command continues", name, step)
+        self._let_go()
+        raise Preempted(signal_number, step)
+
+    def _let_go(self) -> None:
+        """Gives back what this process holds: the signals, the run directory."""
+        self._signals.restore()
+        self._run.close()
+
+    def _place(self) -> tuple[int, int]:
+        """Epoch and batch of the loop."""
+        if self._main is not None:
+            return self._main.epoch, self._main.batch
+        return self._epoch, self._num_used
+
+    def _may_save(self) -> bool:
+        """Whether this is no accumulation window, or one whose gradients can be saved."""
+        return self._stepped or self._run.options.saves_gradients
+
+    def _save(self) -> None:
+        self._wishes.wait()
+        self._due = False
+        try:
+            self._run.save()
+        except SaveError as error:
+            if self._run.options.on_save_error == "raise":
+                raise
+            if self._run.world.is_first:
+                step = self.progress.step
+                logger.warning("the save at step %d failed, training continues: %s", step, error)
+        self._cadence.saved()
+
+    def _record_step(self, values: Mapping[str, Any]) -> None:
+        """Records the step that was just counted, in the journal and in a trace."""
+        self._run.record_step(self._place()[0], values.get("loss"))
+        if self._run.trace is not None:
+            self._trace_step(values)
+
+    def _trace_step(self, values: Mapping[str, Any]) -> None:
+        trace = self._run.trace
+        assert trace is not None
+        epoch, batch = self._place()
+        samples, knows_all = self._run.counters.take_samples()
+        trace.step(
+            self.progress.step,
+            epoch=epoch,
+            batch=batch,
+            values=values,
+            lr=self._run.learning_rates(),
+            samples=samples,
+            is_rest=not knows_all,
+            rng=rng_digests(),
+        )

@@ -1,0 +1,315 @@
+"""The journal of a run in progress: writes its records and compares the steps that it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resumekit.errors import DivergenceError
+from resumekit.journal import (
+    DIRECTORY,
+    LOSS,
+    SAVE,
+    Comparison,
+    Difference,
+    EarlierUse,
+    Has,
+    Header,
+    JournalFile,
+    RandomStates,
+    Record,
+    SampleIds,
+    Used,
+    UsedHere,
+    compared,
+    earlier_use,
+    find_attempts,
+    learning_rates_digest,
+    limit_earlier,
+    name_of,
+    number_of_attempt,
+    plain_rates,
+    sum_over_ranks,
+    worst,
+)
+from resumekit.log import logger
+from resumekit.run.losses import LateLosses, plain_loss
+
+# Above this many ranks rank 0 alone keeps a journal.
+MAX_RANKS = 64
+# Random states are digested at each such step, and at the first ones after a resume or a save:
+# those are the steps that the next resume repeats.
+RANDOM_EVERY = 10
+NUM_AFTER_SAVE = 10
+
+# As plain integers, because an operation on flags takes half a microsecond.
+_COUNT, _IDS_AND_COUNT = int(Has.COUNT), int(Has.IDS | Has.COUNT)
+_RNG, _RNG_AND_DEVICES = int(Has.RNG), int(Has.RNG | Has.DEVICE_RNG)
+_LR, _LOSS = int(Has.LR), int(Has.LOSS)
+
+# Of one rank at a save: its verdict, and the samples that it has used; None without a resume.
+Message = tuple[dict[str, Any], Used] | None
+
+
+class RunJournal:
+    """Records every optimizer step of this rank; only ``on_divergence="raise"`` ends a run.
+
+    Args:
+        directory: the run directory.
+        raises: whether a difference ends the run.
+    """
+
+    def __init__(self, directory: Path, *, raises: bool = False) -> None:
+        self._directory = directory / DIRECTORY
+        self._raises = raises
+        self._file: JournalFile | None = None
+        self._is_off = False
+        self._comparison: Comparison | None = None  # of an attempt that has resumed
+        self._is_settled = False  # the verdict was logged
+        self._header: Header
+        self._random: RandomStates
+        self._optimizers: Sequence[Any] = ()
+        self._ids = SampleIds()
+        self._late = LateLosses()
+        self._used = UsedHere()  # since the attempt began
+        self._earlier = EarlierUse()  # of an attempt of other geometry
+        self._samples: dict[str, Any] = {}  # what their comparison came to
+        self._random_until = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether ``open`` has not been called yet."""
+        return self._file is None and not self._is_off
+
+    def open(
+        self,
+        step: int,
+        header: Header,
+        *,
+        optimizers: Sequence[Any],
+        random_states: RandomStates,
+    ) -> None:
+        """Makes the file, before the first record; what earlier attempts wrote is read first.
+
+        Args:
+            step: the optimizer step of the first record.
+            header: of the attempt, its number apart.
+            optimizers: those whose learning rates are recorded.
+            random_states: of the generators that the run draws from.
+        """
+        if header.world_size > MAX_RANKS and header.rank:
+            self._is_off = True
+            return
+        self._random, self._optimizers = random_states, optimizers
+        self._random_until = step + NUM_AFTER_SAVE - 1
+        try:
+            self._directory.mkdir(exist_ok=True)
+            number = number_of_attempt(self._directory, header.attempt)
+            self._header = header = replace(header, number=number)
+            earlier = find_attempts(self._directory, rank=header.rank)
+            if header.resumed_step is not None:
+                self._comparison = compared(header, earlier)
+                everyone = find_attempts(self._directory)
+                before = [each for each in everyone if each.header.number < number]
+                self._earlier = earlier_use(header, before)
+            limit_earlier(self._directory, header.rank)
+            path = self._directory / name_of(number, header.attempt, header.rank)
+            self._file = JournalFile(path, header)
+        except OSError as error:
+            self._switch_off(error)
+
+    def note_batch(self, ids: Any, num_samples: int) -> None:
+        """A batch of the step in progress; the ids are None where the loader has none."""
+        self._ids.add(ids, num_samples)
+
+    def step(self, step: int, *, epoch: int, samples: int, is_whole: bool, loss: Any) -> None:
+        """Records an optimizer step; nothing before ``open``.
+
+        Args:
+            step: the optimizer step.
+            epoch: counted from 0.
+            samples: of the run so far.
+            is_whole: whether this process has used all batches of the step.
+            loss: what the loop gave, or None.
+
+        Raises:
+            DivergenceError: the step is not what an earlier attempt recorded, and a difference is
+                to end the run.
+        """
+        if self._is_off or self._file is None:
+            return
+        ids, has = self._ids, 0
+        if is_whole:
+            has = _IDS_AND_COUNT if ids.is_complete else _COUNT
+        has, torch_state, host, devices = self._random_digests(has, step)
+        rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
+        lr, lr_digest = 0.0, 0
+        if rates:
+            has, lr, lr_digest = has | _LR, rates[0], learning_rates_digest(rates)
+        value = None
+        if loss is not None:
+            value = plain_loss(loss)
+            if value is not None:
+                has |= _LOSS
+            else:
+                self._late.add(step, loss)
+        record = Record(
+            step,
+            samples,
+            ids.ordered,
+            ids.unordered,
+            torch_state,
+            host,
+            devices,
+            lr_digest,
+            lr,
+            value or 0.0,
+            epoch,
+            ids.num_samples,
+            has,
+        )
+        ids.clear()
+        if self._comparison is not None:
+            self._used.add(record)
+        self._write([*self._computed_losses(), record] if self._late else [record])
+
+    def _random_digests(self, has: int, step: int) -> tuple[int, int, int, int]:
+        if step > self._random_until and step % RANDOM_EVERY:
+            return has, 0, 0, 0
+        devices = self._random.devices()
+        has |= _RNG if devices is None else _RNG_AND_DEVICES
+        return has, self._random.torch(), self._random.host(), devices or 0
+
+    def at_save(self, step: int, micro_step: int) -> Message:
+        """Records the random state at a safe point that saves.
+
+        Returns:
+            What the ranks have to agree on, for ``agree``.
+
+        Raises:
+            DivergenceError: as ``step``.
+        """
+        if self._file is not None and not self._is_off:
+            self._random_until = step + NUM_AFTER_SAVE
+            has, torch_state, host, devices = self._random_digests(0, step)
+            record = Record(
+                step,
+                rng_torch=torch_state,
+                rng_host=host,
+                rng_devices=devices,
+                num_samples=micro_step,
+                has=has,
+                kind=SAVE,
+            )
+            self._write([*self._computed_losses(), record])
+        if self._comparison is None or self._is_off:
+            return None
+        return self._comparison.verdict.as_dict(), self._used.used
+
+    def agree(self, messages: Sequence[Message], first_ranks: Sequence[int]) -> dict[str, Any]:
+        """The verdict of all ranks on the steps that were repeated so far; empty without a resume.
+
+        Args:
+            messages: what ``at_save`` gave on each rank.
+            first_ranks: ranks that take different data, and all data together.
+
+        Raises:
+            DivergenceError: on every rank, as ``step``.
+        """
+        known = [each for each in messages if each is not None]
+        if not known:
+            return {}
+        verdict = worst(verdict for verdict, _ in known)
+        counted = [messages[rank] for rank in first_ranks]
+        total = sum_over_ranks(each[1] for each in counted if each is not None)
+        expected = self._earlier.sums.get(total.num_samples)
+        if None in counted or not total.is_known or expected is None:
+            return {**verdict, **self._samples}
+        if expected == total.ids_sum:
+            self._samples = {"sample_ids": f"identical for {total.num_samples} samples"}
+        elif self._earlier.proves:
+            text = f"the {total.num_samples} samples after step {self._header.resumed_step}"
+            self._earlier = EarlierUse()
+            self._samples = {"verdict": "different", "reason": f"{text} are others"}
+            self._report_samples(text, str(verdict.get("reason", "")))
+        return {**verdict, **self._samples}
+
+    def _report_samples(self, text: str, reason: str) -> None:
+        if self._raises:
+            raise DivergenceError(
+                text,
+                found=f"others than the attempt before used ({reason})",
+                expected="the same, divided otherwise",
+                remedy="Check the sampler, or pass on_divergence='warn'",
+            )
+        if not self._header.rank:
+            logger.warning("%s are others than the attempt before used (%s)", text, reason)
+
+    def close(self) -> None:
+        """Records the losses that are still to come, logs the verdict, and closes the file."""
+        if self._file is not None and not self._is_off:
+            self._late.wait()
+            self._write(self._computed_losses(), may_raise=False)
+            self._log_verdict()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_off = True
+        if self._file is not None:
+            self._file.close()
+
+    # ---------------------------------------------------------------- writing
+
+    def _write(self, records: Sequence[Record], *, may_raise: bool = True) -> None:
+        assert self._file is not None
+        try:
+            self._file.append(b"".join([each.to_bytes() for each in records]))
+        except OSError as error:
+            self._switch_off(error)
+        if self._comparison is not None and not self._is_settled:
+            for record in records:
+                self._compare(self._comparison, record, may_raise=may_raise)
+
+    def _switch_off(self, error: OSError) -> None:
+        logger.warning("the journal is off, repeated steps are not checked from here on: %s", error)
+        self._end()
+
+    def _computed_losses(self) -> list[Record]:
+        return [
+            Record(step, loss=value, has=_LOSS, kind=LOSS) for step, value in self._late.computed()
+        ]
+
+    # ---------------------------------------------------------------- comparing
+
+    def _compare(self, comparison: Comparison, record: Record, *, may_raise: bool) -> None:
+        difference = comparison.add(record)
+        if difference is not None:
+            self._is_settled = True
+            self._report(difference, may_raise=may_raise)
+        elif record.step > comparison.last_step and not self._late.waits_for(comparison.last_step):
+            self._log_verdict()
+
+    def _report(self, difference: Difference, *, may_raise: bool) -> None:
+        header = self._header
+        rank = f"rank {header.rank}, " if header.world_size > 1 else ""
+        if self._raises and may_raise:
+            raise DivergenceError(
+                f"{rank}step {difference.step}: {difference.kind}",
+                found=difference.now,
+                expected=f"{difference.then}, as {difference.source} had",
+                remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
+                "on_divergence='warn'",
+            )
+        logger.warning("%s%s. The resume was not exact: see `resumekit prove`", rank, difference)
+
+    def _log_verdict(self) -> None:
+        comparison = self._comparison
+        if comparison is None or self._is_settled:
+            return
+        self._is_settled = True
+        if not self._header.rank:
+            verdict = comparison.verdict
+            log = logger.info if verdict.num_steps else logger.debug
+            log("%s", verdict)

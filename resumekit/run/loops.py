@@ -1,0 +1,243 @@
+"""The iterators that a training loop is written over; they pass the settled points.
+
+A settled point is where all code of the finished step has run and the next batch has not been
+fetched: the next ``__next__`` of the batches, or, after an epoch's last batch, of the epochs. With
+several loops under way it is that of the one that leads, see ``turns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+from resumekit.data import Feed
+from resumekit.errors import DataPositionError
+from resumekit.run.turns import Turns
+from resumekit.state import Progress
+
+
+class LoopOwner(Protocol):
+    """What the loops tell, and ask, the one who saves and resumes.
+
+    ``finished`` says why the run is over, or is None.
+    """
+
+    @property
+    def _turns(self) -> Turns: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def finished(self) -> str | None: ...
+
+    def _enter_loop(self, feed: Feed) -> None: ...
+
+    def _open_epoch(self, epoch: int) -> None: ...
+
+    def _close_epoch(self, epoch: int) -> None: ...
+
+    def _take_over(self, loader: Any) -> None: ...
+
+    def _begin(self, feed: Feed, epoch: int) -> None: ...
+
+    def _fetched(self, feed: Feed, *, follows: bool) -> None: ...
+
+    def _epoch_ended(self, feed: Feed) -> None: ...
+
+    def _count_taken_step(self) -> None: ...
+
+    def _settle(self, finished: str | None, *, at_end: bool = False) -> None: ...
+
+
+class Batches:
+    """The batches that are still to be used: of a loader, or of several in step.
+
+    It goes over the loader as often as it was asked to: to the run's horizon, once (inside
+    ``epochs()`` or another loop), or without end beside another loop (``repeat``).
+
+    Attributes:
+        initial: the batches of this loop that were used before, for a progress bar.
+    """
+
+    def __init__(
+        self,
+        run: LoopOwner,
+        feed: Feed,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        repeat: bool = False,
+    ) -> None:
+        self._run = run
+        self._feed = feed
+        self._epochs = epochs
+        self._steps = steps
+        self._repeats = repeat
+        self._goes_once = epochs is None and steps is None and not repeat
+        self._least_epoch = run.progress.epoch if self._goes_once and not run._turns.main else 0
+        self._is_over = False
+        self._is_entered = repeat  # a loader beside the loop is not one
+        self._surplus: list[Any] = []  # a batch more than the loader's len() says
+        self.initial = self._used()
+
+    def prime(self) -> None:
+        """Begins the epoch as far as some frameworks do before they ask for a batch."""
+        if not self._feed.begun:
+            self._run._begin(self._feed, max(self._feed.epoch, self._least_epoch))
+            self._feed.prime()
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the epoch under way is known to have no more batches."""
+        return self._feed.used_up
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        """The batches of the whole loop, used or not. TypeError where nobody can know."""
+        per_epoch = self._feed.num_batches
+        if per_epoch is None or self._steps is not None or self._repeats:
+            raise TypeError("the number of batches of this loop is not known")
+        return per_epoch * (self._epochs if self._epochs is not None else 1)
+
+    def __next__(self) -> Any:
+        run, feed = self._run, self._feed
+        run._count_taken_step()
+        if not self._is_entered:
+            self._is_entered = True
+            run._enter_loop(feed)
+        if self._is_over or not run._turns.ask(feed.names, follows=self._repeats):
+            self._stop()
+        if feed.used_up and not self._see_end():
+            return self._surplus.pop()
+        if run._turns.leads(feed.names):
+            run._settle(self._horizon())
+        if run.finished is not None:
+            feed.close()
+            self._stop()
+        while True:
+            if not feed.begun:
+                run._begin(feed, max(feed.epoch, self._least_epoch))
+            try:
+                batch = feed.next_batch()
+            except StopIteration:
+                self._end_epoch()
+                self._settle_late()
+                continue
+            run._fetched(feed, follows=self._repeats)
+            return batch
+
+    def _see_end(self) -> bool:
+        """Lets the loader see its own end, where some samplers draw, as a stock loop does.
+
+        Returns:
+            Whether it is there. A sampler that yields for ever may say a length all the same; its
+            batch is then in ``_surplus``, and this place is not settled.
+
+        Raises:
+            DataPositionError: it is not there, and the run's horizon is a number of epochs.
+        """
+        feed = self._feed
+        if not feed.begun:
+            self._run._begin(feed, feed.epoch)
+        try:
+            self._surplus.append(feed.next_batch())
+        except StopIteration:
+            self._end_epoch()
+            return True
+        if self._epochs is not None:
+            raise DataPositionError(
+                feed.name,
+                found=f"more than {feed.num_batches} batches in an epoch",
+                expected="as many as its len() says",
+                remedy="For a loader without end pass steps= instead of epochs=",
+            )
+        feed.has_no_end()
+        self._run._fetched(feed, follows=self._repeats)
+        return False
+
+    def _end_epoch(self) -> None:
+        feed = self._feed
+        if self._repeats and not feed.batch:
+            raise DataPositionError(feed.name, found="an epoch without a batch")
+        feed.end_epoch()
+        if self._goes_once:
+            self._run._turns.ended(feed.names)
+            self._stop()
+        if not self._repeats:
+            self._run._epoch_ended(feed)
+
+    def _stop(self) -> NoReturn:
+        self._is_over = True
+        raise StopIteration
+
+    def _settle_late(self) -> None:
+        """The loader could not tell before that this was its last batch."""
+        horizon = self._horizon()
+        if horizon is not None:
+            self._run._settle(horizon, at_end=True)
+            self._stop()
+
+    def _horizon(self) -> str | None:
+        """Why the run is over at this place, or None."""
+        if self._steps is not None and self._run.progress.step >= self._steps:
+            return f"steps={self._steps}"
+        if self._epochs is not None and self._feed.epoch >= self._epochs:
+            return f"epochs={self._epochs}"
+        return None
+
+    def _used(self) -> int:
+        feed, per_epoch = self._feed, self._feed.num_batches
+        if self._goes_once:
+            is_over = feed.epoch > self._least_epoch and not feed.batch
+            return per_epoch or 0 if is_over else feed.batch
+        if per_epoch is None:
+            return feed.batch if self._repeats else self._run.progress.micro_step
+        return feed.epoch * per_epoch + feed.batch
+
+
+class Epochs:
+    """The absolute numbers of the epochs that are still to be trained.
+
+    Attributes:
+        initial: the epochs that were completed before, for a progress bar.
+        next_loader: what the next epoch draws from, where a framework knows it before it begins.
+    """
+
+    def __init__(self, run: LoopOwner, num_epochs: int | None) -> None:
+        self._run = run
+        self._num_epochs = num_epochs
+        self._epoch: int | None = None
+        self.initial = run.progress.epoch
+        self.next_loader: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __len__(self) -> int:
+        """The epochs of the whole loop, trained or not. TypeError where nobody here knows."""
+        if self._num_epochs is None:
+            raise TypeError("the number of epochs of this loop is not known")
+        return self._num_epochs
+
+    def __next__(self) -> int:
+        run = self._run
+        epoch = run.progress.epoch if self._epoch is None else self._epoch + 1
+        if self._epoch is not None:
+            run._close_epoch(epoch)
+            if self.next_loader is not None:
+                run._take_over(self.next_loader)
+        run._settle(self._horizon(epoch))
+        if run.finished is not None:
+            raise StopIteration
+        self._epoch = epoch
+        run._open_epoch(epoch)
+        return epoch
+
+    def _horizon(self, epoch: int) -> str | None:
+        """Why the run is over before this epoch, or None."""
+        if self._num_epochs is not None and epoch >= self._num_epochs:
+            return f"epochs={self._num_epochs}"
+        return None

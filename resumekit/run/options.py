@@ -1,0 +1,244 @@
+"""The options that every adapter takes, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
+from resumekit.errors import ConfigurationError, did_you_mean
+from resumekit.run.cadence import parse_cadence
+from resumekit.state import Slot, Validation
+from resumekit.storage import StepName
+
+CHANGES = frozenset({"horizon", "batch_size", "world_size"})
+
+# Those that launchers, schedulers and people send, and that a process can take.
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options as keywords; see ``Options``."""
+
+    save_every: int | str | None
+    keep_latest: int | None
+    keep_best: int
+    keep_every: int | None
+    best_metric: str | None
+    mode: str
+    randomness: str
+    strict: bool
+    exclude: Collection[str]
+    allow_missing: Collection[str]
+    allow_changes: Collection[str]
+    resume_from: str | None
+    on_save_error: str
+    mid_accumulation: str
+    leave_on: Collection[str]
+    agreement_timeout_seconds: int
+    validate: str
+    transient: Collection[str]
+    user_state_limit: int
+    on_divergence: str
+    record_command: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run saves, keeps and resumes its checkpoints.
+
+    Args:
+        save_every: optimizer steps between saves, or a duration such as ``"10min"``. Whatever it
+            is, a save is also made on ``save()``, on an improved metric and at the end; None makes
+            no others.
+        keep_latest: the number of newest checkpoints to keep; None keeps all.
+        keep_best: the number of best checkpoints to keep, by ``best_metric``.
+        keep_every: checkpoints at multiples of this many steps are kept for ever.
+        best_metric: the keyword of ``report()`` that selects the best checkpoint.
+        mode: ``"min"`` or ``"max"``: which values of it are better.
+        randomness: ``"tape"`` records the run's random numbers as they are; ``"keyed"`` seeds each
+            sample and collation from a key, so that they are the same for any number of workers.
+            See docs/data.md.
+        strict: refuse at start a run of which any part would not come back exactly.
+        exclude: components (keys or slots) that a resume leaves as they are; recorded.
+        allow_missing: components that the checkpoint may lack; they keep their live state.
+        allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
+            ``"world_size"``. See docs/data.md.
+        resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
+        on_save_error: ``"raise"``, or ``"warn"`` to tell and train on; the old checkpoint stays
+            either way.
+        mid_accumulation: when a save on the clock or by ``save()`` is made that comes due inside an
+            accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:
+            what the window has summed up in ``.grad`` is then saved as well.
+        leave_on: the signals that ask the run to leave: it saves at the next step boundary and
+            raises ``Preempted``. See docs/preemption.md.
+        agreement_timeout_seconds: how long a rank waits for the others at a save or a resume before
+            it gives up with ``RankLostError``. A rank that has died is noticed at once.
+        validate: how replicated state is compared between the ranks: ``"digest"`` at every save,
+            ``"full"`` after a resume as well, ``"off"`` never.
+        transient: variables and attributes that a resume may recreate: they are neither saved nor
+            reported. Names as in the report, e.g. ``"timer"`` or ``"trainer.cache"``.
+        user_state_limit: bytes of user state (attributes of modules, callbacks, datasets, loss
+            functions) that a checkpoint holds at most, counting only what training changed; a
+            larger object is reported with its size.
+        on_divergence: what to do when a repeated step differs from what an earlier attempt
+            recorded: ``"warn"``, or ``"raise"`` to end the run with ``DivergenceError``.
+        record_command: whether the manifest holds the command line; values of options that look
+            like secrets are replaced by ``***``.
+    """
+
+    save_every: int | str | None = "10min"
+    keep_latest: int | None = 2
+    keep_best: int = 1
+    keep_every: int | None = None
+    best_metric: str | None = None
+    mode: str = "min"
+    randomness: str = "tape"
+    strict: bool = False
+    exclude: Collection[str] = field(default_factory=frozenset)
+    allow_missing: Collection[str] = field(default_factory=frozenset)
+    allow_changes: Collection[str] = field(default_factory=frozenset)
+    resume_from: str | None = None
+    on_save_error: str = "raise"
+    mid_accumulation: str = "boundary"
+    leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
+    validate: str = Validation.DIGEST.value
+    transient: Collection[str] = field(default_factory=frozenset)
+    user_state_limit: int = 256 * 10**6
+    on_divergence: str = "warn"
+    record_command: bool = True
+
+    @property
+    def saves_gradients(self) -> bool:
+        """Whether a save may be made inside an accumulation window."""
+        return self.mid_accumulation == "gradients"
+
+    def as_plain(self) -> dict[str, Any]:
+        """The options by name, in plain values that two ranks can compare."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        named = (frozenset, set, tuple, list)
+        return {
+            name: sorted(value) if isinstance(value, named) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_keywords(cls, keywords: OptionKeywords) -> Options:
+        """The options of a call.
+
+        Raises:
+            ConfigurationError: an unknown name, or a value that has no meaning.
+        """
+        unknown = set(keywords) - {item.name for item in fields(cls)}
+        if unknown:
+            raise _unknown(min(unknown))
+        return cls(**keywords)
+
+    def __post_init__(self) -> None:
+        parse_cadence(self.save_every)
+        _check_step_name(self.resume_from)
+        _one_of("mode", self.mode, ("min", "max"))
+        _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
+        _one_of("randomness", self.randomness, ("tape", "keyed"))
+        _one_of("validate", self.validate, tuple(level.value for level in Validation))
+        _one_of("strict", self.strict, (True, False))
+        _one_of("record_command", self.record_command, (True, False))
+        _at_least("keep_latest", self.keep_latest, 1)
+        _at_least("keep_best", self.keep_best, 0)
+        _at_least("keep_every", self.keep_every, 1)
+        _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
+        _at_least("user_state_limit", self.user_state_limit, 0)
+        _one_of("on_divergence", self.on_divergence, ("warn", "raise"))
+        _check_names("transient", self.transient)
+        for name in ("exclude", "allow_missing"):
+            _check_keys(name, getattr(self, name))
+        _check_names("allow_changes", self.allow_changes)
+        _check_names("leave_on", self.leave_on)
+        for name in self.leave_on:
+            _one_of("leave_on", name, SIGNALS)
+        for change in self.allow_changes:
+            _one_of("allow_changes", change, tuple(sorted(CHANGES)))
+
+
+# What else one adapter or another takes by name.
+_ARGUMENTS = (
+    "components",
+    "data_parallel_group",
+    "ema",
+    "extras",
+    "generators",
+    "grad_scaler",
+    "groups",
+    "lr_scheduler",
+    "model",
+    "optimizer",
+    "stage_group",
+)
+
+
+def _unknown(name: str) -> ConfigurationError:
+    known = [*(item.name for item in fields(Options)), *_ARGUMENTS]
+    if name in _ARGUMENTS:
+        return ConfigurationError(name, found="not an argument under this adapter")
+    listed = "The options are listed in docs/quickstart.md and in help(Options)"
+    return ConfigurationError(
+        name, found="not an option", remedy=did_you_mean(name, known) or listed
+    )
+
+
+def _check_step_name(given: Any) -> None:
+    """Raises ConfigurationError unless this names a checkpoint, or is None."""
+    if given is None or (isinstance(given, str) and StepName.parse(given) is not None):
+        return
+    text = str(given)
+    path, _, last = text.rpartition("/")
+    remedy = None
+    if path and StepName.parse(last) is not None:
+        remedy = f'Pass the name alone, resume_from="{last}", and its run directory'
+    elif text.isdecimal() and not isinstance(given, bool):
+        remedy = f'Pass resume_from="{StepName(int(text))}"'
+    raise ConfigurationError(
+        "resume_from",
+        found=repr(given),
+        expected='the name of a checkpoint, e.g. "step-00000500"',
+        remedy=remedy,
+    )
+
+
+def names_component(names: Collection[str], key: str) -> bool:
+    """Whether a component is named, by its key or by its slot."""
+    return key in names or key.split("/", 1)[0] in names
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(
+            name, found=repr(value), expected=" or ".join(repr(word) for word in allowed)
+        )
+
+
+def _at_least(name: str, value: int | None, minimum: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigurationError(
+            name, found=repr(value), expected=f"a whole number of at least {minimum}"
+        )
+
+
+def _check_names(name: str, value: Collection[str]) -> None:
+    if isinstance(value, str):
+        raise ConfigurationError(name, found=repr(value), expected=f"a set, e.g. {{{value!r}}}")
+
+
+def _check_keys(name: str, keys: Collection[str]) -> None:
+    _check_names(name, keys)
+    slots = [slot.value for slot in Slot]
+    for key in keys:
+        if key.split("/", 1)[0] not in slots:
+            raise ConfigurationError(
+                name, found=repr(key), expected=f"a slot ({', '.join(slots)}) or 'slot/name'"
+            )

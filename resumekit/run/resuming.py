@@ -1,0 +1,218 @@
+"""Finding the newest good checkpoint, reading it whole, and only then changing live objects.
+
+Each rank reads and verifies the bytes that it needs; the ranks vote; a bad checkpoint is told and
+the next one is tried. Nothing live changes before every check has passed on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from resumekit.distributed import World, from_rank
+from resumekit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DirectoryError,
+    NoUsableCheckpointError,
+    OwnershipLostError,
+    ResumekitError,
+)
+from resumekit.log import logger
+from resumekit.run.membership import Membership
+from resumekit.run.options import Options, names_component
+from resumekit.run.report import Rejection
+from resumekit.run.sources import Sources
+from resumekit.run.spreading import is_spread, read_spread
+from resumekit.serialization import read_payload
+from resumekit.state import StateComponent
+from resumekit.storage import Manifest, StepName, StepReader, Store
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that every rank has read and verified.
+
+    Args:
+        name: its directory's name.
+        reader: the open step directory.
+        states: the states this rank needs, by component key.
+        former: of components of which each rank or group has its own, the states of former ones by
+            number, where it is not plain which one this rank takes; ``resplit`` makes its states
+            of them.
+        left: of components in stages, the names of the tensors that this rank does not hold.
+        rejected: newer checkpoints that were passed over.
+    """
+
+    name: StepName
+    reader: StepReader
+    states: dict[str, Any]
+    former: dict[str, dict[int, Any]]
+    left: dict[str, frozenset[str]]
+    rejected: tuple[Rejection, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint's inventory."""
+        return self.reader.manifest
+
+    def leave(self, keys: Iterable[str]) -> None:
+        """Forgets the states of some components."""
+        for key in keys:
+            self.states.pop(key, None)
+            self.former.pop(key, None)
+
+
+class Finder:
+    """Chooses the checkpoint to continue from. Every method is collective.
+
+    Args:
+        left_out: component keys or slots that are not read.
+        components: of this run, as far as they are known yet; of state that is spread over the
+            ranks they say which part this rank needs.
+        membership: of those components.
+        sources: whose state this rank takes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        options: Options,
+        left_out: frozenset[str],
+        components: Sequence[StateComponent],
+        membership: Membership,
+        sources: Sources,
+    ) -> None:
+        self._world = world
+        self._store = store
+        self._options = options
+        self._left_out = left_out
+        self._live = {component.key: component for component in components}
+        self._membership = membership
+        self._sources = sources
+
+    def find(self, *, up_to: int | None = None) -> Found | None:
+        """The newest good checkpoint, or None in a directory that never held one.
+
+        Args:
+            up_to: of those up to this step, if there are such; counts on rank 0.
+
+        Raises:
+            CheckpointNotFoundError: ``resume_from`` names one that is not there.
+            NoUsableCheckpointError: checkpoints are there, and none can be used.
+        """
+        rejected: list[Rejection] = []
+        for name in self._world.on_first(lambda: self._candidates(up_to)):
+            outcome = self._read(name)
+            if isinstance(outcome, Found):
+                for rejection in rejected:
+                    self._tell(f"passed over {rejection.name}: {rejection.reason}")
+                return replace(outcome, rejected=tuple(rejected))
+            rejected.append(Rejection(str(name), outcome))
+        if rejected:
+            raise NoUsableCheckpointError(
+                str(self._store.directory),
+                found="; ".join(each.reason.rstrip(".") for each in rejected),
+                expected="at least one checkpoint that verifies",
+                remedy="Restore one from a copy, or start afresh in an empty directory",
+            )
+        return None
+
+    def _candidates(self, up_to: int | None) -> list[StepName]:
+        names = self._store.step_names()
+        wanted = self._options.resume_from
+        if wanted is not None:
+            return self._continuations(StepName.from_text(wanted), names)
+        set_aside = self._store.quarantined() if not names else []
+        if set_aside:
+            raise NoUsableCheckpointError(
+                str(self._store.directory),
+                found=f"no checkpoint but damaged ones ({', '.join(sorted(set_aside))})",
+                expected="at least one checkpoint that verifies, or an empty directory",
+                remedy=f"Restore one from a copy, or remove {self._store.directory / 'quarantine'}",
+            )
+        asked_for = [name for name in names if up_to is None or name.step <= up_to]
+        return asked_for or names
+
+    def _continuations(self, wanted: StepName, names: list[StepName]) -> list[StepName]:
+        """The named checkpoint, after what an earlier launch of this command made of it."""
+        if wanted not in names:
+            raise CheckpointNotFoundError(
+                f"resume_from={self._options.resume_from!r}",
+                found=f"no such checkpoint in {self._store.directory}",
+                expected=", ".join(str(name) for name in names) or "a directory with checkpoints",
+            )
+        made_of_it = [name for name in names if name > wanted and self._origin(name) == str(wanted)]
+        return [*made_of_it, wanted]
+
+    def _origin(self, name: StepName) -> Any:
+        try:
+            return self._store.open_step(name).manifest.details.get("resume_from")
+        except CheckpointError:
+            return None
+
+    def _read(self, name: StepName) -> Found | str:
+        """What this checkpoint holds for this rank, or what any rank found wrong with it."""
+        found: Found | None = None
+        error: ResumekitError | None = None
+        try:
+            reader = self._store.open_step(name)
+            found = self._states(name, reader)
+        except ResumekitError as problem:
+            error = problem
+        errors = self._world.gather(error)
+        worst = next((each for each in errors if isinstance(each, CheckpointError)), None)
+        if worst is None:
+            for rank, other in enumerate(errors):
+                if other is not None:
+                    raise error or from_rank(rank, other)
+            assert found is not None
+            return found
+        if isinstance(worst, CorruptCheckpointError):
+            return self._world.on_first(lambda: self._put_aside(name, worst))
+        return str(worst)
+
+    def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
+        """Moves a damaged checkpoint out of the way; gives what to tell about it."""
+        try:
+            return f"{error} It was moved to {self._store.quarantine(name, error)}"
+        except OwnershipLostError:
+            raise
+        except DirectoryError as trouble:  # an older checkpoint may be good all the same
+            return f"{error} It stays where it is: {trouble}"
+
+    def _states(self, name: StepName, reader: StepReader) -> Found:
+        found = Found(name, reader, {}, {}, {})
+        wanted: dict[tuple[str, int], list[str]] = {}
+        numbers: dict[tuple[str, int], int] = {}  # of the former rank or group that wrote
+        for record in reader.manifest.components:
+            if names_component(self._left_out, record.key):
+                continue
+            live = self._live.get(record.key)
+            if is_spread(record, live):
+                in_stages = record.key in self._membership and self._membership.is_in_stages(live)
+                state, left = read_spread(reader, record, live, in_stages=in_stages)
+                found.states[record.key], found.left[record.key] = state, left
+                continue
+            own = self._sources.own(record, reader.manifest)
+            if own is None:
+                found.former[record.key] = {}
+            readable = self._sources.readable(record, reader.manifest) if own is None else (own,)
+            writers = self._sources.writers(record, reader.manifest)
+            for number in readable:
+                numbers[record.key, writers[number]] = number
+                wanted.setdefault((record.directory, writers[number]), []).append(record.key)
+        for (directory, writer), keys in wanted.items():
+            for key, state in read_payload(reader, directory, writer, keys).items():
+                if key in found.former:
+                    found.former[key][numbers[key, writer]] = state
+                else:
+                    found.states[key] = state
+        return found
+
+    def _tell(self, message: str) -> None:
+        if self._world.is_first:
+            logger.warning("%s", message)

@@ -1,0 +1,200 @@
+"""One save, from the agreement of the ranks to the commit. See docs/format.md for what it leaves.
+
+Every rank calls ``Saver.save`` at the same settled point. Any rank's failure aborts the save on all
+of them: the staging is removed and the previous checkpoint is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from resumekit.distributed import World
+from resumekit.errors import ResumekitError, SaveError
+from resumekit.log import logger
+from resumekit.run.membership import Membership
+from resumekit.run.spreading import Spread, Spreader
+from resumekit.serialization import FilesBeside, Payload, ShardedPayload
+from resumekit.state import CaptureReport, SharingPattern, Slot, StateComponent
+from resumekit.storage import (
+    ComponentRecord,
+    FileEntry,
+    Manifest,
+    RetentionPolicy,
+    Staging,
+    StepName,
+    Store,
+)
+
+# These have a folder of their own, readable by stock tools; the rest shares one file a rank.
+_OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
+
+Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a manifest tells beside the state itself; plain values."""
+
+    step: int
+    progress: dict[str, int]
+    finished: str | None
+    metric: dict[str, str] | None
+    capture: CaptureReport
+    fingerprint: dict[str, Any]
+    details: dict[str, Any]
+
+
+def directory_of(component: StateComponent) -> str:
+    """The folder inside a step directory that holds this component."""
+    if component.sharing_pattern is SharingPattern.SHARDED:
+        return component.key
+    is_per_rank = component.sharing_pattern is SharingPattern.PER_RANK
+    return component.key if component.slot in _OWN_DIRECTORY and not is_per_rank else "state"
+
+
+class Saver:
+    """Writes checkpoints of a list of components into a store. Every method is collective."""
+
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        components: Sequence[StateComponent],
+        membership: Membership,
+        retention: RetentionPolicy,
+    ) -> None:
+        self._world = world
+        self._store = store
+        self._components = components
+        self._membership = membership
+        self._retention = retention
+        sharded = {
+            each.key: Spread(each.stateful, directory_of(each), membership.groups(each.key))
+            for each in components
+            if each.sharing_pattern is SharingPattern.SHARDED
+        }
+        self._spreader = Spreader(world, sharded)
+        self.parent: str | None = None
+
+    def save(self, description: Description) -> StepName:
+        """Writes and commits one checkpoint, and then lets the retention policy delete old ones.
+
+        Raises:
+            UnsupportedValueError: a value cannot be stored; nothing was written.
+            InsufficientSpaceError: there is no room; nothing was written.
+            SharedDirectoryError: a rank does not see what rank 0 has made.
+            RankLostError: a rank has died, or does not answer.
+            SaveError: writing failed; nothing was committed.
+            OwnershipLostError: another attempt owns the directory now.
+        """
+        payloads = self._payloads()
+        name, staging = self._stage(description.step, payloads)
+        try:
+            written = self._world.everywhere(lambda: self._write(staging(), payloads))
+            files = tuple(entry for entries in written for entry in entries)
+            manifest = self._manifest(name, description, files)
+            self._world.on_first(lambda: str(self._store.commit(staging(), manifest)))
+        except ResumekitError:
+            if self._world.is_first:
+                self._store.abandon(staging())
+            raise
+        self.parent = str(name)
+        self._world.on_first(self._retain)
+        return name
+
+    def _payloads(self) -> Payloads:
+        encoded: list[Payload | FilesBeside] = []
+        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._beside()]))
+        return [*encoded, *self._spreader.payloads()]
+
+    def _beside(self) -> list[FilesBeside]:
+        if not self._world.is_first:
+            return []
+        return [
+            FilesBeside(directory_of(component), self._world.rank, component.files())
+            for component in self._components
+            if component.files is not None
+        ]
+
+    def _encode(self) -> list[Payload]:
+        by_directory: dict[str, dict[str, Any]] = {}
+        for component in self._components:
+            if component.sharing_pattern is SharingPattern.SHARDED:
+                continue
+            if self._world.rank in self._membership.writers(component):
+                states = by_directory.setdefault(directory_of(component), {})
+                states[component.key] = component.stateful.state_dict()
+        return [
+            Payload(directory, self._world.rank, states)
+            for directory, states in by_directory.items()
+        ]
+
+    def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Callable[[], Staging]]:
+        """Its name, and what looks for the staging: a rank may find that it does not see it."""
+        demands = self._world.gather(
+            (sum(p.num_bytes for p in payloads), sum(p.num_files for p in payloads))
+        )
+        directories = sorted({directory_of(component) for component in self._components})
+        mine: list[Staging] = []
+
+        def stage() -> tuple[StepName, str]:
+            name = self._store.next_name(step)
+            staging = self._store.stage(
+                name,
+                num_bytes=sum(num_bytes for num_bytes, _ in demands),
+                num_files=sum(num_files for _, num_files in demands),
+                directories=directories,
+            )
+            mine.append(staging)
+            return name, staging.name
+
+        name, staging_name = self._world.on_first(stage)
+        return name, lambda: mine[0] if mine else self._store.attach(staging_name)
+
+    def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
+        return [entry for payload in payloads for entry in payload.write(staging)]
+
+    def _manifest(
+        self, name: StepName, description: Description, files: tuple[FileEntry, ...]
+    ) -> Manifest:
+        return Manifest(
+            run_id=self._store.run_id,
+            attempt=self._store.attempt,
+            step=name.step,
+            revision=name.revision,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            parent=self.parent,
+            world_size=self._world.world_size,
+            progress=description.progress,
+            finished=description.finished,
+            metric=description.metric,
+            components=tuple(self._record(c, description.capture) for c in self._components),
+            files=files,
+            capture=description.capture.as_dict(),
+            fingerprint=description.fingerprint,
+            details=description.details,
+        )
+
+    def _record(self, component: StateComponent, capture: CaptureReport) -> ComponentRecord:
+        assert isinstance(component.sharing_pattern, SharingPattern)
+        line = next(line for line in capture.lines if line.key == component.key)
+        assert line.fidelity is not None
+        return ComponentRecord(
+            key=component.key,
+            pattern=component.sharing_pattern.value,
+            fidelity=line.fidelity.value,
+            reason=line.reason,
+            directory=directory_of(component),
+            writers=self._membership.writers(component),
+            groups=self._membership.recorded(component),
+        )
+
+    def _retain(self) -> None:
+        # The new checkpoint is committed: an old one that cannot be removed does not undo that.
+        try:
+            self._store.retain(self._retention)
+        except SaveError as error:
+            logger.warning("old checkpoints could not be removed: %s", error)

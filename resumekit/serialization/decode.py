@@ -1,0 +1,290 @@
+"""From a tree and tensors back to Python state.
+
+The tree may come from anybody: only the builtin types that ``codec`` lists are ever made, no class
+is looked up by a name from the file, and nothing is allocated that the file does not hold the bytes
+of.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from resumekit.errors import CorruptCheckpointError, FormatVersionError
+from resumekit.serialization.arrays import dtype_from_json
+from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType
+from resumekit.serialization.leaves import dense_strides, flat_bytes, retyped
+from resumekit.serialization.limits import (
+    MAX_DEPTH,
+    MAX_NAMEDTUPLE_TYPES,
+    checked_shape,
+    checked_sizes,
+    hash_flood,
+    namedtuple_type,
+)
+
+_FACTORIES: dict[str | None, Callable[[], Any] | None] = {
+    None: None,
+    "bool": bool,
+    "dict": dict,
+    "float": float,
+    "int": int,
+    "list": list,
+    "set": set,
+    "str": str,
+}
+
+
+class Decoder:
+    """Decodes any number of trees that share one data file.
+
+    Args:
+        tensors: the tensors of the data file, by name.
+        where: what error messages call the file.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
+        self._tensors = tensors
+        self._where = where
+        self._blobs: dict[str, bytes] = {}
+        self._spent: set[str] = set()
+        self._arrays: dict[tuple[str, str], Any] = {}
+        self._namedtuples: dict[tuple[str, ...], type[Any]] = {}
+        self._by_tag: dict[str, Callable[[Any, int], Any]] = {
+            "$int": _int,
+            "$float": _float,
+            "$complex": self._complex,
+            "$str": _str,
+            "$bytes": _bytes,
+            "$blob": self._blob,
+            "$numbers": self._numbers,
+            "$tuple": lambda body, depth: tuple(self._items(body, depth)),
+            "$set": self._set,
+            "$dict": lambda body, depth: dict(self._pairs(body, depth)),
+            "$ordered_dict": lambda body, depth: OrderedDict(self._pairs(body, depth)),
+            "$counter": lambda body, depth: Counter(dict(self._pairs(body, depth))),
+            "$default_dict": self._default_dict,
+            "$deque": self._deque,
+            "$namedtuple": self._namedtuple,
+            "$scalar": _scalar,
+            "$numpy_str": lambda body, depth: np.str_(_as(str, self._decode(body, depth))),
+            "$numpy_bytes": lambda body, depth: np.bytes_(_bytes(body, depth)),
+            "$array": self._array,
+            "$tensor": self._tensor,
+        }
+
+    def decode(self, tree: Any) -> Any:
+        """The value of one tree.
+
+        Raises:
+            CorruptCheckpointError: the tree is not one that the codec makes.
+            FormatVersionError: it needs a newer torch.
+        """
+        try:
+            return self._decode(tree, 0)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise CorruptCheckpointError(
+                self._where, found=f"not a tree of the codec: {error}"
+            ) from error
+
+    def _decode(self, tree: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        if isinstance(tree, list):
+            return self._items(tree, depth)
+        if not isinstance(tree, dict):
+            return tree
+        tag = next(iter(tree), "")
+        if len(tree) == 1 and tag in self._by_tag:
+            return self._by_tag[tag](tree[tag], depth + 1)
+        if any(key.startswith("$") for key in tree):
+            raise ValueError(f"an object with the keys {str(list(tree))[:80]}")
+        return {key: self._decode(item, depth + 1) for key, item in tree.items()}
+
+    def _items(self, body: Any, depth: int) -> list[Any]:
+        return [self._decode(item, depth + 1) for item in _as(list, body)]
+
+    def _pairs(self, body: Any, depth: int) -> list[tuple[Any, Any]]:
+        flat = self._items(body, depth)
+        if len(flat) % 2:
+            raise ValueError("a key without a value")
+        self._check_keys(flat[::2])
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        if any(isinstance(key, torch.Tensor) for key in keys):
+            raise ValueError("a tensor as a key")
+        if hash_flood(keys):
+            raise ValueError("more than 100 keys with the same hash")
+        if len(set(keys)) != len(keys):
+            raise ValueError("a key that is there twice")
+
+    def _set(self, body: Any, depth: int) -> set[Any]:
+        items = self._items(body, depth)
+        self._check_keys(items)
+        return set(items)
+
+    def _default_dict(self, body: Any, depth: int) -> Any:
+        factory, *flat = _as(list, body)
+        if not (factory is None or isinstance(factory, str)) or factory not in _FACTORIES:
+            raise ValueError(f"the default_factory {str(factory)[:80]!r}")
+        return defaultdict(_FACTORIES[factory], self._pairs(flat, depth))
+
+    def _deque(self, body: Any, depth: int) -> Any:
+        maxlen, *items = _as(list, body)
+        if maxlen is not None and (_as(int, maxlen) < len(items)):
+            raise ValueError(f"a deque of {len(items)} elements and maxlen {maxlen}")
+        return deque(self._items(items, depth), maxlen)
+
+    def _namedtuple(self, body: Any, depth: int) -> Any:
+        name, fields, *items = _as(list, body)
+        signature = (_as(str, name), *(_as(str, field) for field in _as(list, fields)))
+        kind = self._namedtuples.get(signature)
+        if kind is None:
+            kind = namedtuple_type(name, fields)
+            if kind is None or len(self._namedtuples) >= MAX_NAMEDTUPLE_TYPES:
+                raise ValueError(f"the namedtuple {str(signature)[:80]}")
+            self._namedtuples[signature] = kind
+        return kind(*self._items(items, depth))
+
+    def _complex(self, body: Any, depth: int) -> complex:
+        real, imaginary = self._items(body, depth)
+        return complex(_as(float, real), _as(float, imaginary))
+
+    def _blob(self, name: Any, _: int) -> bytes:
+        if name not in self._blobs:
+            self._blobs[name] = bytes(self._bytes_of(name))
+        return self._blobs[name]
+
+    def _numbers(self, body: Any, _: int) -> list[Any]:
+        described, name = _as(list, body)
+        if described not in ("<i8", "<f8"):
+            raise ValueError(f"numbers of the dtype {str(described)[:80]!r}")
+        # Lists are copies: named a thousand times, a small file would fill the memory.
+        if name in self._spent:
+            raise ValueError(f"the numbers {str(name)[:80]!r} are there twice")
+        numbers: list[Any] = np.frombuffer(self._bytes_of(name), described).tolist()
+        self._spent.add(name)
+        return numbers
+
+    def _bytes_of(self, name: Any) -> memoryview:
+        tensor = self._named(name)
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+            raise ValueError(f"{name!r} is not stored as plain bytes")
+        return flat_bytes(tensor)
+
+    def _named(self, name: Any) -> torch.Tensor:
+        if not isinstance(name, str) or name not in self._tensors:
+            raise ValueError(f"the data file has no {str(name)[:80]!r}")
+        return self._tensors[name]
+
+    def _array(self, body: Any, _: int) -> Any:
+        described, shape, order, name = _as(list, body)
+        if order not in ("C", "F"):
+            raise ValueError(f"the order {str(order)[:80]!r}")
+        buffer, dtype = self._bytes_of(name), dtype_from_json(described)
+        key = (name, str(body))  # one array in two places is one array again
+        if key not in self._arrays:
+            self._arrays[key] = _ndarray(checked_shape(shape), dtype, buffer, order)
+        return self._arrays[key]
+
+    def _tensor(self, body: Any, _: int) -> torch.Tensor:
+        if not isinstance(body, dict):
+            return self._named(body)
+        if set(body) != {"of", "dtype", "shape", "strides", "offset"}:
+            raise ValueError(f"a view with the keys {str(list(body))[:80]}")
+        base = self._named(body["of"])
+        if base.stride() != dense_strides(tuple(base.shape)):
+            raise ValueError(f"a view of {body['of']!r}, which is not row-major")
+        element = known_element(body["dtype"], where=self._where)
+        shape, strides = checked_shape(body["shape"]), checked_sizes(body["strides"])
+        offset = _as(int, body["offset"])
+        if len(shape) != len(strides) or offset < 0 or offset % element.num_bytes:
+            raise ValueError(f"a view of {body['of']!r} at byte {offset}")
+        last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        extent = 0 if 0 in shape else (last + 1) * element.num_bytes
+        if offset + extent > base.numel() * base.element_size():
+            raise ValueError(f"a view beyond the end of {body['of']!r}")
+        begin = base.storage_offset() * base.element_size() + offset
+        assert element.torch_dtype is not None  # known_element
+        return retyped(base, element.torch_dtype, begin // element.num_bytes, shape, strides)
+
+
+def names_in(tree: Any) -> Iterator[str]:
+    """The names of the tensors that a tree refers to; some come more than once."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from names_in(item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            if key == "$tensor" and isinstance(item, dict):
+                yield str(item.get("of"))
+            elif key in ("$tensor", "$blob"):
+                yield str(item)
+            elif key in ("$array", "$numbers") and isinstance(item, list):
+                yield str(item[-1:] and item[-1])
+            else:
+                yield from names_in(item)
+
+
+def known_element(name: Any, *, where: str) -> ElementType:
+    """The element type of this name, which the running torch has.
+
+    Raises:
+        ValueError: there is none of that name.
+        FormatVersionError: this torch is too old for it.
+    """
+    element = ELEMENT_TYPES.get(name) if isinstance(name, str) else None
+    if element is None:
+        raise ValueError(f"the element type {str(name)[:80]!r}")
+    if element.torch_dtype is None:
+        raise FormatVersionError(
+            where,
+            found=f"a tensor of type {name}, which torch {torch.__version__} does not have",
+            remedy="Install the torch that wrote the checkpoint, or a newer one",
+        )
+    return element
+
+
+def _as(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{str(value)[:80]!r} is not of type {kind.__name__}")
+    return value
+
+
+def _int(body: Any, _: int) -> int:
+    return int(_as(str, body), 16)
+
+
+def _float(body: Any, _: int) -> float:
+    bits = _bytes(body, 0)
+    if len(bits) != 8:
+        raise ValueError(f"a float of {len(bits)} bytes")
+    value: float = struct.unpack(">d", bits)[0]
+    return value
+
+
+def _str(body: Any, _: int) -> str:
+    return _bytes(body, 0).decode("utf-8", "surrogatepass")
+
+
+def _bytes(body: Any, _: int) -> bytes:
+    return bytes.fromhex(_as(str, body))
+
+
+def _scalar(body: Any, _: int) -> Any:
+    described, digits = _as(list, body)
+    buffer = memoryview(bytearray(_bytes(digits, 0)))
+    return _ndarray((), dtype_from_json(described), buffer, "C")[()]
+
+
+def _ndarray(shape: tuple[int, ...], dtype: Any, buffer: memoryview, order: str) -> Any:
+    if math.prod(shape) * dtype.itemsize != buffer.nbytes:
+        raise ValueError(f"{buffer.nbytes} bytes for {dtype!s:.80} of shape {shape}")
+    return np.ndarray(shape, dtype, buffer, order="F" if order == "F" else "C")

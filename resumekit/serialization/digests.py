@@ -1,0 +1,140 @@
+"""Digests of state: one for each leaf, so that what differs can be named."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from resumekit.errors import UnsupportedValueError
+from resumekit.serialization.codec import encode
+from resumekit.serialization.encode import as_numbers, described_dtype
+from resumekit.serialization.found import check_tensor
+from resumekit.serialization.leaves import buffers_of
+from resumekit.serialization.limits import MAX_DEPTH
+from resumekit.serialization.places import Place, UniqueNames
+from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
+
+
+def leaf_digests(value: Any) -> dict[str, str]:
+    """The xxh3-128 digest of every leaf of a state, by its dotted name.
+
+    Leaves are compared bit for bit: a tensor by type, shape and bytes, a float by its bits. The
+    kind of a container does not count (a list and a tuple of the same leaves are the same), nor do
+    the device or the memory layout of a tensor. Of a DTensor this rank's part is digested, with the
+    place of that part. The digests are the same in every process, and
+    before and after a save.
+
+    Args:
+        value: nested state, of the types that the codec stores.
+
+    Raises:
+        UnsupportedValueError: a leaf is of another type; names its place.
+    """
+    return {name: _digest(leaf, place) for name, place, leaf in _named_leaves(value)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a tensor that other ranks hold as well.
+
+    Args:
+        group: what its holders have in common.
+        box: which part it is.
+        digest: of its type, its whole shape and its bytes.
+    """
+
+    group: str
+    box: Box
+    digest: str
+
+
+def copy_digests(
+    value: Any, *, num_ranks: int, own: Collection[str] = frozenset()
+) -> dict[str, Copy]:
+    """The parts of a state's tensors that several ranks hold, by the dotted name of the tensor.
+
+    Args:
+        value: nested state, of the types that the codec stores.
+        num_ranks: of the job.
+        own: names of tensors that each rank has for itself.
+
+    Raises:
+        UnsupportedValueError: a tensor cannot be stored; names its place.
+    """
+    copies: dict[str, Copy] = {}
+    for name, place, leaf in _named_leaves(value):
+        is_tensor = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
+        if not is_tensor or name in own or not local_part(leaf).numel():
+            continue
+        group = copy_group(leaf, num_ranks)
+        box = box_of(leaf, str(place)) if group is not None else None
+        if group is not None and box is not None:
+            copies[name] = Copy(group, box, _digest(leaf, place))
+    return copies
+
+
+def state_digest(value: Any) -> str:
+    """One digest of a whole state, 32 hexadecimal digits.
+
+    Raises:
+        UnsupportedValueError: a leaf cannot be stored; names its place.
+    """
+    lines = sorted(f"{name}\0{digest}\n" for name, digest in leaf_digests(value).items())
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8"))
+
+
+def _named_leaves(value: Any) -> Iterator[tuple[str, Place, Any]]:
+    names = UniqueNames()
+    for place, leaf in _leaves(value, Place("state")):
+        yield names.take(place.name), place, leaf
+
+
+def _leaves(value: Any, place: Place, depth: int = 0) -> Iterator[tuple[Place, Any]]:
+    if depth > MAX_DEPTH:
+        raise UnsupportedValueError(str(place), found="nested too deeply, or part of itself")
+    if isinstance(value, Enum):
+        yield from _leaves(value.value, place, depth + 1)
+    elif isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, place.key(key), depth + 1)
+    elif isinstance(value, list) and as_numbers(value) is not None:
+        yield place, value
+    elif isinstance(value, list | tuple | deque) and value:
+        fields = getattr(value, "_fields", None)
+        for index, item in enumerate(value):
+            below = place.attribute(fields[index]) if fields else place.index(index)
+            yield from _leaves(item, below, depth + 1)
+    else:
+        yield place, value
+
+
+def _digest(leaf: Any, place: Place) -> str:
+    header: Any
+    if is_sharded(leaf):
+        local = local_part(leaf)
+        check_tensor(local, place)
+        box = str(box_of(leaf, str(place)))
+        header, pieces = [str(leaf.dtype), list(leaf.shape), box], buffers_of(local)
+    elif isinstance(leaf, torch.Tensor):
+        check_tensor(leaf, place)
+        header, pieces = [str(leaf.dtype), list(leaf.shape)], buffers_of(leaf)
+    elif type(leaf) is np.ndarray:
+        header, pieces = [described_dtype(leaf.dtype, place), list(leaf.shape)], buffers_of(leaf)
+    elif type(leaf) is bytes:
+        header, pieces = ["bytes"], buffers_of(leaf)
+    else:
+        encoded = encode(leaf, where=str(place))
+        header = encoded.tree
+        pieces = (piece for item in encoded.tensors.values() for piece in item.buffers())
+    digester = xxhash.xxh3_128(json.dumps(header).encode("ascii"))
+    for piece in pieces:
+        digester.update(piece)
+    return digester.hexdigest()

@@ -1,0 +1,315 @@
+"""From nested Python state to the tree and the leaves that ``codec`` describes."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from json import dumps
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from resumekit.errors import UnsupportedValueError
+from resumekit.serialization.aliases import StoredTensors, store
+from resumekit.serialization.arrays import dtype_to_json
+from resumekit.serialization.found import FoundTensor
+from resumekit.serialization.leaves import Leaf, bytes_leaf
+from resumekit.serialization.limits import (
+    MAX_DEPTH,
+    MAX_NAMEDTUPLE_TYPES,
+    hash_flood,
+    namedtuple_type,
+)
+from resumekit.serialization.places import Place, UniqueNames
+
+_MAX_INLINE_BYTES = 1024
+_MAX_INLINE_NUMBERS = 1024
+
+_FACTORIES: dict[Any, str | None] = {
+    None: None,
+    bool: "bool",
+    dict: "dict",
+    float: "float",
+    int: "int",
+    list: "list",
+    set: "set",
+    str: "str",
+}
+
+
+class Encoder:
+    """Encodes any number of values whose tensors go into one file.
+
+    Args:
+        prefix_names: whether tensor names begin with the name of their value's root.
+    """
+
+    def __init__(self, *, prefix_names: bool = False) -> None:
+        self._prefix_names = prefix_names
+        self._names = UniqueNames("__metadata__")  # the one name that safetensors keeps for itself
+        self._leaves: dict[str, Leaf] = {}
+        self._found: list[FoundTensor] = []
+        self._nodes: list[dict[str, Any]] = []
+        self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
+        self._namedtuples: dict[tuple[str, ...], bool] = {}
+        self._num_enums = 0
+        self._by_type: dict[type, Callable[[Any, Place, int], Any]] = {
+            type(None): _as_it_is,
+            bool: _as_it_is,
+            int: _int,
+            float: _float,
+            complex: _complex,
+            str: _str,
+            bytes: self._bytes,
+            list: self._list,
+            tuple: self._tuple,
+            set: self._set,
+            deque: self._deque,
+            dict: self._dict,
+            OrderedDict: self._ordered_dict,
+            Counter: self._counter,
+            defaultdict: self._default_dict,
+            np.ndarray: self._array,
+        }
+
+    def encode(self, value: Any, *, where: str) -> Any:
+        """The tree of one value; complete once ``finish`` was called.
+
+        Raises:
+            UnsupportedValueError: a part of it cannot be stored; names the place.
+        """
+        return self._encode(value, Place(where), 0)
+
+    def finish(self) -> StoredTensors:
+        """What goes into the data file; fills in what the trees say about tensors."""
+        stored = store(self._found, self._names)
+        for node, reference in zip(self._nodes, stored.references, strict=True):
+            node["$tensor"] = reference
+        stored.leaves.update(self._leaves)
+        return stored
+
+    def _encode(self, value: Any, place: Place, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise UnsupportedValueError(
+                str(place), found="nested too deeply, or part of itself", remedy="Flatten it"
+            )
+        known = self._by_type.get(type(value))
+        if known is not None:
+            return known(value, place, depth)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, Enum):
+            self._num_enums += 1
+            return self._encode(value.value, place, depth)
+        if isinstance(value, np.generic):
+            return _scalar(value, place)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._namedtuple(value, place, depth)
+        kind = type(value)
+        raise UnsupportedValueError(
+            str(place),
+            found=f"an object of class {kind.__module__}.{kind.__qualname__}",
+            expected="plain values, numpy arrays or tensors",
+            remedy="Store its state_dict() or its plain values instead",
+        )
+
+    def _bytes(self, value: bytes, place: Place, _: int) -> Any:
+        if len(value) <= _MAX_INLINE_BYTES:
+            return {"$bytes": value.hex()}
+        return {"$blob": self._leaf(bytes_leaf(value), place)}
+
+    def _leaf(self, leaf: Leaf, place: Place) -> str:
+        name = self._name(place)
+        self._leaves[name] = leaf
+        return name
+
+    def _name(self, place: Place) -> str:
+        name, root = place.name, str(place.root.part)
+        if not name:
+            return self._names.take(root)
+        separator = "" if name.startswith("[") else "."
+        return self._names.take(f"{root}{separator}{name}" if self._prefix_names else name)
+
+    # Containers. Their own tag costs a level of JSON, so their elements are two levels down.
+
+    def _list(self, value: list[Any], place: Place, depth: int) -> Any:
+        numbers = as_numbers(value)
+        if numbers is not None:
+            return {"$numbers": [numbers.dtype.str, self._leaf(bytes_leaf(numbers), place)]}
+        return self._items(value, place, depth)
+
+    def _items(self, value: Iterable[Any], place: Place, depth: int) -> list[Any]:
+        return [
+            self._encode(item, place.index(index), depth + 1) for index, item in enumerate(value)
+        ]
+
+    def _tuple(self, value: tuple[Any, ...], place: Place, depth: int) -> Any:
+        return {"$tuple": self._items(value, place, depth + 1)}
+
+    def _deque(self, value: deque[Any], place: Place, depth: int) -> Any:
+        return {"$deque": [value.maxlen, *self._items(value, place, depth + 1)]}
+
+    def _set(self, value: set[Any], place: Place, depth: int) -> Any:
+        # Sorted: the order in memory is another one in the next process.
+        return {"$set": sorted(self._keys(value, place, depth), key=dumps)}
+
+    def _namedtuple(self, value: Any, place: Place, depth: int) -> Any:
+        kind, fields = type(value).__name__, list(value._fields)
+        signature = (kind, *fields)
+        if signature not in self._namedtuples:
+            self._namedtuples[signature] = namedtuple_type(kind, fields) is not None
+        if not self._namedtuples[signature] or len(self._namedtuples) > MAX_NAMEDTUPLE_TYPES:
+            raise UnsupportedValueError(
+                str(place), found=f"a namedtuple {kind} that cannot be made again from its fields"
+            )
+        items = [
+            self._encode(item, place.attribute(field), depth + 2)
+            for field, item in zip(fields, value, strict=True)
+        ]
+        return {"$namedtuple": [kind, fields, *items]}
+
+    def _dict(self, value: dict[Any, Any], place: Place, depth: int) -> Any:
+        if all(type(key) is str and _is_plain_key(key) for key in value):
+            return {
+                key: self._encode(item, place.key(key), depth + 1) for key, item in value.items()
+            }
+        return {"$dict": self._pairs(value, place, depth)}
+
+    def _ordered_dict(self, value: Mapping[Any, Any], place: Place, depth: int) -> Any:
+        return {"$ordered_dict": self._pairs(value, place, depth)}
+
+    def _counter(self, value: Mapping[Any, Any], place: Place, depth: int) -> Any:
+        return {"$counter": self._pairs(value, place, depth)}
+
+    def _default_dict(self, value: defaultdict[Any, Any], place: Place, depth: int) -> Any:
+        factory = value.default_factory
+        if factory not in _FACTORIES:
+            raise UnsupportedValueError(
+                str(place),
+                found=f"a defaultdict whose default_factory is {factory!r}",
+                expected="a builtin: " + ", ".join(str(name) for name in _FACTORIES.values()),
+                remedy="Store dict(value)",
+            )
+        return {"$default_dict": [_FACTORIES[factory], *self._pairs(value, place, depth)]}
+
+    def _pairs(self, value: Mapping[Any, Any], place: Place, depth: int) -> list[Any]:
+        flat: list[Any] = []
+        for key, (original, item) in zip(
+            self._keys(value, place, depth), value.items(), strict=True
+        ):
+            flat += (key, self._encode(item, place.key(original), depth + 2))
+        return flat
+
+    def _keys(self, keys: Iterable[Any], place: Place, depth: int) -> list[Any]:
+        originals = list(keys)
+        num_tensors, num_enums = len(self._found), self._num_enums
+        trees = [self._encode(key, place.key(key), depth + 2) for key in originals]
+        if len(self._found) > num_tensors:
+            raise UnsupportedValueError(
+                str(self._found[num_tensors].place),
+                found="a tensor as a key, which is looked up by its address in memory",
+                remedy="Use a name as the key",
+            )
+        if self._num_enums > num_enums and len(set(map(_without_enums, originals))) < len(trees):
+            raise UnsupportedValueError(
+                str(place), found="an enum as a key beside a key that equals the enum's value"
+            )
+        if hash_flood(originals):
+            raise UnsupportedValueError(str(place), found="more than 100 keys with the same hash")
+        return trees
+
+    # Arrays and tensors.
+
+    def _array(self, value: npt.NDArray[Any], place: Place, _: int) -> Any:
+        if id(value) not in self._arrays:
+            dtype = described_dtype(value.dtype, place)
+            fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+            leaf = bytes_leaf(value.T if fortran else value)
+            order = "F" if fortran else "C"
+            node = {"$array": [dtype, list(value.shape), order, self._leaf(leaf, place)]}
+            self._arrays[id(value)] = (value, node)  # the array too: its id must stay its own
+        return self._arrays[id(value)][1]
+
+    def _tensor(self, value: torch.Tensor, place: Place) -> Any:
+        self._found.append(FoundTensor(value, place, self._name(place)))
+        self._nodes.append({"$tensor": None})
+        return self._nodes[-1]
+
+
+def _as_it_is(value: Any, _: Place, __: int) -> Any:
+    return value
+
+
+def as_numbers(value: list[Any]) -> npt.NDArray[Any] | None:
+    """A long list as an array, if it holds nothing but 64-bit ints or nothing but floats.
+
+    The order of a sampler is a list of a million ints.
+    """
+    if len(value) <= _MAX_INLINE_NUMBERS:
+        return None
+    kinds = set(map(type, value))
+    if kinds == {float}:
+        return np.array(value, "<f8")
+    if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+        return np.array(value, "<i8")
+    return None
+
+
+def _int(value: int, _: Place, __: int) -> Any:
+    return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+
+
+def _float(value: float, _: Place, __: int) -> Any:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _complex(value: complex, place: Place, depth: int) -> Any:
+    return {"$complex": [_float(value.real, place, depth), _float(value.imag, place, depth)]}
+
+
+def _str(value: str, _: Place, __: int) -> Any:
+    if _has_surrogates(value):  # JSON would join two of them to one character
+        return {"$str": value.encode("utf-8", "surrogatepass").hex()}
+    return value
+
+
+def _scalar(value: np.generic, place: Place) -> Any:
+    if isinstance(value, np.str_):  # an array, and numpy's str(), would drop its trailing NULs
+        return {"$numpy_str": _str("".join(value), place, 0)}
+    if isinstance(value, np.bytes_):
+        return {"$numpy_bytes": bytes(value).hex()}
+    return {"$scalar": [described_dtype(value.dtype, place), value.tobytes().hex()]}
+
+
+def described_dtype(dtype: np.dtype[Any], place: Place) -> Any:
+    """The dtype as JSON.
+
+    Raises:
+        UnsupportedValueError: its values cannot be stored without pickle.
+    """
+    try:
+        return dtype_to_json(dtype)
+    except ValueError as error:
+        raise UnsupportedValueError(
+            str(place), found=f"numpy data of dtype {dtype!s:.80}: {error}"
+        ) from error
+
+
+def _is_plain_key(key: str) -> bool:
+    return not key.startswith("$") and not _has_surrogates(key)
+
+
+def _has_surrogates(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _without_enums(key: Any) -> Any:
+    """The key as it comes back."""
+    if isinstance(key, Enum):
+        return _without_enums(key.value)
+    return tuple(map(_without_enums, key)) if isinstance(key, tuple) else key

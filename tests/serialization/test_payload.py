@@ -1,0 +1,171 @@
+"""A payload: what it writes, how much, and what of it is read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resumekit.errors import CorruptCheckpointError, UnreadableCheckpointError
+from resumekit.serialization import Payload, read_payload
+from resumekit.serialization.blocks import read_pieces
+from resumekit.serialization.index import Index
+from resumekit.storage import BLOCK_BYTES, FileEntry, Staging
+
+
+def states(num_elements: int = 10) -> dict[str, Any]:
+    return {
+        "model": {"a": torch.arange(num_elements), "b": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"lr": 0.1, "m": torch.full((num_elements,), 2.0)},
+        "rng": {"python": (3, [1, 2])},
+    }
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"model": {}}, {"rng": (1, None)}, states(), states(3 * BLOCK_BYTES // 8 + 1)]
+)
+def test_the_announced_sizes_are_the_written_ones(
+    value: dict[str, Any], checkpoints: Any, same: Any
+) -> None:
+    payload = Payload("state", 0, value)
+    written: list[FileEntry] = []
+
+    def write(staging: Staging) -> list[FileEntry]:
+        written.extend(payload.write(staging))
+        return written
+
+    step = checkpoints.commit(write)
+    assert payload.num_files == len(written)
+    assert payload.num_bytes == sum(entry.size for entry in written)
+    for entry in written:
+        assert Path(step.path, entry.path).stat().st_size == entry.size
+    assert same(read_payload(step, "state", 0), value)
+
+
+def test_state_without_tensors_is_one_readable_file(checkpoints: Any) -> None:
+    step = checkpoints.save({"progress": {"step": 5, "seen": {1, 2}}})
+    assert [entry.path for entry in step.manifest.files] == ["state/rank-00000.json"]
+    text = Path(step.path, "state/rank-00000.json").read_text("ascii")
+    assert '"progress": {"step": 5, "seen": {"$set": [1, 2]}}' in text
+
+
+def test_the_index_is_readable_in_lines(checkpoints: Any) -> None:
+    value = {"words": list(range(700)), "model": states()["model"]}
+    step = checkpoints.save({"state": value})
+    lines = Path(step.path, "state/rank-00000.json").read_text("ascii").splitlines()
+    assert '  "model.a": {"dtype": "int64", "shape": [10], "begin": 0, "end": 80},' in lines
+    assert max(map(len, lines)) <= 101
+    assert len(lines) < 100
+
+
+def test_nothing_is_copied_before_it_is_written(checkpoints: Any) -> None:
+    tensor = torch.zeros(3)
+    payload = Payload("state", 0, {"model": {"w": tensor}})
+    tensor += 1
+    step = checkpoints.commit(payload.write)
+    assert read_payload(step, "state", 0)["model"]["w"].tolist() == [1, 1, 1]
+
+
+def test_every_rank_has_files_of_its_own(checkpoints: Any) -> None:
+    def write(staging: Staging) -> list[FileEntry]:
+        return [
+            entry
+            for rank in range(2)
+            for entry in Payload("state", rank, {"rng": torch.tensor(rank)}).write(staging)
+        ]
+
+    step = checkpoints.commit(write)
+    assert [entry.writer for entry in step.manifest.files] == [0, 0, 1, 1]
+    for rank in range(2):
+        assert read_payload(step, "state", rank)["rng"].item() == rank
+
+
+def test_a_part_of_the_states_is_read_alone(checkpoints: Any, same: Any) -> None:
+    value = states(3 * BLOCK_BYTES // 4)
+    step = checkpoints.save(value)
+    for keys in ([], ["rng"], ["model"], ["optimizer"], ["optimizer", "model"]):
+        assert same(read_payload(step, "state", 0, keys), {key: value[key] for key in keys})
+
+
+def test_what_is_not_wanted_is_not_read(checkpoints: Any) -> None:
+    value = {"a": {"w": torch.zeros(2 * BLOCK_BYTES)}, "b": {"w": torch.ones(2 * BLOCK_BYTES)}}
+    step = checkpoints.save(value)
+    path = Path(step.path, "state/rank-00000.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert set(read_payload(step, "state", 0, keys=["a"])) == {"a"}
+    for keys in (["b"], None):
+        with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors"):
+            read_payload(step, "state", 0, keys)
+
+
+def test_an_index_is_the_same_after_reading_and_writing_it_again(checkpoints: Any) -> None:
+    step = checkpoints.save(states())
+    content = Path(step.path, "state/rank-00000.json").read_bytes()
+    assert Index.from_bytes(content, where="index").to_bytes() == content
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(checkpoints: Any) -> None:
+    step = checkpoints.save(states())
+    Path(step.path, "state/rank-00000.safetensors").unlink()
+    with pytest.raises(UnreadableCheckpointError, match=r"rank-00000\.safetensors.*ENOENT"):
+        read_payload(step, "state", 0)
+
+
+class BytesReader:
+    """A file in memory that notes what is asked of it."""
+
+    def __init__(self, content: bytes, calls: list[tuple[int, int]]) -> None:
+        self.entry = FileEntry("a", len(content), "", 0)
+        self._content = content
+        self._calls = calls
+
+    def read_into(self, buffers: Any, offset: int, block_digests: Any) -> None:
+        begin = offset
+        for buffer in buffers:
+            buffer[:] = self._content[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+        self._calls.append((begin, offset))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("offset", [0, 5, BLOCK_BYTES + 1])
+@pytest.mark.parametrize("num_blocks", [1, 15, 16, 21])
+def test_a_long_stretch_is_read_in_two_parts_that_meet_between_blocks(
+    offset: int, num_blocks: int
+) -> None:
+    content = bytes(range(251)) * (num_blocks * BLOCK_BYTES // 251 + BLOCK_BYTES // 80)
+    num_bytes = num_blocks * BLOCK_BYTES + 3
+    sizes = [7, 0, num_bytes // 3, 1, num_bytes - num_bytes // 3 - 8]
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    calls: list[tuple[int, int]] = []
+    read_pieces(lambda: BytesReader(content, calls), buffers, offset, ())
+    assert b"".join(buffers) == content[offset : offset + num_bytes]
+    calls.sort()
+    assert len(calls) == (1 if num_blocks < 16 else 2)
+    assert (calls[0][0], calls[-1][1]) == (offset, offset + num_bytes)
+    assert all(begin % BLOCK_BYTES == 0 for begin, _ in calls[1:])
+    assert all(end == begin for (_, end), (begin, _) in pairwise(calls))
+
+
+def test_an_error_in_one_part_is_raised_after_both_are_done() -> None:
+    closed = []
+
+    class Failing(BytesReader):
+        def read_into(self, buffers: Any, offset: int, block_digests: Any) -> None:
+            if offset:
+                raise CorruptCheckpointError("a", found="damage")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    buffers = [memoryview(bytearray(20 * BLOCK_BYTES))]
+    with pytest.raises(CorruptCheckpointError, match="damage"):
+        read_pieces(lambda: Failing(b"", []), buffers, 0, ())
+    assert len(closed) == 2

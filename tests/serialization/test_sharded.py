@@ -1,0 +1,398 @@
+"""State that several ranks hold together: planned, written, read in other parts, and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from resumekit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    RankDisagreementError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from resumekit.serialization import Payload
+from resumekit.serialization.sharded import (
+    Proposal,
+    ShardedIndex,
+    ShardedPayload,
+    Source,
+    assign,
+    encode_local,
+    read_sharded,
+)
+from resumekit.serialization.sharding import box_of, is_sharded, local_part
+from resumekit.storage import StepReader
+
+State = dict[str, Any]
+Make = Callable[[], State]
+
+WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
+    "rows of 2": ((2,), (0,)),
+    "rows of 3": ((3,), (0,)),
+    "rows of 4": ((4,), (0,)),
+    "columns of 4": ((4,), (1,)),
+    "rows and columns": ((2, 2), (0, 1)),
+    "copies of rows": ((2, 2), (None, 0)),
+    "copies": ((3,), (None,)),
+}
+
+
+def num_ranks_of(layout: str) -> int:
+    return int(torch.Size(LAYOUTS[layout][0]).numel())
+
+
+def pairs(live: State) -> Callable[[Any], list[tuple[Any, Any]]]:
+    return lambda saved: [(saved[k], v) for k, v in live.items() if is_sharded(v)]
+
+
+def save(
+    checkpoints: Any, ranks: Any, num_ranks: int, make: Make, first_rank_only: tuple[str, ...] = ()
+) -> StepReader:
+    """The checkpoint that the ranks write together."""
+    local, proposals = [], []
+    for rank in range(num_ranks):
+        with ranks.rank(rank, num_ranks):
+            local.append(encode_local("model", make(), first_rank_only=first_rank_only))
+            proposals.append(Proposal.of(local[-1], rank))
+    assignments = assign(local[0], proposals)
+
+    def write(staging: Any) -> list[Any]:
+        return [
+            entry
+            for rank in range(num_ranks)
+            for entry in ShardedPayload("state", rank, local[rank], assignments[rank]).write(
+                staging
+            )
+        ]
+
+    step: StepReader = checkpoints.commit(write)
+    return step
+
+
+def load(step: StepReader, live: State, *, is_sharded: bool = True) -> State:
+    """What this rank reads for a live state."""
+    source = Source(step, "state", "model", ("index.json",) if is_sharded else ())
+    state: State = read_sharded(source, pairs(live))[0]
+    return state
+
+
+def expected_part(whole: torch.Tensor, live: Any) -> torch.Tensor:
+    box = box_of(live, "")
+    assert box is not None
+    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("former", LAYOUTS)
+def test_every_layout_reads_its_parts_of_every_other(
+    checkpoints: Any, ranks: Any, former: str, layout: str
+) -> None:
+    mesh, dimensions = LAYOUTS[former]
+    step = save(
+        checkpoints,
+        ranks,
+        num_ranks_of(former),
+        lambda: {"weight": ranks.spread(WHOLE, mesh, *dimensions), "step": torch.tensor(3.0)},
+    )
+    mesh, dimensions = LAYOUTS[layout]
+    for rank in range(num_ranks_of(layout)):
+        with ranks.rank(rank, num_ranks_of(layout)):
+            live = {"weight": ranks.spread(torch.zeros(7, 6), mesh, *dimensions)}
+            found = load(step, live)
+            assert found["weight"].placements == live["weight"].placements
+            assert found["weight"].shape == (7, 6)
+            part = local_part(found["weight"])
+            assert torch.equal(part, expected_part(WHOLE, live["weight"]))
+            assert torch.equal(found["step"], torch.tensor(3.0))
+
+
+def test_whole_and_in_parts_are_read_from_one_another(checkpoints: Any, ranks: Any) -> None:
+    in_parts = save(checkpoints, ranks, 4, lambda: {"w": ranks.spread(WHOLE, (4,), 0), "n": [1, 2]})
+    found = load(in_parts, {})
+    assert torch.equal(found["w"], WHOLE)
+    assert found["n"] == [1, 2]
+
+    transposed = torch.empty(6, 7).T.copy_(WHOLE)
+    whole = checkpoints.commit(Payload("state", 0, {"model": {"w": transposed, "n": [3]}}).write)
+    with ranks.rank(1, 2):
+        live = {"w": ranks.spread(torch.zeros(7, 6), (2,), 1)}
+        found = load(whole, live, is_sharded=False)
+        assert torch.equal(local_part(found["w"]), WHOLE[:, 3:])
+    assert load(whole, {}, is_sharded=False)["w"].stride() == transposed.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_every_type_comes_back_bit_for_bit(
+    checkpoints: Any, ranks: Any, dtype: torch.dtype
+) -> None:
+    whole = torch.randn(5, 3).to(dtype)
+    empty = torch.empty(0, 3, dtype=dtype)
+    step = save(
+        checkpoints,
+        ranks,
+        3,
+        lambda: {"w": ranks.spread(whole, (3,), 0), "empty": ranks.spread(empty, (3,), 0)},
+    )
+    found = load(step, {})
+    assert found["w"].dtype == dtype
+    assert torch.equal(found["w"], whole)
+    assert found["empty"].shape == (0, 3)
+
+
+def test_what_all_ranks_hold_is_written_once_and_spread_over_them(
+    checkpoints: Any, ranks: Any
+) -> None:
+    state = {f"layer.{i}": torch.full((20_000,), float(i)) for i in range(8)}
+    step = save(checkpoints, ranks, 4, lambda: dict(state))
+    sizes = [e.size for e in step.manifest.files if e.path.endswith(".safetensors")]
+    assert sizes == [4096 + 2 * 80_000] * 4
+    assert torch.equal(load(step, {})["layer.5"], state["layer.5"])
+
+
+def test_small_tensors_that_all_ranks_hold_stand_together(checkpoints: Any, ranks: Any) -> None:
+    def make() -> State:
+        state: State = {}
+        for i in range(20):
+            state[f"{i}.moment"] = ranks.spread(WHOLE + i, (4,), 0)
+            state[f"{i}.step"] = torch.tensor(float(i))
+        return state
+
+    step = save(checkpoints, ranks, 4, make)
+    with step.file("state/index.json") as file:
+        index = json.loads(file.read())
+    steps = {index["tensors"][f"{i}.step"]["layout"] for i in range(20)}
+    assert [index["layouts"][each] for each in steps] == [[[0, [], []]]]
+    with step.file("state/rank-00000.json") as file:
+        names = list(json.loads(file.read())["tensors"])
+    assert all(name.endswith("step") for name in names[:20])
+
+
+def test_what_differs_between_the_ranks_comes_from_the_first(checkpoints: Any, ranks: Any) -> None:
+    def make() -> State:
+        rank = float(torch.distributed.get_rank())
+        return {"mean": torch.full((8,), rank), "var": torch.full((8,), rank)}
+
+    found = load(save(checkpoints, ranks, 2, make, first_rank_only=("mean", "var")), {})
+    assert (found["mean"].sum(), found["var"].sum()) == (0, 0)
+
+
+def test_tied_parts_are_stored_once_and_come_back_as_one(checkpoints: Any, ranks: Any) -> None:
+    def make() -> State:
+        weight = ranks.spread(WHOLE, (4,), 0)
+        return {"a": weight, "b": weight.detach()}
+
+    step = save(checkpoints, ranks, 4, make)
+    with step.file("state/index.json") as file:
+        index = json.loads(file.read())
+    assert index["ties"] == {"b": "a"}
+    assert list(index["tensors"]) == ["a"]
+    found = load(step, {})
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+def test_values_that_are_no_tensors_come_back_as_they_were(checkpoints: Any, ranks: Any) -> None:
+    plain = {"a": (1, None), "bytes": bytes(range(256)) * 20, "many": list(range(5000)), 3: {1.5}}
+    found = load(save(checkpoints, ranks, 2, lambda: {"w": WHOLE, "plain": plain}), {})
+    assert found["plain"] == plain
+
+
+def test_only_the_blocks_that_hold_wanted_bytes_are_read(
+    checkpoints: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(24 << 20, dtype=torch.uint8).reshape(-1, 1024)
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(whole, (2,), 0)})
+    read: list[int] = []
+    file_system = checkpoints._store._file_system
+    original = type(file_system).read_into
+
+    def counted(self: Any, handle: Any, offset: int, buffer: memoryview) -> int:
+        num_bytes: int = original(self, handle, offset, buffer)
+        read.append(num_bytes)
+        return num_bytes
+
+    monkeypatch.setattr(type(file_system), "read_into", counted)
+    with ranks.rank(1, 2):
+        load(step, {"w": ranks.spread(torch.zeros_like(whole), (2,), 0)})
+    assert whole.numel() / 2 <= sum(read) < whole.numel() / 2 + (1 << 20)
+    read.clear()
+    with ranks.rank(2, 4):
+        found = load(step, {"w": ranks.spread(torch.zeros_like(whole), (4,), 0)})
+    assert torch.equal(local_part(found["w"]), whole[len(whole) // 2 : len(whole) * 3 // 4])
+    assert sum(read) < whole.numel() / 4 + (5 << 20)
+
+
+def test_long_rows_are_read_in_stretches(checkpoints: Any, ranks: Any) -> None:
+    whole = torch.arange(10 << 20, dtype=torch.int32).reshape(4, -1)
+    step = save(checkpoints, ranks, 1, lambda: {"w": ranks.spread(whole, (1,), 0)})
+    with ranks.rank(1, 2):
+        found = load(step, {"w": ranks.spread(torch.zeros_like(whole), (2,), 1)})
+    assert torch.equal(local_part(found["w"]), whole[:, whole.shape[1] // 2 :])
+
+
+def test_a_flipped_byte_is_found_by_the_rank_that_reads_it(checkpoints: Any, ranks: Any) -> None:
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    path = step.path / "state/rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with ranks.rank(0, 2):
+        load(step, {"w": ranks.spread(WHOLE, (2,), 0)})
+    with ranks.rank(1, 2), pytest.raises(CorruptCheckpointError, match=r"rank-00001\.safetensors"):
+        load(step, {"w": ranks.spread(WHOLE, (2,), 0)})
+
+
+def test_the_check_refuses_before_a_tensor_is_read(checkpoints: Any, ranks: Any) -> None:
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    (step.path / "state/rank-00000.safetensors").unlink()
+    seen: list[Any] = []
+
+    def check(state: Any) -> None:
+        seen.append((state["w"].shape, state["w"].dtype, state["w"].device.type))
+        raise StateMismatchError("model", found="another shape")
+
+    with pytest.raises(StateMismatchError):
+        read_sharded(Source(step, "state", "model", ("index.json",)), lambda _: (), check)
+    assert seen == [((7, 6), torch.float32, "meta")]
+
+
+def test_sums_that_are_not_summed_up_are_refused(ranks: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    with ranks.rank(0, 2):
+        partial = DTensor.from_local(WHOLE, init_device_mesh("cpu", (2,)), [Partial()])
+        local = encode_local("model", {"w": partial})
+        with pytest.raises(UnsupportedValueError, match=r"model: w.*summand"):
+            Proposal.of(local, 0)
+
+
+def test_a_tensor_class_that_nobody_knows_is_refused(ranks: Any) -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    with ranks.rank(0, 2):
+        strange = ranks.spread(WHOLE, (2,), 0)
+        strange._local_tensor = strange._local_tensor.as_subclass(Quantised)
+        with pytest.raises(UnsupportedValueError, match=r"w.*Quantised"):
+            encode_local("model", {"w": strange})
+
+
+def test_parts_that_are_missing_or_overlap_are_refused_at_the_save(ranks: Any) -> None:
+    local, proposals = [], []
+    for rank in (0, 1):
+        with ranks.rank(rank, 2):
+            local.append(encode_local("model", {"w": ranks.spread(WHOLE, (2,), 0)}))
+            proposals.append(Proposal.of(local[-1], rank))
+    with pytest.raises(UnsupportedValueError, match=r"model: w.*miss 18"):
+        assign(local[0], proposals[:1])
+    with ranks.rank(0, 3):
+        others = Proposal.of(encode_local("model", {"w": ranks.spread(WHOLE, (3,), 0)}), 0)
+    with pytest.raises(UnsupportedValueError, match="model: w"):
+        assign(local[0], [others, proposals[1]])
+
+
+def test_ranks_with_other_tensors_are_refused(ranks: Any) -> None:
+    def proposal(state: Mapping[str, Any], rank: int) -> Proposal:
+        return Proposal.of(encode_local("model", state), rank)
+
+    first = encode_local("model", {"w": WHOLE})
+    for other in ({"v": WHOLE}, {"w": WHOLE.double()}, {"w": WHOLE[1:].clone()}, {}):
+        with pytest.raises(RankDisagreementError, match="rank 1 has tensors"):
+            assign(first, [Proposal.of(first, 0), proposal(other, 1)])
+
+
+def damaged(index: Any, name: str) -> None:
+    row, part = index["tensors"]["w"], index["layouts"][0][0]
+    changes: dict[str, Callable[[], Any]] = {
+        "a gap": lambda: part.__setitem__(2, [3, 6]),
+        "an overlap": lambda: part.__setitem__(1, [3, 0]),
+        "a negative offset": lambda: part.__setitem__(1, [-1, 0]),
+        "a writer that is none": lambda: part.__setitem__(0, "0"),
+        "another writer": lambda: part.__setitem__(0, 1),
+        "a writer without a file": lambda: part.__setitem__(0, 3),
+        "another shape": lambda: row.__setitem__("shape", [70, 6]),
+        "another type": lambda: row.__setitem__("dtype", "float64"),
+        "an unknown type": lambda: row.__setitem__("dtype", "float33"),
+        "a layout that is none": lambda: row.__setitem__("layout", 7),
+        "a field more": lambda: row.__setitem__("more", 1),
+        "too many dimensions": lambda: row.__setitem__("shape", [1] * 70),
+        "another format": lambda: index.__setitem__("format", "resumekit payload"),
+        "a newer format": lambda: index.__setitem__("format_version", 2),
+        "no states": lambda: index.pop("states"),
+        "a state of another key": lambda: index.__setitem__("states", {"ema": {}}),
+        "a tensor that is not there": lambda: index["tensors"].pop("w"),
+    }
+    changes[name]()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a gap",
+        "an overlap",
+        "a negative offset",
+        "a writer that is none",
+        "another writer",
+        "a writer without a file",
+        "another shape",
+        "another type",
+        "an unknown type",
+        "a layout that is none",
+        "a field more",
+        "too many dimensions",
+        "another format",
+        "a newer format",
+        "no states",
+        "a state of another key",
+        "a tensor that is not there",
+    ],
+)
+def test_an_index_that_makes_no_sense_is_refused(checkpoints: Any, ranks: Any, damage: str) -> None:
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    path = step.path / "state/index.json"
+    index = json.loads(path.read_text())
+    damaged(index, damage)
+    forged = dict.fromkeys(("state/index.json",), json.dumps(index).encode())
+
+    def write(staging: Any) -> list[Any]:
+        entries = []
+        for entry in step.manifest.files:
+            content = forged.get(entry.path) or (step.path / entry.path).read_bytes()
+            with staging.create(entry.path, writer=entry.writer) as file:
+                file.write([memoryview(content)])
+                entries.append(file.finish())
+        return entries
+
+    with pytest.raises(CheckpointError, match=r"index\.json|safetensors|rank-00003"):
+        load(checkpoints.commit(write), {})
+
+
+def test_a_flipped_byte_in_the_index_is_found(checkpoints: Any, ranks: Any) -> None:
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    path = step.path / "state/index.json"
+    path.write_bytes(
+        path.read_bytes().replace(b'"writer', b'"wrIter').replace(b"[7, 6]", b"[6, 7]")
+    )
+    with pytest.raises(CorruptCheckpointError, match="digest"):
+        load(step, {})
+
+
+def test_layers_that_are_spread_alike_share_one_list_of_parts(ranks: Any) -> None:
+    local, proposals = [], []
+    for rank in range(4):
+        with ranks.rank(rank, 4):
+            state = {f"layer.{i}": ranks.spread(WHOLE + i, (4,), 0) for i in range(50)}
+            local.append(encode_local("model", state))
+            proposals.append(Proposal.of(local[-1], rank))
+    tensors = assign(local[0], proposals)[0].tensors
+    assert tensors is not None
+    data = ShardedIndex({"model": {}}, tensors).to_bytes()
+    assert len(json.loads(data)["layouts"]) == 1
+    assert ShardedIndex.from_bytes(data, where="index").tensors == tensors
