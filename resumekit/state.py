@@ -300,9 +300,6 @@ class ComponentState:
     object that needs one of the other methods inherits this class.
     """
 
-    # Every rank must get as many batches as the others, because a save is collective.
-    requires_equal_batches: bool = False
-
     def state_dict(self) -> Any:
         """The state: nested plain values and live tensors, not copies."""
         raise NotImplementedError
@@ -333,13 +330,14 @@ class ComponentState:
         return self.state_dict()
 
     def first_rank_only(self) -> frozenset[str]:
-        """Dotted names of plain tensors that may differ between ranks; the first rank's are saved."""
+        """Dotted names of plain tensors that may differ between ranks; rank 0's are saved."""
         return frozenset()
 
     def fingerprint(self) -> Mapping[str, Any] | None:
         """Plain values that a resume compares with those of the checkpoint; None for none."""
         return None
 
+    @property
     def fidelity(self) -> tuple[Fidelity, str] | None:
         """How exactly this state is restored, and why; None for what its component declares."""
         return None
@@ -347,6 +345,11 @@ class ComponentState:
     def findings(self) -> Iterable[CaptureLine]:
         """Lines of the capture report for state that was found and is not in the checkpoint."""
         return ()
+
+    @property
+    def requires_equal_batches(self) -> bool:
+        """Whether every rank must get as many batches, because saving this state is collective."""
+        return False
 
     # ---------------------------------------------------------------- events
 
@@ -408,7 +411,7 @@ class ComponentState:
         return None
 
     def outline(self) -> Any:
-        """Plain values that describe what this rank holds of a SHARDED state; None for all of it."""
+        """Plain values that describe what this rank holds of a SHARDED state; None for all."""
         return None
 
     def join(self, outlines: Sequence[Any]) -> None:
