@@ -1,0 +1,128 @@
+"""Checkpoints of an earlier version: they resume exactly, and the files written today are the same.
+
+They were written by ``golden_training.py NAME DIRECTORY RECORDS --stop-after 10``, the records
+without ``--stop-after``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+TRAINING = HERE / "golden_training.py"
+STEP = "step-00000008"
+NAMES = ("torch", "sharded", "accelerate", "transformers", "lightning", "deepspeed")
+NUM_RANKS = {"sharded": 2}
+
+# Fields of a manifest that differ between two runs of one program, and prose.
+VOLATILE = ("run_id", "attempt", "created", "digest", "parent")
+
+
+def launch(name: str, directory: Path, records: Path, *arguments: str, **variables: str) -> None:
+    """Runs a training, one process for each rank, until it ends."""
+    num_ranks = NUM_RANKS.get(name, 1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(num_ranks):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        if num_ranks > 1 or name == "deepspeed":
+            environment |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        command = [sys.executable, str(TRAINING), name, str(directory), str(records), *arguments]
+        processes.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for process in processes:
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+
+
+def steps_of(records: Path) -> dict[int, Any]:
+    """The recorded steps, by number."""
+    lines = map(json.loads, records.read_text(encoding="utf-8").splitlines())
+    return {each.pop("step"): each for each in lines}
+
+
+def resumed(name: str, folder: Path, **variables: str) -> dict[int, Any]:
+    """The steps of a run that begins from the stored checkpoint."""
+    stored = HERE / "checkpoints" / name
+    shutil.copytree(stored / STEP, folder / "run" / STEP)
+    launch(name, folder / "run", folder / "records.jsonl", **variables)
+    return steps_of(folder / "records.jsonl")
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    """Every file below a checkpoint: its bytes, and of the manifest the fields that must agree."""
+    files: dict[str, Any] = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = json.loads(files["manifest.json"])
+    for field in VOLATILE:
+        manifest.pop(field)
+    manifest["fingerprint"].pop("git")
+    manifest["fingerprint"].pop("versions")
+    for line in (*manifest["capture"].values(), *manifest["components"]):
+        line.pop("reason")
+    return {**files, "manifest.json": manifest}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_earlier_checkpoint_resumes_exactly(name: str, tmp_path: Path) -> None:
+    whole = steps_of(HERE / "checkpoints" / name / "records.jsonl")
+    assert resumed(name, tmp_path) == {step: whole[step] for step in range(9, 13)}
+
+
+@pytest.mark.parametrize("component", ["rng", "optimizer", "data"])
+def test_without_one_component_the_earlier_checkpoint_does_not(
+    component: str, tmp_path: Path
+) -> None:
+    whole = steps_of(HERE / "checkpoints" / "torch" / "records.jsonl")
+    left_out = resumed("torch", tmp_path, RESUMEKIT_INJECT=component)
+    assert left_out != {step: whole[step] for step in range(9, 13)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_are_those_of_the_earlier_version(name: str, tmp_path: Path) -> None:
+    stored = HERE / "checkpoints" / name / STEP
+    versions = json.loads((stored / "manifest.json").read_text())["fingerprint"]["versions"]
+    if versions["torch"].split("+")[0] != torch.__version__.split("+")[0]:
+        pytest.skip(f"the stored files were written with torch {versions['torch']}")
+    launch(name, tmp_path / "run", tmp_path / "records.jsonl", "--stop-after", "10")
+    written, expected = content_of(tmp_path / "run" / STEP), content_of(stored)
+    assert written.keys() == expected.keys()
+    assert [path for path, content in written.items() if content != expected[path]] == []
+
+
+def test_another_byte_is_noticed(tmp_path: Path) -> None:
+    stored = HERE / "checkpoints" / "torch" / STEP
+    shutil.copytree(stored, tmp_path / STEP)
+    path = tmp_path / STEP / "model" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert content_of(tmp_path / STEP) != content_of(stored)
