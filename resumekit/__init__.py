@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
-    from resumekit.run.report import ResumeReport
+    from resumekit.run import ResumeReport
     from resumekit.state import (
         Fidelity,
         Progress,
@@ -44,7 +44,7 @@ _HOMES = {
     "Checkpointer": "resumekit.checkpointer",
     "Fidelity": "resumekit.state",
     "Progress": "resumekit.state",
-    "ResumeReport": "resumekit.run.report",
+    "ResumeReport": "resumekit.run",
     "ResumekitError": "resumekit.errors",
     "SharingPattern": "resumekit.state",
     "StateComponent": "resumekit.state",

@@ -1,20 +1,19 @@
-"""Who may import what, read from the sources: the rooms of the house and their doors.
+"""Which package may import which, read from the sources; one test for each rule.
 
 The rules keep the core free of frameworks, the store free of torch, and the bytes of a checkpoint
-away from anything that could run them.
+away from anything that could run them. Each test lists every import that breaks its rule.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "resumekit"
@@ -27,8 +26,53 @@ NUMERICS = frozenset({"torch", "numpy", "safetensors", "xxhash"})
 TERMINAL = frozenset({"rich", "typer"})
 TEST_RUNNER = frozenset({"pytest"})
 
+# What each package of resumekit may import of resumekit, the lowest first. "resumekit" is the root:
+# the public names, or the version. What is not listed may not be imported.
+LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "log": set(),
+    "analysis": {"errors"},
+    "requirements": {"errors", "log"},
+    "layout": {"errors", "state"},
+    "state": {"errors", "layout"},
+    "distributed": {"errors", "layout", "log", "state"},
+    "storage": {"errors", "log", "state"},
+    "serialization": {"errors", "log", "state", "storage"},
+    "tracing": {"errors", "log", "serialization", "state"},
+    "capture": {
+        *("errors", "log", "state", "layout", "distributed", "serialization", "resumekit"),
+    },
+    "data": {"errors", "log", "state", "layout", "distributed", "capture"},
+    "journal": {"errors", "log", "state", "serialization", "capture"},
+    "run": {
+        *("errors", "log", "state", "layout", "distributed", "tracing", "analysis", "resumekit"),
+        *("storage", "serialization", "capture", "data", "journal"),
+    },
+    "checkpointer": {"errors", "log", "state", "run"},
+    "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
+    "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
+    "frameworks": {
+        *("errors", "log", "state", "layout", "distributed", "requirements"),
+        *("serialization", "capture", "data"),
+    },
+    "adapters": {
+        *("errors", "log", "state", "layout", "distributed", "requirements", "resumekit"),
+        *("storage", "capture", "data", "run", "frameworks"),
+    },
+    "prove": {"errors", "log", "tracing"},
+    "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
+    "demo": {"errors", "log", "prove", "demo_script"},
+    "demo_script": {"adapters"},  # it stands where a user's script stands
+    "cli_views": {"errors", "log", "storage", "export"},
+    "cli": {"errors", "log", "storage", "export", "prove", "demo", "cli_views", "resumekit"},
+}
+
+# A package is imported through its `__init__`, except these: each of their modules belongs to one
+# framework, which importing the whole package would load.
+IMPORTED_BY_MODULE = ("resumekit.frameworks.", "resumekit.adapters.")
+
 # Third-party imports by path: the first prefix that matches decides, the core's rule comes last.
-ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
+THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/state.py", frozenset()),
     ("resumekit/layout.py", frozenset()),
@@ -40,19 +84,15 @@ ALLOWED: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/prove/report", NUMERICS | TERMINAL),
     # Test files inherit it. It is loaded when it is asked for, and pytest with it.
     ("resumekit/testing/suite.py", TEST_RUNNER),
-    # Each its own framework; nothing but adapters and its neighbours may import them.
-    ("resumekit/frameworks/accelerate.py", NUMERICS),
-    ("resumekit/frameworks/deepspeed.py", NUMERICS | {"deepspeed"}),
-    ("resumekit/frameworks/deepspeed_steps.py", {"deepspeed"}),
-    ("resumekit/frameworks/zero.py", NUMERICS | {"deepspeed"}),
+    ("resumekit/frameworks/deepspeed", NUMERICS | {"deepspeed"}),
+    ("resumekit/frameworks/zero", NUMERICS | {"deepspeed"}),
     ("resumekit/", NUMERICS),
 )
+# Lightning comes in two packages; transformers brings safetensors, and trains peft's adapters.
+SAME_FRAMEWORK = {"lightning": {"pytorch_lightning"}, "transformers": {"peft", "safetensors"}}
 
-# The core never imports the adapters. A demonstration script stands where a user's script stands.
-IMPORTS_ADAPTERS = frozenset({"resumekit/demo_script.py"})
-
-# Rooms that must not import torch through a neighbour either.
-TORCH_FREE = ("resumekit.errors", "resumekit.state", "resumekit.layout", "resumekit.storage")
+# Packages that must not import torch through another package either.
+TORCH_FREE = ("resumekit.errors", "resumekit.state", "resumekit.storage")
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})
 COMPUTED = "<computed>"
@@ -112,6 +152,7 @@ ADAPTER_MODULES = tuple(_modules(ADAPTERS))
 EVERY_MODULE = CORE_MODULES + ADAPTER_MODULES
 
 
+@functools.cache
 def imported(tree: ast.AST, *, at_run_time: bool = False) -> set[str]:
     """The dotted names that a module imports anywhere, `from a import b` as `a.b`.
 
@@ -184,64 +225,133 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _allowed(path: str) -> frozenset[str]:
-    return next(names for prefix, names in ALLOWED if path.startswith(prefix))
+def package_of(path: str) -> str:
+    """The package or the module of resumekit that a file belongs to, as LAYERS names it."""
+    first, *rest = Path(path).with_suffix("").parts
+    if first == "adapters":
+        return first
+    return "resumekit" if rest == ["__init__"] else rest[0]
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    """What a module imports of resumekit, each as the module that is named, or `resumekit`."""
+    names = {name for name in imported(tree) if name.split(".")[0] == "resumekit"}
+    return {_module_named(name) for name in names}
+
+
+def _module_named(name: str) -> str:
+    """The longest part of a dotted name that is a module; what follows it is a name inside."""
+    parts = name.split(".")
+    while len(parts) > 1:
+        path = ROOT.joinpath("adapters" if parts[1] == "adapters" else CORE / parts[1], *parts[2:])
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+def _exported(name: str) -> bool:
+    """Whether a name is a package, or a package's `__init__` exports it."""
+    path = ROOT.joinpath(*name.split("."))
+    init = path.parent / "__init__.py"
+    return path.is_dir() or f'"{path.name}"' in init.read_text(encoding="utf-8")
+
+
+def _framework_of(adapter: str) -> str:
+    """The framework of an adapter's module: `adapters/_x_part.py` and `adapters/x/` are x's."""
+    return Path(adapter).parts[1].removesuffix(".py").removeprefix("_").partition("_")[0]
 
 
 def test_there_are_modules_to_read() -> None:
     assert len(CORE_MODULES) > 20
+    assert len(ADAPTER_MODULES) > 5
     assert "resumekit/storage/io.py" in {module.path for module in CORE_MODULES}
-    assert "adapters/torch.py" in {module.path for module in ADAPTER_MODULES}
 
 
-@pytest.mark.parametrize("module", CORE_MODULES, ids=str)
-def test_the_core_imports_only_what_its_room_may(module: Module) -> None:
-    assert third_party(module.tree) <= _allowed(module.path)
+def test_a_package_imports_only_the_packages_below_it() -> None:
+    offenders = []
+    for module in EVERY_MODULE:
+        own = package_of(module.path)
+        allowed = LAYERS.get(own, set()) | {own}
+        for name in sorted(own_imports(module.tree)):
+            if (name.split(".")[1:2] or ["resumekit"])[0] not in allowed:
+                offenders.append(f"{module} imports {name}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("module", CORE_MODULES, ids=str)
-def test_the_core_never_imports_the_adapters(module: Module) -> None:
-    if module.path in IMPORTS_ADAPTERS:
-        return
-    names = imported(module.tree)
-    assert not [n for n in names if n.startswith(("resumekit.adapters", "adapters"))]
+def test_every_package_has_its_row() -> None:
+    assert {package_of(module.path) for module in EVERY_MODULE} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("module", CORE_MODULES, ids=str)
-def test_only_adapters_import_what_belongs_to_one_framework(module: Module) -> None:
-    if not module.path.startswith("resumekit/frameworks/"):
-        names = imported(module.tree)
-        assert not [n for n in names if n.startswith("resumekit.frameworks")]
+def test_a_package_is_imported_from_outside_through_its_init() -> None:
+    offenders = []
+    for module in EVERY_MODULE:
+        own = package_of(module.path)
+        for name in sorted(own_imports(module.tree)):
+            outside = name.count(".") > 1 and name.split(".")[1] != own
+            if outside and not name.startswith(IMPORTED_BY_MODULE) and not _exported(name):
+                offenders.append(f"{module} imports {name}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("module", EVERY_MODULE, ids=str)
-def test_no_import_is_computed_or_relative(module: Module) -> None:
-    names = imported(module.tree)
-    assert not [name for name in names if name.startswith(".")]
-    assert (COMPUTED in names) == (module.path in COMPUTES_IMPORTS)
+def test_no_private_name_of_another_package_is_imported() -> None:
+    offenders = []
+    for module in EVERY_MODULE:
+        own = package_of(module.path)
+        for name in sorted(imported(module.tree)):
+            parts = name.split(".")
+            if parts[0] != "resumekit" or parts[1:2] == [own]:
+                continue
+            if any(part.startswith("_") and not part.startswith("__") for part in parts):
+                offenders.append(f"{module} imports {name}")
+    assert not offenders
 
 
-# Lightning comes in two packages; transformers brings safetensors, and trains peft's adapters.
-SAME_FRAMEWORK = {"lightning": ("pytorch_lightning",), "transformers": ("peft", "safetensors")}
+def test_the_core_imports_only_the_libraries_that_its_package_may() -> None:
+    offenders = []
+    for module in CORE_MODULES:
+        allowed = next(names for prefix, names in THIRD_PARTY if module.path.startswith(prefix))
+        if third_party(module.tree) - allowed:
+            offenders.append(f"{module} imports {third_party(module.tree) - allowed}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("module", ADAPTER_MODULES, ids=str)
-def test_an_adapter_imports_torch_its_own_framework_and_public_names_only(module: Module) -> None:
-    # A larger one has private modules beside it: `_transformers_plan` belongs to `transformers`.
-    own = Path(module.path).stem.removeprefix("_").partition("_")[0]
-    assert third_party(module.tree) <= {"torch", own, *SAME_FRAMEWORK.get(own, ())}
-    for name in imported(module.tree):
-        if name.startswith("resumekit.") and not name.startswith(f"resumekit.adapters._{own}_"):
-            assert not name.startswith("resumekit.adapters"), f"{own} imports another adapter"
-            private = [part for part in name.split(".") if part.startswith("_")]
-            assert not private, f"{name} is not public"
+def test_an_adapter_imports_torch_and_its_own_framework_only() -> None:
+    offenders = []
+    for module in ADAPTER_MODULES:
+        own = _framework_of(module.path)
+        other = third_party(module.tree) - {"torch", own, *SAME_FRAMEWORK.get(own, ())}
+        if other:
+            offenders.append(f"{module} imports {other}")
+    assert not offenders
 
 
-@pytest.mark.parametrize("module", EVERY_MODULE, ids=str)
-def test_nothing_can_run_bytes_that_came_from_storage(module: Module) -> None:
-    reasons = DANGEROUS_ALLOWED.get(module.path, {})
-    assert all(reasons.values()), "every exception needs its reason"
-    assert dangerous_names(module.tree) == set(reasons)
+def test_no_adapter_imports_another_adapter() -> None:
+    offenders = []
+    for module in ADAPTER_MODULES:
+        own = _framework_of(module.path)
+        for name in sorted(own_imports(module.tree)):
+            adapter = name.removeprefix("resumekit.").replace(".", "/")
+            if adapter.startswith("adapters/") and _framework_of(adapter) != own:
+                offenders.append(f"{module} imports {name}")
+    assert not offenders
+
+
+def test_no_import_is_relative() -> None:
+    names = {module.path: sorted(imported(module.tree)) for module in EVERY_MODULE}
+    assert not [path for path, found in names.items() if found and found[0].startswith(".")]
+
+
+def test_no_import_is_computed_without_a_reason() -> None:
+    computed = {module.path for module in EVERY_MODULE if COMPUTED in imported(module.tree)}
+    assert computed == set(COMPUTES_IMPORTS)
+
+
+def test_nothing_can_run_bytes_that_came_from_storage() -> None:
+    found = {module.path: dangerous_names(module.tree) for module in EVERY_MODULE}
+    reasons = {path: set(names) for path, names in DANGEROUS_ALLOWED.items()}
+    assert {path: names for path, names in found.items() if names} == reasons
+    assert all(all(names.values()) for names in DANGEROUS_ALLOWED.values()), "each has a reason"
 
 
 def test_the_reader_sees_each_kind_of_import_and_each_dangerous_name() -> None:
@@ -274,6 +384,25 @@ def test_the_reader_sees_each_kind_of_import_and_each_dangerous_name() -> None:
     assert {source: dangerous_names(ast.parse(source)) for source in cases} == cases
 
 
+def test_the_reader_knows_packages_modules_and_the_names_inside() -> None:
+    source = (
+        "import resumekit\n"
+        "from resumekit import Checkpointer\n"
+        "from resumekit.storage import Store\n"
+        "from resumekit.storage.io import FileSystem\n"
+        "from resumekit.errors import ResumekitError\n"
+    )
+    names = ("resumekit", "resumekit.storage", "resumekit.storage.io", "resumekit.errors")
+    assert own_imports(ast.parse(source)) == set(names)
+    assert _exported("resumekit.storage")
+    assert not _exported("resumekit.storage.io")
+    paths = ("resumekit/__init__.py", "resumekit/errors.py", "resumekit/storage/io.py")
+    assert [package_of(path) for path in paths] == ["resumekit", "errors", "storage"]
+    assert package_of("adapters/torch.py") == "adapters"
+    adapters = ("adapters/x.py", "adapters/_x_part.py", "adapters/x/part.py")
+    assert {_framework_of(path) for path in adapters} == {"x"}
+
+
 def _modules_loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(' '.join(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -296,11 +425,11 @@ def test_the_conformance_kit_loads_no_test_runner_until_the_suite_is_asked_for()
     assert "pytest" in _modules_loaded_by("from resumekit.testing import ConformanceSuite")
 
 
-@pytest.mark.parametrize("name", TORCH_FREE)
-def test_a_torch_free_room_does_not_load_torch_through_a_neighbour(name: str) -> None:
-    # The parent package may import torch; what is asked is whether this room itself needs it.
+def test_a_torch_free_package_does_not_load_torch_through_another() -> None:
+    # The parent package may import torch; what is asked is whether these packages need it.
     stub = (
         "import types; parent = types.ModuleType('resumekit'); "
-        f"parent.__path__ = [{str(CORE)!r}]; sys.modules['resumekit'] = parent; import {name}"
+        f"parent.__path__ = [{str(CORE)!r}]; sys.modules['resumekit'] = parent; "
+        f"import {', '.join(TORCH_FREE)}"
     )
     assert not _modules_loaded_by(stub) & {"torch", "numpy"}
