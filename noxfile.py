@@ -6,18 +6,24 @@ once: ``pip install -c constraints.txt -e ".[dev,all]"`` prepares it.
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import os
+import platform
 import sys
 import sysconfig
 import tempfile
 import venv
 import zipfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "package", "tests", "integration"]
-nox.options.stop_on_first_error = False
+# The quickest first, and none after one that failed.
+nox.options.sessions = ["lint", "types", "tests", "package", "integration"]
+nox.options.stop_on_first_error = True
 
 PYTHON = sys.executable
 
@@ -33,8 +39,12 @@ OLDEST_TESTS = {
     "lightning": ("lightning", "lightning_rows", "lightning_sharded"),
 }
 
-# A class of tests shares one warm server of processes, so its tests stay together.
-PYTEST = (PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadscope")
+# The tests of a file share one warm server of processes, and neighbours in a folder often do.
+PYTEST = (
+    *(PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4"),
+    *("--dist=loadscope", "--no-loadscope-reorder"),
+)
+RESULTS = Path("benchmarks", "results")
 
 
 @nox.session
@@ -54,13 +64,61 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs one process and no framework."""
-    session.run(*PYTEST, "tests", *session.posargs)
+    session.run(*PYTEST, "--maxfail=1", "tests", *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Real frameworks, several ranks, SIGKILL."""
-    session.run(*PYTEST, "integration", *session.posargs)
+    """Real frameworks, several ranks, SIGKILL: a sample of each matrix."""
+    session.run(*PYTEST, "--maxfail=1", "integration", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Every test and every cell of the matrices; hours, by name only. Its figures are recorded.
+
+    Arguments are passed to pytest: ``nox -s full -- integration/lightning`` runs a part.
+    """
+    chosen = session.posargs or ["tests", "integration"]
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary, "report.xml")
+        options = ("-m", "full or not full", "--full-matrix", f"--junitxml={report}")
+        status = (0, 1)  # what failed is recorded, too
+        session.run(*PYTEST, *options, *chosen, success_codes=status)
+        failed = _record_full_run(report, " ".join(chosen))
+    if failed:
+        session.error(f"{failed} tests failed")
+
+
+def _record_full_run(report: Path, chosen: str) -> int:
+    """Writes the figures of a run by file under ``benchmarks/results``; the number of failures."""
+    rows: dict[str, list[float]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        tags = {child.tag for child in case}
+        path = [part for part in case.get("classname", "").split(".") if part.islower()]
+        row = rows.setdefault("/".join(path), [0, 0, 0, 0])
+        row[0] += 1
+        row[1] += bool(tags & {"failure", "error"})
+        row[2] += "skipped" in tags
+        row[3] += float(case.get("time", "0"))
+    sums = [sum(column) for column in zip(*rows.values(), strict=True)]
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "accelerate", "transformers", "lightning", "deepspeed")
+    )
+    lines = [
+        f"# nox -s full: {chosen}",
+        "",
+        f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores.",
+        "",
+        "| file | tests | failed | skipped | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (tests, failed, skipped, seconds) in (*sorted(rows.items()), ("all", sums)):
+        lines.append(f"| {name} | {tests:.0f} | {failed:.0f} | {skipped:.0f} | {seconds:.0f} |")
+    file = RESULTS / f"{datetime.date.today()}-full.md"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(sums[1])
 
 
 @nox.session
