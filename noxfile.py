@@ -134,7 +134,7 @@ def oldest(session: nox.Session, framework: str) -> None:
         found = (session.run(str(python), "-c", where, silent=True) or "").split()
         if not Path(found[-1]).is_relative_to(temporary):
             session.error(f"the oldest version was not what was imported: {found}")
-        tests = [f"integration/test_{name}.py" for name in OLDEST_TESTS[framework]]
+        tests = [f"integration/{framework}/test_{name}.py" for name in OLDEST_TESTS[framework]]
         alone = {"PYTHONPATH": str(Path.cwd())}  # the checkout, which is not installed there
         session.run(str(python), *PYTEST[1:], *tests, *session.posargs, env=alone)
 

@@ -31,6 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The processes that tests start find the training functions as the tests do.
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [str(config.rootpath / folder) for folder in config.getini("pythonpath")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([*given, *folders])))
     config.addinivalue_line(
         "markers",
         "one_of_each: of the cells of this test, those in which each value of each parameter "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-# Set by integration/script_judge.py. Without the first one nothing is recorded.
+# Set by integration/user_scripts/script_judge.py. Without the first one nothing is recorded.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"
 WAIT_VARIABLE = "SCRIPT_WAITS_AT"
 

@@ -65,7 +65,7 @@ from resumekit.errors import ConfigurationError, DriftError, InexactError
 from resumekit.storage import Store
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 PINNED = f"read from lightning 2.6, installed is {lightning.__version__}"
 STEPS_PER_EPOCH = 12

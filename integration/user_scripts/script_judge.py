@@ -37,8 +37,9 @@ THREADS_VARIABLE = "SCRIPT_THREADS"  # of the intra-op pool, for scripts of inte
 # Components that hold what user code keeps in attributes.
 USER_STATE = "model/attributes,callbacks/attributes,callbacks/held"
 
-SCRIPTS = Path(__file__).with_name("scripts")
-ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SHARED = Path(__file__).parents[1] / "shared"
+ROOT = Path(__file__).parents[2]
 LAST_RECORD_SECONDS = 90.0
 POLL_SECONDS = 0.01
 
@@ -56,7 +57,7 @@ class Script:
     """A script and how it is launched.
 
     Args:
-        name: a file of ``integration/scripts``, or ``file.py:function`` of ``integration``, which
+        name: a file of ``integration/scripts``, or ``file.py:function`` beside this one, which
             is called with the directory.
         arguments: of the command line, behind ``--directory``.
         num_ranks: processes of each launch.
@@ -149,7 +150,7 @@ class ScriptJudge:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPTS)]),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SCRIPTS, SHARED))),
         }
         self._server = ForkServer(preload, self._environment)
 

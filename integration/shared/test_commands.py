@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "integration" / "scripts" / "train_torch.py")
 COMMAND = [sys.executable, TRAIN, "--epochs", "12"]
 

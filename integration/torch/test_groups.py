@@ -161,6 +161,6 @@ def test_other_shares_are_refused_unless_they_may_change(kit: Kit) -> None:
 
 
 def test_the_example_of_a_trainer_of_ones_own_is_exact(kit: Kit) -> None:
-    script = Path(__file__).parent / "scripts" / "train_pipeline.py"
+    script = Path(__file__).parents[1] / "scripts" / "train_pipeline.py"
     kit.assert_exact(Cell(f"{script}:main", {"epochs": 1}, 4, (KillPoint.step(15),)))
     kit.assert_caught(Cell(f"{script}:main", {"epochs": 1}, 4, (KillPoint.step(15),)), "optimizer")

@@ -11,7 +11,7 @@ import pytest
 
 from resumekit.prove import Outcome, prove
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 
 ADDED = {

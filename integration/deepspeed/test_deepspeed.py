@@ -42,7 +42,7 @@ from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 PRELOAD = DEEPSPEED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 PINNED = f"read from deepspeed 0.19, installed is {deepspeed.__version__}"
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -28,7 +28,7 @@ from resumekit.errors import ConfigurationError, InexactError, StateMismatchErro
 from resumekit.storage import Store
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 PINNED = f"read from accelerate 1.15, installed is {accelerate.__version__}"
 

@@ -10,7 +10,7 @@ pytest.importorskip("lightning")
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
-SCRIPT = Path(__file__).parent / "scripts" / "train_fabric.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_fabric.py"
 PRELOAD = (
     *DEFAULT_PRELOAD,
     "sklearn.datasets",
