@@ -13,7 +13,7 @@ import pytest
 
 import resumekit
 from resumekit.cli import main
-from resumekit.cli_views import human_bytes
+from resumekit.cli.views import human_bytes
 from resumekit.errors import ConfigurationError
 from resumekit.storage import ComponentRecord, Manifest, StepName, Store
 

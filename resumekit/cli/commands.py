@@ -1,8 +1,7 @@
-"""The ``resumekit`` command.
+"""The commands and their options.
 
-Exit codes: 0 all is well, 1 the answer is no (a run that diverged, a damaged checkpoint), 2 the
-question could not be answered. Errors are one line. What a command needs is imported inside it, so
-that ``resumekit --help`` does not wait for torch.
+Exit codes: 0 success, 1 a negative result (a run that diverged, a damaged checkpoint), 2 an error,
+printed as one line. Each command imports what it needs, so ``--help`` does not load torch.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ OneStep = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and leaves with its exit code.
+    """Runs the command and exits with its exit code.
 
     Args:
-        arguments: what follows the program's name; the process's own without it.
+        arguments: what follows the program's name; the process's arguments by default.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words[: words.index("--")] if "--" in words else words
+    before_command = words[: words.index("--")] if "--" in words else words
     try:
         app(words)
     except Exception as error:  # the edge of the program: a line for the user, no traceback
-        if DEBUG_OPTION in own:
+        if DEBUG_OPTION in before_command:
             raise
         line = str(error)
         if not isinstance(error, ResumekitError):
@@ -79,13 +78,11 @@ def _options(
 
 @app.command()
 def demo(
-    seed: Annotated[
-        int, typer.Option(help="Seeds the training and the instants of the kills.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds the training and the kill times.")] = 0,
     kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Train a quarter as long.")] = False,
 ) -> None:
-    """Train, kill at random instants, resume, and compare with the run that was never killed."""
+    """Train, kill at random times, resume, and compare with an uninterrupted run."""
     from resumekit.demo import run_demo
 
     if not run_demo(seed=seed, num_kills=kills, quick=quick):
@@ -98,18 +95,18 @@ def demo(
 )
 def prove(
     command: Annotated[
-        list[str], typer.Argument(help="What starts the training, e.g. python train.py.")
+        list[str], typer.Argument(help="The training command, e.g. python train.py.")
     ],
     kills: Annotated[
         int | None,
-        typer.Option(min=0, help="How often the second run is killed at a random instant; else 5."),
+        typer.Option(min=0, help="How often the second run is killed at a random time; default 5."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Draws the random instants; else 0.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seeds the kill times; default 0.")] = None,
     at: Annotated[
         list[str] | None,
         typer.Option(
             metavar="EVENT:STEP",
-            help="Kill at this place instead: step:35, right after that step, before its save, or "
+            help="Kill at this point instead: step:35, right after that step, before its save, or "
             "checkpoint:40, right after that checkpoint. Repeat it to kill the next launches too.",
         ),
     ] = None,
@@ -120,21 +117,21 @@ def prove(
         str | None,
         typer.Option(
             metavar="COMPONENT",
-            help="A negative control: do not restore this one, or each in turn with 'all'.",
+            help="Negative control: do not restore this component, or each in turn with 'all'.",
         ),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the whole answer as JSON.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep files, logs and traces of every run here."),
+        typer.Option(metavar="DIR", help="Keep the files, logs and traces of every run here."),
     ] = None,
     timeout_seconds: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="The longest launch.")
+        float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each launch.")
     ] = 3600.0,
 ) -> None:
-    """Run a command uninterrupted and killed, and say whether the two are one, bit for bit."""
+    """Run a command uninterrupted and killed, and compare the two bit for bit."""
     from resumekit.prove import print_result
     from resumekit.prove import prove as run_proof
 
@@ -158,7 +155,7 @@ def prove(
 @app.command("list")
 def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Reads the manifests only."""
-    from resumekit.cli_views import list_directory
+    from resumekit.cli.views import list_directory
 
     list_directory(_existing(directory), as_json=as_json)
 
@@ -170,8 +167,8 @@ def inspect(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds; of a run directory, its newest one."""
-    from resumekit.cli_views import inspect_checkpoint
+    """Show the contents of a checkpoint; for a run directory, of its newest one."""
+    from resumekit.cli.views import inspect_checkpoint
 
     inspect_checkpoint(_existing(path), as_json=as_json)
 
@@ -179,7 +176,7 @@ def inspect(
 @app.command()
 def verify(directory: Directory, step: OneStep = None) -> None:
     """Read every byte of every checkpoint and compare it with its digest. Changes nothing."""
-    from resumekit.cli_views import verify_directory
+    from resumekit.cli.views import verify_directory
 
     if not verify_directory(_existing(directory), step=step):
         raise typer.Exit(EXIT_NO)
@@ -192,14 +189,14 @@ def export(
     ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
     component: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Which model, where there are several.")
+        str | None, typer.Option(metavar="KEY", help="Which model, if there are several.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="fp32, bf16, fp16, or as-trained: as in the module.")
     ] = "fp32",
 ) -> None:
     """Write the model of a checkpoint as one safetensors file by parameter name, in fp32."""
-    from resumekit.cli_views import export_checkpoint
+    from resumekit.cli.views import export_checkpoint
 
     export_checkpoint(_existing(path), file, component=component, dtype=dtype)
 
@@ -209,7 +206,3 @@ def _existing(path: Path) -> Path:
         found = "not a directory" if path.exists() else "no such directory"
         raise ConfigurationError(str(path), found=found, expected="the run directory of a job")
     return path
-
-
-if __name__ == "__main__":
-    main()

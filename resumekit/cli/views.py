@@ -1,4 +1,4 @@
-"""What ``list``, ``inspect`` and ``verify`` print: checkpoints, read and never changed."""
+"""Output of ``list``, ``inspect``, ``verify`` and ``export``; no command changes a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def list_directory(directory: Path, *, as_json: bool) -> None:
 
 
 def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
-    """Prints the manifest of a checkpoint for a reader.
+    """Prints the manifest of a checkpoint as tables.
 
     Args:
-        path: a step directory, or a run directory whose newest readable checkpoint is meant.
+        path: a step directory, or a run directory: its newest readable checkpoint.
         as_json: print the manifest itself.
 
     Raises:
@@ -71,9 +71,9 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
     """Writes the model of a checkpoint as one file, and prints what it wrote.
 
     Args:
-        path: a step directory, or a run directory whose newest readable checkpoint is meant.
+        path: a step directory, or a run directory: its newest readable checkpoint.
         file: the file to write.
-        component: the key of the model, where there are several.
+        component: the key of the model, if there are several.
         dtype: see ``resumekit.export``.
 
     Raises:
@@ -89,13 +89,16 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
 
 
 def verify_directory(directory: Path, *, step: str | None) -> bool:
-    """Whether every byte of every checkpoint is what its manifest says; prints a line for each.
+    """Compares every byte with the digests of the manifest; prints one line a checkpoint.
 
-    Nothing is moved or changed: a checkpoint that fails here is set aside by the next resume.
+    Nothing is moved or changed: the next resume quarantines a checkpoint that fails here.
 
     Args:
         directory: the run directory.
-        step: only this one.
+        step: only this checkpoint.
+
+    Returns:
+        Whether all of them are intact.
 
     Raises:
         CheckpointNotFoundError: there is none, or not this one.
@@ -117,7 +120,7 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """``1.5 GB``: a size with at most one decimal, in powers of 1000."""
+    """A size such as ``1.5 GB``: at most one decimal, powers of 1000."""
     size, unit = float(num_bytes), _UNITS[0]
     for unit in _UNITS:
         if size < 1000 or unit == _UNITS[-1]:
@@ -132,7 +135,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Prints text as it is: no markup, no wrapping, no colours."""
+    """Prints text without markup, wrapping or colours."""
     _console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
 
 
@@ -184,7 +187,7 @@ def _plain(name: StepName, manifest: Manifest | None, state: str) -> dict[str, A
 
 
 def _middle(manifest: Manifest | None) -> tuple[str, ...]:
-    """The cells of a list between the name and the state."""
+    """The cells of a list row between the name and the state."""
     if manifest is None:
         return ("",) * 6
     epoch, batch = (str(manifest.progress.get(key, "")) for key in ("epoch", "batch"))
@@ -193,7 +196,7 @@ def _middle(manifest: Manifest | None) -> tuple[str, ...]:
 
 
 def _verdict(manifest: Manifest) -> str:
-    """What the journal says of the steps that the attempt has repeated after its resume."""
+    """The journal's verdict on the steps repeated after the resume."""
     found = manifest.details.get("journal")
     if not isinstance(found, Mapping):
         return ""
@@ -226,7 +229,7 @@ def _facts(name: str, manifest: Manifest) -> Table:
 
 
 def _component_table(manifest: Manifest) -> Table:
-    table = _table("component", "comes back", "pattern", "in", "written by ranks")
+    table = _table("component", "fidelity", "pattern", "in", "written by ranks")
     for record in manifest.components:
         fidelity = f"{record.fidelity} ({record.reason})" if record.reason else record.fidelity
         ranks = ", ".join(map(str, record.writers))
@@ -274,8 +277,8 @@ def _table(*columns: str) -> Table:
 
 
 def _console(*, to_stderr: bool = False) -> Console:
-    # Made when needed: it looks at the terminal, which a test or a pipe may have replaced. A pipe
-    # has no width, and rich would cut its lines at 80 characters.
+    # Created per call: a test or a pipe may have replaced the terminal. A pipe has no width, and
+    # rich would cut its lines at 80 characters.
     terminal = Console(highlight=False, stderr=to_stderr)
     if terminal.is_terminal:
         return terminal

@@ -1,0 +1,5 @@
+"""``python -m resumekit.cli``."""
+
+from resumekit.cli import main
+
+main()
