@@ -1,42 +1,42 @@
 """Every exception that resumekit raises.
 
-Each one says where it happened, what was found, what was expected and one remedy, and also derives
-from the builtin that a caller would expect, so ``except ValueError`` keeps working::
+Each names the path, slot or argument, what was found, what was expected and one remedy. Each also
+derives from the builtin that a caller would expect, so ``except ValueError`` keeps working::
 
     ResumekitError
     ├── ConfigurationError (ValueError)      an argument or a combination of arguments is wrong
-    │   └── DeclarationError                 a component is declared in a way that cannot be right
+    │   └── DeclarationError                 the declaration of a component is wrong
     ├── MissingDependencyError (ImportError) a framework is missing or too old
-    ├── UnsupportedValueError (TypeError)    a value that cannot be stored, refused before any write
-    ├── InexactError                         strict=True and something would not come back exactly
+    ├── UnsupportedValueError (TypeError)    a value that cannot be stored; nothing is written
+    ├── InexactError (ValueError)            strict=True, and a component would not be exact
     ├── DirectoryError (OSError)             the run directory cannot be used
     │   ├── DirectoryInUseError              another live job owns it
-    │   ├── OwnershipLostError               another attempt took it over while this one ran
-    │   └── SharedDirectoryError             the ranks do not see one directory
+    │   ├── OwnershipLostError               another attempt took ownership during this one
+    │   └── SharedDirectoryError             the ranks do not see the same directory
     ├── SaveError (OSError)                  a save failed; the previous checkpoint is untouched
-    │   └── InsufficientSpaceError           refused before anything was written
-    ├── CheckpointError
-    │   ├── CheckpointNotFoundError (LookupError) a checkpoint named by the user is not there
+    │   └── InsufficientSpaceError           not enough space; nothing was written
+    ├── CheckpointError (RuntimeError)       a checkpoint on disk cannot be used
+    │   ├── CheckpointNotFoundError (LookupError) a checkpoint that the user names is missing
     │   ├── CorruptCheckpointError           proven damage: a digest, a size, a manifest
-    │   ├── ForeignCheckpointError           whole, and of another run
+    │   ├── ForeignCheckpointError           intact, but of another run
     │   ├── FormatVersionError               written by a newer version of the format
-    │   ├── UnreadableCheckpointError (OSError) an I/O error; it may be fine the next time
-    │   └── NoUsableCheckpointError          checkpoints are there, and none can be used
-    ├── StateMismatchError (ValueError)      the checkpoint does not fit the live objects
-    │   └── DriftError                       it fits, but a setting that shapes the run has changed
-    ├── DataPositionError                    the data position cannot be found again
-    ├── LoopError (RuntimeError)             the loop called things in an order that has no meaning
-    ├── RankDisagreementError (RuntimeError) the ranks of one job said different things
-    ├── RankFailedError (RuntimeError)       something unforeseen failed on one rank
-    ├── RankLostError (RuntimeError)         a rank has died or does not answer
-    ├── DivergenceError                      a repeated step is not what an earlier attempt recorded
-    ├── TraceError                           a trace is missing or damaged
-    └── ProveError                           a command could not be judged
-        ├── CommandFailedError               it failed without anybody killing it
-        ├── CommandTimeoutError (TimeoutError) it did not end in the time it was given
-        └── PlaceNotReachedError             it never came to the place where it was to be killed
+    │   ├── UnreadableCheckpointError (OSError) an I/O error; it may succeed the next time
+    │   └── NoUsableCheckpointError          checkpoints exist, and none can be used
+    ├── StateMismatchError (ValueError)      the checkpoint does not match the live objects
+    │   └── DriftError                       the state matches, but a setting has changed
+    ├── DataPositionError (RuntimeError)     the data position cannot be restored
+    ├── LoopError (RuntimeError)             the loop makes calls in an invalid order
+    ├── RankDisagreementError (RuntimeError) the ranks of one job have different values
+    ├── RankFailedError (RuntimeError)       an unexpected error on one rank
+    ├── RankLostError (RuntimeError)         a rank died or does not answer
+    ├── DivergenceError (RuntimeError)       a repeated step differs from the earlier attempt
+    ├── TraceError (RuntimeError)            a trace is missing or damaged
+    └── ProveError (RuntimeError)            the result of a command could not be determined
+        ├── CommandFailedError               it failed without being killed
+        ├── CommandTimeoutError (TimeoutError) it did not end within the timeout
+        └── PlaceNotReachedError             it never reached the point of the kill
 
-``Preempted`` is no error: a run that was asked to leave has saved, and ends with it.
+``Preempted`` is not an error: a run that received a signal has saved, and ends with it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ResumekitError(Exception):
     """The base of every error here.
 
     Args:
-        where: the path, slot, FQN or argument in question.
-        found: what is there.
-        expected: what should be there.
+        where: the path, slot, FQN or argument.
+        found: the value or state found.
+        expected: the value or state expected.
         remedy: one command or argument that helps.
     """
 
@@ -80,16 +80,16 @@ class ResumekitError(Exception):
         return sentence
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel between ranks; the default protocol cannot rebuild keyword-only arguments.
+        # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.
         return (_rebuild, (type(self), self.where, self.found, self.expected, self.remedy))
 
     def __str__(self) -> str:
-        # OSError and ImportError among the bases would otherwise choose their own wording.
+        # OSError and ImportError would otherwise format the message.
         return self._sentence()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """``"Did you mean save_every?"`` where a known word is like this one, else None."""
+    """``"Did you mean save_every?"`` if a known word is similar, else None."""
     similar = get_close_matches(word, known, n=1)
     return f"Did you mean {similar[0]}?" if similar else None
 
@@ -105,7 +105,7 @@ class ConfigurationError(ResumekitError, ValueError):
 
 
 class DeclarationError(ConfigurationError):
-    """A component is declared in a way that cannot be right."""
+    """The declaration of a component is wrong."""
 
 
 class MissingDependencyError(ResumekitError, ImportError):
@@ -116,8 +116,8 @@ class UnsupportedValueError(ResumekitError, TypeError):
     """A value that cannot be stored; raised before anything is written."""
 
 
-class InexactError(ResumekitError):
-    """``strict=True`` was asked for, and something would not come back exactly."""
+class InexactError(ResumekitError, ValueError):
+    """``strict=True``, and a component would not be restored exactly."""
 
 
 class DirectoryError(ResumekitError, OSError):
@@ -129,11 +129,11 @@ class DirectoryInUseError(DirectoryError):
 
 
 class OwnershipLostError(DirectoryError):
-    """Another attempt took the run directory over while this one was running."""
+    """Another attempt took ownership of the run directory while this one was running."""
 
 
 class SharedDirectoryError(DirectoryError):
-    """The ranks of the job do not see one and the same run directory."""
+    """The ranks of the job do not see the same run directory."""
 
 
 class SaveError(ResumekitError, OSError):
@@ -141,15 +141,15 @@ class SaveError(ResumekitError, OSError):
 
 
 class InsufficientSpaceError(SaveError):
-    """There is no room for the save; found out before anything was written."""
+    """The disk has too little space for the save; nothing was written."""
 
 
-class CheckpointError(ResumekitError):
-    """The base of what can be wrong with a checkpoint on disk."""
+class CheckpointError(ResumekitError, RuntimeError):
+    """The base of the errors about a checkpoint on disk."""
 
 
 class CheckpointNotFoundError(CheckpointError, LookupError):
-    """A checkpoint that was named explicitly is not there."""
+    """A checkpoint that was named explicitly does not exist."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -157,7 +157,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ForeignCheckpointError(CheckpointError):
-    """The checkpoint belongs to another run. Nothing proves it damaged, so it stays in place."""
+    """The checkpoint belongs to another run. It is not damaged, so it is not moved."""
 
 
 class FormatVersionError(CheckpointError):
@@ -165,71 +165,71 @@ class FormatVersionError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError, OSError):
-    """The checkpoint could not be read; nothing proves that it is damaged, so it stays in place."""
+    """The checkpoint could not be read. Damage is not proven, so it is not moved."""
 
 
 class NoUsableCheckpointError(CheckpointError):
-    """Checkpoints are there, and none of them can be used. A run never starts afresh over them."""
+    """Checkpoints exist, and none can be used. A run never starts from scratch over them."""
 
 
 class StateMismatchError(ResumekitError, ValueError):
-    """The checkpoint does not fit the live objects: a slot, an FQN, a shape, a class."""
+    """The checkpoint does not match the live objects: a slot, an FQN, a shape, a class."""
 
 
 class DriftError(StateMismatchError):
-    """The state fits, but a setting that shapes the run has changed since the checkpoint."""
+    """The state matches, but a setting of the run has changed since the checkpoint."""
 
 
-class DataPositionError(ResumekitError):
-    """The position in the data cannot be found again."""
+class DataPositionError(ResumekitError, RuntimeError):
+    """The position in the data cannot be restored."""
 
 
 class LoopError(ResumekitError, RuntimeError):
-    """The training loop called things in an order that has no meaning."""
+    """The training loop makes calls in an invalid order."""
 
 
 class RankFailedError(ResumekitError, RuntimeError):
-    """Something unforeseen failed on one rank while the others waited for it."""
+    """An unexpected error on one rank while the others waited for it."""
 
 
 class RankLostError(ResumekitError, RuntimeError):
-    """A rank has died or does not answer; the others cannot go on without it."""
+    """A rank died or does not answer; the others cannot continue without it."""
 
 
 class RankDisagreementError(ResumekitError, RuntimeError):
-    """The ranks of one job said different things where they must agree."""
+    """The ranks of one job have different values where they must agree."""
 
 
-class DivergenceError(ResumekitError):
+class DivergenceError(ResumekitError, RuntimeError):
     """``on_divergence="raise"``, and a repeated step differs from what the journal recorded."""
 
 
-class TraceError(ResumekitError):
+class TraceError(ResumekitError, RuntimeError):
     """A trace is missing, or a line in it is damaged (a torn last line is not damage)."""
 
 
-class ProveError(ResumekitError):
-    """A command could not be judged; this says nothing about whether it resumes exactly."""
+class ProveError(ResumekitError, RuntimeError):
+    """The result of a command could not be determined; it may or may not resume exactly."""
 
 
 class CommandFailedError(ProveError):
-    """The command failed without anybody killing it."""
+    """The command failed without being killed."""
 
 
 class CommandTimeoutError(ProveError, TimeoutError):
-    """The command did not end in the time it was given."""
+    """The command did not end within its timeout."""
 
 
 class PlaceNotReachedError(ProveError):
-    """The command never came to the place where it was to be killed."""
+    """The command never reached the point at which it was to be killed."""
 
 
 class Preempted(SystemExit):
-    """A signal asked the run to leave: it has saved at a step boundary, and the process ends.
+    """A signal stopped the run: it has saved at a step boundary, and the process ends.
 
     Every rank raises it at the same boundary, whichever of them had the signal. Let it pass, as
     ``SystemExit`` passes ``except Exception``: the exit status is ``128 +`` the signal's number,
-    and the same command goes on from there.
+    and the same command resumes from there.
 
     Args:
         signal_number: e.g. 15 for SIGTERM.
