@@ -36,7 +36,6 @@ from resumekit.capture.components import (
 from resumekit.capture.extras import Extras
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.flat import FlatModelState
-from resumekit.capture.generator import GENERATOR_KINDS, generator_state, set_generator_state
 from resumekit.capture.gradient_buckets import (
     GRADIENT_BUCKETS,
     bucket_components,
@@ -50,35 +49,44 @@ from resumekit.capture.gradients import (
     require_gradients,
 )
 from resumekit.capture.horizon import horizon
-from resumekit.capture.inplace import Restorer, fits
 from resumekit.capture.known import KnownObjects
-from resumekit.capture.mismatch import (
-    Mismatch,
-    class_name,
-    describe,
-    is_same_class,
-    refuse,
-    require_fields,
-)
 from resumekit.capture.model import IN_FP32, TRAINED_IN, ModelState
-from resumekit.capture.named import by_class_and_ordinal, by_key, named_states, one_or_named
-from resumekit.capture.names import (
+from resumekit.capture.naming import (
+    by_class_and_ordinal,
+    by_key,
     clean_name,
     clean_names,
+    named_states,
+    one_or_named,
     parameter_names,
     unwrapped,
     wrapped_attribute,
 )
-from resumekit.capture.new_rank import states_of_new_rank
 from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.rng import RngState
+from resumekit.capture.restore import (
+    Mismatch,
+    Restorer,
+    class_name,
+    describe,
+    fits,
+    is_same_class,
+    pairs_of,
+    refuse,
+    require_fields,
+)
+from resumekit.capture.rng import (
+    GENERATOR_KINDS,
+    RngState,
+    generator_state,
+    set_generator_state,
+    states_of_new_rank,
+)
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.spread import pairs_of
 from resumekit.capture.stages import merged, part_of
 from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.user_state import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from resumekit.capture.mismatch import require_fields
+from resumekit.capture.restore import require_fields
 from resumekit.errors import StateMismatchError
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture.flat import model_state
-from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
-from resumekit.capture.names import clean_names
+from resumekit.capture.naming import clean_names
+from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
 from resumekit.layout import WorldChange
 from resumekit.serialization import is_sharded
 

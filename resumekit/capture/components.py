@@ -15,12 +15,12 @@ from resumekit.capture.flat import (
     require_no_flat_parameters,
 )
 from resumekit.capture.flat_optimizer import FlatOptimizerState
-from resumekit.capture.named import by_class_and_ordinal, by_key, named_states
+from resumekit.capture.naming import by_class_and_ordinal, by_key, named_states
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.restore import holds_sharded
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.spread import holds_sharded
 from resumekit.capture.user_state import attribute_components
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError

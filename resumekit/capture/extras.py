@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.capture.inplace import Restorer
-from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
+from resumekit.capture.restore import Mismatch, Restorer, describe, refuse, require_fields
 from resumekit.state import Stateful
 
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.model import ModelState
-from resumekit.capture.names import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.naming import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
 from resumekit.errors import DeclarationError, StateMismatchError
 from resumekit.serialization import FlatPart, fill
 

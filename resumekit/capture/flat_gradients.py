@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from resumekit.capture.flat import flat_modules, free_gathered
-from resumekit.capture.names import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.naming import clean_name, clean_names, wrapped_attribute
 
 
 class StorageWatch:

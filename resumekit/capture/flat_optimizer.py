@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from resumekit.capture.flat import flat_parts
-from resumekit.capture.mismatch import describe
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.spread import pairs_in
+from resumekit.capture.restore import describe, pairs_in
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import FlatPart, part_like
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
-from resumekit.capture.names import clean_names
+from resumekit.capture.naming import clean_names
 from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
 
 # What the key of such a component ends in.

@@ -17,11 +17,10 @@ from resumekit.capture.flat import FlatModelState
 from resumekit.capture.flat_gradients import FlatGradients, StorageWatch
 from resumekit.capture.gradient_buckets import GradientBuckets
 from resumekit.capture.gradient_watch import GradientWatch
-from resumekit.capture.inplace import fits
-from resumekit.capture.mismatch import Mismatch, refuse, require_fields
 from resumekit.capture.model import ModelState
-from resumekit.capture.names import clean_names
+from resumekit.capture.naming import clean_names
 from resumekit.capture.optimizer_parameters import OptimizerParameters
+from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
 from resumekit.capture.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.layout import WorldChange

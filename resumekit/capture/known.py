@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.capture.mismatch import class_name
+from resumekit.capture.restore import class_name
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
-from resumekit.capture.names import clean_names
+from resumekit.capture.naming import clean_names
+from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill, is_sharded, local_part
 

@@ -8,17 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from resumekit.capture.inplace import Restorer, fits
-from resumekit.capture.mismatch import (
+from resumekit.capture.model import ModelState
+from resumekit.capture.restore import (
     Mismatch,
+    Restorer,
     class_name,
     describe,
+    fits,
     is_same_class,
+    pairs_in,
     refuse,
     require_fields,
 )
-from resumekit.capture.model import ModelState
-from resumekit.capture.spread import pairs_in
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.mismatch import class_name, describe, is_same_class, refuse, require_fields
-from resumekit.capture.names import parameter_names
+from resumekit.capture.naming import parameter_names
 from resumekit.capture.optimizer_load import (
     hyperparameters,
     inherits_load,
@@ -25,7 +24,14 @@ from resumekit.capture.optimizer_load import (
 )
 from resumekit.capture.optimizer_mismatch import optimizer_mismatches
 from resumekit.capture.optimizer_stages import merged_optimizers, part_of_optimizer
-from resumekit.capture.spread import pairs_in
+from resumekit.capture.restore import (
+    class_name,
+    describe,
+    is_same_class,
+    pairs_in,
+    refuse,
+    require_fields,
+)
 from resumekit.errors import ConfigurationError, StateMismatchError
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"

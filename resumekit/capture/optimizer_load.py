@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resumekit.capture.inplace import Restorer
+from resumekit.capture.restore import Restorer
 from resumekit.serialization import is_sharded, local_part, part_like, sharded_like
 
 # Not hyperparameters: which parameters a group holds.

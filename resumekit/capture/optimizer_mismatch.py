@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.capture.inplace import fits
-from resumekit.capture.mismatch import Mismatch, describe, name_mismatches
+from resumekit.capture.restore import Mismatch, describe, fits, name_mismatches
 
 Group = Mapping[str, Any]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.mismatch import Mismatch, describe, name_mismatches, refuse
 from resumekit.capture.model import ModelState
-from resumekit.capture.names import clean_name
+from resumekit.capture.naming import clean_name
 from resumekit.capture.objects import ObjectState
+from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
 from resumekit.serialization import fill, is_sharded, local_part
 from resumekit.state import CaptureLine, Fidelity, SharingPattern, Slot, StateComponent
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from resumekit.capture.generator import (
-    GENERATOR_KINDS,
-    AnyGenerator,
-    generator_state,
-    set_generator_state,
-    set_python_state,
-)
-from resumekit.capture.mismatch import Mismatch, describe, refuse, require_fields
-from resumekit.capture.new_rank import states_of_new_rank
-from resumekit.capture.unchanged import NumpyState, PythonState
+from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
+from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState, python_state
 from resumekit.errors import DeclarationError
 from resumekit.layout import WorldChange
 
@@ -174,3 +167,158 @@ def _restore_cuda(saved: list[torch.Tensor]) -> list[str]:
             f"{num_devices}: draws on a device differ where it has no counterpart"
         ]
     return []
+
+
+AnyGenerator: TypeAlias = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+)
+GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generator_state(generator: AnyGenerator) -> Any:
+    """The state of one generator, in plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return {
+            **generator.bit_generator.state,
+            "seed_sequence": _seed_sequence(generator.bit_generator),
+        }
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return python_state(generator)
+
+
+def set_generator_state(generator: AnyGenerator, state: Any) -> str:
+    """Puts one generator where it was; gives what did not come back exactly, or ``""``."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = {k: v for k, v in state.items() if k != "seed_sequence"}
+        return _restore_seed_sequence(generator.bit_generator, state["seed_sequence"])
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        set_python_state(generator, state)
+    return ""
+
+
+def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
+    """Puts a ``random.Random``, or the module ``random``, where it was."""
+    words = PYTHON_WORDS.unpack(state["words"])
+    generator.setstate((state["version"], words, state["gauss_next"]))
+
+
+def _seed_sequence(bit_generator: Any) -> dict[str, Any] | None:
+    """What decides the children that ``Generator.spawn`` gives; NumPy's own state leaves it out."""
+    sequence = getattr(bit_generator, "seed_seq", None)
+    if not isinstance(sequence, np.random.SeedSequence):
+        return None
+    entropy = sequence.entropy
+    return {
+        "entropy": entropy if isinstance(entropy, int) else np.asarray(entropy).tolist(),
+        "spawn_key": tuple(sequence.spawn_key),
+        "num_children": sequence.n_children_spawned,
+    }
+
+
+def _restore_seed_sequence(bit_generator: Any, saved: dict[str, Any] | None) -> str:
+    live = _seed_sequence(bit_generator)
+    if saved is None or live == saved:
+        return ""
+    if live is None or {**live, "num_children": saved["num_children"]} != saved:
+        return "its seed sequence is another one, so spawn() gives other children"
+    if live["num_children"] > saved["num_children"]:
+        return "more children were spawned here already, so spawn() gives other ones"
+    bit_generator.seed_seq.spawn(saved["num_children"] - live["num_children"])
+    return ""
+
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+# torch 2.13 CUDAGeneratorImpl.cpp get_state: eight bytes of seed, eight bytes of offset.
+_CUDA_STATE_BYTES = 16
+_SEED_BYTES = 8
+
+
+def states_of_new_rank(
+    states: Mapping[int, Mapping[str, Any]], rank: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The states of a new rank's generators, and the names of those that were derived.
+
+    Args:
+        states: of some former ranks, rank 0 among them: generators' states by name.
+        rank: the new rank.
+    """
+    first = states[0]
+    alike = {
+        name: len(states) > 1 and all(_same(state, each.get(name)) for each in states.values())
+        for name, state in first.items()
+    }
+    derived = {
+        name: state if alike[name] else _derived(state, f"{name} of rank {rank}")
+        for name, state in first.items()
+    }
+    return derived, tuple(name for name, is_alike in alike.items() if not is_alike)
+
+
+def _derived(state: Any, name: str) -> Any:
+    """Another state of the same kind of generator, which this state and the name decide."""
+    if isinstance(state, list):  # one for each device
+        return [_derived(each, f"{name}, device {index}") for index, each in enumerate(state)]
+    digest = hashlib.blake2b(name.encode(), digest_size=_SEED_BYTES)
+    _feed(digest, state)
+    seed = int.from_bytes(digest.digest(), "little")
+    if isinstance(state, torch.Tensor):
+        return _torch_state(state, seed)
+    if "words" in state:
+        return _python_state(state, seed)
+    return _numpy_state(state, seed)
+
+
+def _torch_state(state: torch.Tensor, seed: int) -> torch.Tensor:
+    if state.numel() != _CUDA_STATE_BYTES:
+        return torch.Generator().manual_seed(seed).get_state()
+    seed_bytes = bytearray(seed.to_bytes(_SEED_BYTES, "little"))
+    return torch.cat([torch.frombuffer(seed_bytes, dtype=torch.uint8), state[_SEED_BYTES:]])
+
+
+def _python_state(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    seeded: dict[str, Any] = generator_state(random.Random(seed))
+    return seeded if seeded["version"] == state["version"] else dict(state)
+
+
+def _numpy_state(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    kind = state.get("bit_generator")
+    if kind not in _BIT_GENERATORS:
+        return dict(state)
+    bits = getattr(np.random, kind)(seed)
+    is_legacy = "has_gauss" in state and "seed_sequence" not in state
+    generator = np.random.RandomState(bits) if is_legacy else np.random.Generator(bits)
+    seeded: dict[str, Any] = generator_state(generator)
+    # None: what spawn() gives is the live generator's own.
+    return seeded if is_legacy else {**seeded, "seed_sequence": None}
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Takes every bit of a state into a digest."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(f"{key}:".encode())
+            _feed(digest, each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(digest, each)
+    elif isinstance(value, torch.Tensor):
+        digest.update(value.numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        digest.update(value.tobytes())
+    else:
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def _same(first: Any, second: Any) -> bool:
+    digests = [hashlib.blake2b(), hashlib.blake2b()]
+    for digest, value in zip(digests, (first, second), strict=True):
+        _feed(digest, value)
+    return digests[0].digest() == digests[1].digest()

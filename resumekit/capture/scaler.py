@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from resumekit.capture.mismatch import Mismatch, class_name, refuse, require_fields
+from resumekit.capture.restore import Mismatch, class_name, refuse, require_fields
 
 _REMEDY = 'Pass exclude={"grad_scaler"} to start with a fresh scaler'
 

@@ -17,9 +17,9 @@ from resumekit.capture.horizon import (
     parts,
     settings,
 )
-from resumekit.capture.inplace import Restorer
-from resumekit.capture.mismatch import (
+from resumekit.capture.restore import (
     Mismatch,
+    Restorer,
     class_name,
     describe,
     is_same_class,

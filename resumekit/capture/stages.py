@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.capture.mismatch import describe
+from resumekit.capture.restore import describe
 from resumekit.errors import StateMismatchError
 
 

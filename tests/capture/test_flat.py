@@ -21,7 +21,7 @@ from resumekit.capture import (
 )
 from resumekit.capture.flat import FlatModelState, flat_parts
 from resumekit.capture.flat_optimizer import FlatOptimizerState
-from resumekit.capture.spread import pairs_of
+from resumekit.capture.restore import pairs_of
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,

@@ -13,7 +13,7 @@ from torch import nn
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.capture.buffers import RankBuffers
-from resumekit.capture.new_rank import states_of_new_rank
+from resumekit.capture.rng import states_of_new_rank
 from resumekit.layout import WorldChange
 
 GENERATORS: dict[str, Any] = {

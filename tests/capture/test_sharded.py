@@ -22,7 +22,7 @@ from resumekit.capture import (
     require_gradients,
     state_components,
 )
-from resumekit.capture.spread import pairs_of
+from resumekit.capture.restore import pairs_of
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.state import SharingPattern, StateComponent
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from resumekit.capture.generator import set_generator_state
-from resumekit.capture.inplace import Restorer, fits
-from resumekit.capture.mismatch import class_name, describe, is_same_class
+from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
+from resumekit.capture.rng import set_generator_state
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
     NODE_MAPPINGS,

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from resumekit.capture.generator import generator_state
+from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.leaves import (
     MAPPINGS,
     SCALARS,

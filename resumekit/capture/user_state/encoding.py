@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from resumekit.capture.generator import generator_state
-from resumekit.capture.mismatch import class_name, describe, is_same_class
+from resumekit.capture.restore import class_name, describe, is_same_class
+from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.leaves import (
     MAPPINGS,

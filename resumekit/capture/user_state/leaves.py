@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.generator import GENERATOR_KINDS
+from resumekit.capture.rng import GENERATOR_KINDS
 from resumekit.serialization import is_sharded
 from resumekit.state import Stateful
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.capture.named import by_key
+from resumekit.capture.naming import by_key
 from resumekit.capture.user_state.slots import Holder
 from resumekit.capture.user_state.tracker import UserState
 from resumekit.state import Slot, StateComponent

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from resumekit.capture.names import unwrapped, wrapped_attribute
+from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.user_state.leaves import Kind, class_of, kind_of, slots_of
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.

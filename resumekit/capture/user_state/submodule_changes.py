@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from resumekit.capture.mismatch import class_name
+from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.slots import submodules
 from resumekit.state import CaptureLine, Fidelity
 

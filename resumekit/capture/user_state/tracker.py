@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from resumekit.capture.mismatch import describe, require_fields
+from resumekit.capture.restore import describe, require_fields
 from resumekit.capture.user_state.decoding import Decoder
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes

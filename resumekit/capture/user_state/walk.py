@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.mismatch import class_name
+from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.digests import (
     Content,
     OverLimitError,

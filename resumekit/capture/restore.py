@@ -1,0 +1,286 @@
+"""Compares a saved state with the live objects, and restores it in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resumekit.errors import StateMismatchError
+from resumekit.serialization import FlatPart, fill, is_sharded, local_part
+
+# Renamed layers keep most of their name; below this share of common characters it is another one.
+_LIKELY_RENAME = 0.5
+# Names are compared for this many; with a whole model renamed, every pair would take minutes.
+_MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One thing that does not fit.
+
+    Args:
+        where: a name inside the component, or ``""`` for the component itself.
+        found: what the checkpoint holds.
+        expected: what this run has.
+        remedy: what helps, where there is something better than the general advice.
+    """
+
+    where: str
+    found: str
+    expected: str
+    remedy: str | None = None
+
+
+def refuse(key: str, mismatches: Sequence[Mismatch], *, remedy: str) -> None:
+    """Raises StateMismatchError for the first mismatch and counts the others; none, no error.
+
+    Args:
+        key: the component's key.
+        mismatches: what does not fit.
+        remedy: what helps where the mismatch has no remedy of its own.
+    """
+    if not mismatches:
+        return
+    first, others = mismatches[0], [each.where for each in mismatches[1:]]
+    expected = first.expected
+    if others:
+        shown = ", ".join(others[:3]) + (", .." if len(others) > 3 else "")
+        expected += f" (and {len(others)} more that do not fit: {shown})"
+    raise StateMismatchError(
+        f"{key}: {first.where}" if first.where else key,
+        found=first.found,
+        expected=expected,
+        remedy=first.remedy or remedy,
+    )
+
+
+def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type, ...]]) -> None:
+    """Raises StateMismatchError unless the state is a dict with these fields of these types."""
+    if not isinstance(state, dict):
+        raise StateMismatchError(
+            key, found=f"{describe(state)} in the checkpoint", expected="a dict"
+        )
+    for name, kind in fields.items():
+        if not isinstance(state.get(name), kind):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            raise StateMismatchError(
+                f"{key}: {name}",
+                found=describe(state[name]) if name in state else "missing",
+                expected=" or ".join(each.__name__ for each in kinds),
+                remedy="The checkpoint was not written by this kind of component",
+            )
+
+
+def class_name(value: Any) -> str:
+    """The full dotted name of an object's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def is_same_class(name: str, other: str) -> bool:
+    """Whether two full names mean one class.
+
+    Libraries move classes between their own modules, and a script's classes live in ``__main__`` or
+    in a module, as it happens to be started: only the package and the class are compared.
+    """
+    package, _, kind = name.partition(".")
+    other_package, _, other_kind = other.partition(".")
+    is_script = "__main__" in (package, other_package)
+    same_package = package == other_package or is_script
+    return same_package and kind.rpartition(".")[2] == other_kind.rpartition(".")[2]
+
+
+def describe(value: Any) -> str:
+    """A few words for a value in an error: a tensor's dtype and shape, or a type."""
+    if isinstance(value, (Tensor, FlatPart)):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
+
+
+def name_mismatches(
+    saved: Mapping[str, str], live: Mapping[str, str], *, noun: str = "parameter"
+) -> list[Mismatch]:
+    """The names that only one side has; a likely rename is told with both names.
+
+    Args:
+        saved: a description (see ``describe``) of each entry in the checkpoint, by name.
+        live: the same of this run.
+        noun: what an entry is called.
+    """
+    missing = [name for name in live if name not in saved]
+    unexpected = [name for name in saved if name not in live]
+    found: list[Mismatch] = []
+    for index, name in enumerate(missing):
+        twin = None
+        if index < _MOST_SEARCHED:
+            alike = [other for other in unexpected if saved[other] == live[name]]
+            twin = _likely_twin(name, alike[:_MOST_CANDIDATES])
+        if twin is None:
+            found.append(
+                Mismatch(name, f"this {noun} is not in the checkpoint", f"{live[name]}, as here")
+            )
+            continue
+        unexpected.remove(twin)
+        found.append(
+            Mismatch(
+                name,
+                f"the checkpoint has no such {noun}, but has {twin!r} of the same kind",
+                f"{name!r}",
+                remedy=f"Give {name!r} its old name {twin!r} back",
+            )
+        )
+    found += [
+        Mismatch(name, f"the checkpoint has this {noun} ({saved[name]})", f"no such {noun}")
+        for name in unexpected
+    ]
+    return found
+
+
+def _likely_twin(name: str, candidates: Iterable[str]) -> str | None:
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, name, candidate).ratio()
+
+    best = max(candidates, key=likeness, default=None)
+    return best if best is not None and likeness(best) >= _LIKELY_RENAME else None
+
+
+NewTensor = Callable[[Tensor], Tensor]
+
+
+def own_tensor(saved: Tensor) -> Tensor:
+    """A copy that shares nothing with the one given."""
+    return saved.detach().clone()
+
+
+class Restorer:
+    """Gives saved values back in the live objects that can hold them.
+
+    A live tensor of the same dtype, shape and layout is filled in place and stays the same object;
+    so are dicts and lists. Where there is no such tensor, a new one is made; one saved tensor that
+    stands in several places stays one. Nothing shares memory with the saved value, unless
+    ``new_tensor`` lets it. One restorer serves one load.
+    """
+
+    def __init__(self) -> None:
+        self._filled: dict[int, Tensor] = {}
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, live: Any, saved: Any, new_tensor: NewTensor = own_tensor) -> Any:
+        """The saved value, in the live object where that is possible.
+
+        Args:
+            live: the value that stands there now, or None.
+            saved: the value to give back.
+            new_tensor: makes a tensor with the values and the dtype of the one given.
+        """
+        if isinstance(saved, Tensor):
+            return self._tensor(live, saved, new_tensor)
+        if isinstance(saved, dict):
+            return self._dict(live, saved, new_tensor)
+        if isinstance(saved, (list, tuple)):
+            return self._sequence(live, saved, new_tensor)
+        return copy.deepcopy(saved)
+
+    def _tensor(self, live: Any, saved: Tensor, new_tensor: NewTensor) -> Tensor:
+        if not fits(live, saved) or self._is_taken(live, saved):
+            made = self._new(saved, new_tensor)
+            return made.to(live.device) if isinstance(live, Tensor) else made
+        fill(live, saved)
+        assert isinstance(live, Tensor)
+        self._filled[id(live)] = saved
+        return live
+
+    def _is_taken(self, live: Tensor, saved: Tensor) -> bool:
+        # One live tensor may stand in two places (param groups share a default tensor lr) while the
+        # saved run had two values there: the second place then gets a tensor of its own.
+        first = self._filled.get(id(live))
+        if first is None or first is saved:
+            return False
+        return not torch.equal(local_part(first), local_part(saved))
+
+    def _new(self, saved: Tensor, new_tensor: NewTensor) -> Tensor:
+        if is_sharded(saved) or saved.layout != torch.strided or saved.data_ptr() == 0:
+            return new_tensor(saved)
+        view = (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype, saved.device)
+        if view not in self._made:
+            self._made[view] = new_tensor(saved)
+        return self._made[view]
+
+    def _dict(self, live: Any, saved: dict[Any, Any], new: NewTensor) -> dict[Any, Any]:
+        if type(live) is not type(saved):
+            live = copy.copy(saved)  # keeps the kind: OrderedDict, Counter, defaultdict
+            live.clear()
+        values = {key: self(live.get(key), value, new) for key, value in saved.items()}
+        live.clear()
+        live.update(values)
+        assert isinstance(live, dict)
+        return live
+
+    def _sequence(self, live: Any, saved: Any, new: NewTensor) -> Any:
+        partners = live if isinstance(live, type(saved)) and len(live) == len(saved) else None
+        values = [
+            self(None if partners is None else partners[index], value, new)
+            for index, value in enumerate(saved)
+        ]
+        if isinstance(saved, list):
+            if type(live) is not type(saved):
+                return values
+            live[:] = values
+            return live
+        make = getattr(type(saved), "_make", type(saved))  # a namedtuple takes its fields apart
+        return make(values)
+
+
+def fits(live: Any, saved: Any) -> bool:
+    """Whether both are tensors, and the live one can hold exactly what the saved one holds."""
+    return (
+        isinstance(live, Tensor)
+        and isinstance(saved, Tensor)
+        and live.dtype == saved.dtype
+        and live.shape == saved.shape
+        and live.layout == saved.layout
+        and is_sharded(live) == is_sharded(saved)
+    )
+
+
+def pairs_of(stateful: Any, state: Any) -> Iterator[tuple[Tensor, Any]]:
+    """Each tensor of a saved state with the live DTensor whose mesh and placements it gets.
+
+    Args:
+        stateful: the live object; its ``pairs``, where it has them, know best.
+        state: of the same kind, the tensors on the meta device.
+    """
+    own = getattr(stateful, "pairs", None)
+    if own is not None:
+        yield from own(state)
+    else:
+        yield from pairs_in(state, stateful.state_dict())
+
+
+def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:
+    """The tensors that stand in one place of two states, the live one a DTensor of that shape."""
+    if isinstance(saved, Tensor):
+        if is_sharded(live) and saved.shape == live.shape:
+            yield saved, live
+    elif isinstance(saved, Mapping) and isinstance(live, Mapping):
+        for key, item in saved.items():
+            if key in live:
+                yield from pairs_in(item, live[key])
+    elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        for item, partner in zip(saved, live, strict=False):
+            yield from pairs_in(item, partner)
+
+
+def holds_sharded(state: Any) -> bool:
+    """Whether a DTensor stands anywhere in a state."""
+    if isinstance(state, Mapping):
+        return any(map(holds_sharded, state.values()))
+    if isinstance(state, (list, tuple)):
+        return any(map(holds_sharded, state))
+    return is_sharded(state)
