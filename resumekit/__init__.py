@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         SharingPattern,
         StateComponent,
         Stateful,
-        TrainState,
     )
     from resumekit.tracing import trace
 
@@ -34,7 +33,6 @@ __all__ = [
     "SharingPattern",
     "StateComponent",
     "Stateful",
-    "TrainState",
     "trace",
 ]
 
@@ -49,7 +47,6 @@ _HOMES = {
     "SharingPattern": "resumekit.state",
     "StateComponent": "resumekit.state",
     "Stateful": "resumekit.state",
-    "TrainState": "resumekit.state",
     "trace": "resumekit.tracing",
 }
 

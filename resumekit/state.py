@@ -6,7 +6,7 @@ Nothing here knows torch, a framework or a file system.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -47,31 +47,10 @@ class Validation(str, Enum):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be taken out and put back.
+    """Any object with ``state_dict`` and ``load_state_dict``.
 
-    An optional method ``check_state_dict(state)`` may raise a typed error without changing the
-    object; resume calls it on every component before it loads the first one. Another,
-    ``replicated_state()``, gives the part of a REPLICATED state that must be alike on all ranks,
-    where that is not all of it.
-
-    The state of a SHARDED component may hold DTensors. It is given back with DTensors of the live
-    ones' mesh and placements, whose local parts are in host memory. These methods are optional:
-
-    - ``pairs(state)`` gives each tensor of a saved state with the live DTensor that it is to be
-      spread like; by default those that stand in the same place of ``state_dict()``. The tensors
-      given are on the meta device.
-    - ``outline()`` tells in plain values what this rank has, for a state with holes on each rank;
-      ``join(outlines)`` gets what all ranks of its group told, before the next ``state_dict()``, in
-      which every rank then has an entry for everything. Both or neither.
-    - ``first_rank_only()`` names the plain tensors that may differ between the ranks, by their
-      dotted place in the state; those of the first rank are saved.
-
-    A SHARDED component with a process group is one logical state of which each group holds some
-    entries, as pipeline stages hold some layers. Two more methods are optional; by default both
-    go by the keys of nested dicts:
-
-    - ``merge_state_dicts(states)`` makes one state of those of all groups.
-    - ``part_of(state)`` gives what of such a state this object holds.
+    It may have optional methods of ``ComponentState``, whose base class it need not inherit:
+    ``check_state_dict``, ``resplit_state_dict``, ``comparable_state`` and the others.
     """
 
     def state_dict(self) -> Any: ...
@@ -121,7 +100,10 @@ class StateComponent:
             writes them into the component's folder, and no resume reads them. Models alone have
             a folder for them.
         framework: whose own loop alone needs this state, e.g. ``"DeepSpeed"``: a run without it
-            leaves the state out, and tells so. Empty for state of the training itself.
+            leaves the state out, and logs that. Empty for state of the training itself.
+
+    Attributes:
+        state: the object with every optional method, see ``ComponentState``.
     """
 
     key: str
@@ -134,6 +116,7 @@ class StateComponent:
     reason: str = ""
     files: Callable[[], Mapping[str, bytes]] | None = None
     framework: str = ""
+    state: ComponentState = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_key(self.key)
@@ -147,6 +130,7 @@ class StateComponent:
                 found=f"a {type(self.stateful).__name__} without state_dict and load_state_dict",
                 expected="an object with both",
             )
+        object.__setattr__(self, "state", _with_hooks(self.stateful))
         if isinstance(self.sharing_pattern, SharingPattern):
             self._check_pattern(self.sharing_pattern)
         if self.fidelity is not Fidelity.EXACT and not self.reason:
@@ -221,13 +205,6 @@ def check_components(components: Iterable[StateComponent]) -> tuple[StateCompone
             )
         seen.add(component.key)
     return resolved
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A slot that this run does not have, and why."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -311,6 +288,14 @@ class ComponentState:
             One message for each thing that is not restored exactly; None or empty when all is.
         """
         raise NotImplementedError
+
+    def overrides(self, hook: Callable[..., Any]) -> bool:
+        """Whether an optional method is not the default one.
+
+        Args:
+            hook: of this class, e.g. ``ComponentState.before_save``.
+        """
+        return getattr(type(self), hook.__name__) is not hook
 
     # ---------------------------------------------------------------- content
 
@@ -440,58 +425,65 @@ class ComponentState:
         return {}
 
 
-@dataclass
-class TrainState:
-    """The whole state of a run: each slot holds components, or the reason why there are none."""
-
-    model: StateComponent | tuple[StateComponent, ...] | Absent
-    optimizer: StateComponent | tuple[StateComponent, ...] | Absent
-    lr_scheduler: StateComponent | tuple[StateComponent, ...] | Absent
-    grad_scaler: StateComponent | tuple[StateComponent, ...] | Absent
-    ema: StateComponent | tuple[StateComponent, ...] | Absent
-    data: StateComponent | tuple[StateComponent, ...] | Absent
-    rng: StateComponent | tuple[StateComponent, ...] | Absent
-    progress: StateComponent | tuple[StateComponent, ...] | Absent
-    best_metric: StateComponent | tuple[StateComponent, ...] | Absent
-    callbacks: StateComponent | tuple[StateComponent, ...] | Absent
-    extras: StateComponent | tuple[StateComponent, ...] | Absent
-
-    def __post_init__(self) -> None:
-        for slot, value in self._slots():
-            for component in _as_tuple(value):
-                if component.slot != slot:
-                    raise DeclarationError(
-                        component.key, found=f"in the slot {slot!r}", expected=f"a key in {slot!r}"
-                    )
-
-    def _slots(self) -> Iterator[tuple[str, Any]]:
-        for item in fields(self):
-            yield item.name, getattr(self, item.name)
-
-    def components(self) -> tuple[StateComponent, ...]:
-        """Every component in the order of the slots, patterns resolved."""
-        return check_components(c for _, value in self._slots() for c in _as_tuple(value))
-
-    def capture_report(self) -> CaptureReport:
-        """One line for each component and for each empty slot."""
-        lines: list[CaptureLine] = []
-        for slot, value in self._slots():
-            if isinstance(value, Absent):
-                lines.append(CaptureLine(slot, None, value.reason))
-            for part in _as_tuple(value):
-                component = part.resolved()
-                pattern = component.sharing_pattern
-                assert isinstance(pattern, SharingPattern)
-                lines.append(
-                    CaptureLine(component.key, component.fidelity, component.reason, pattern)
-                )
-        return CaptureReport(tuple(lines))
+# The optional methods that an object of the user may have without the base class.
+_DUCK_TYPED = frozenset(
+    {
+        "after_resume",
+        "after_rng_restore",
+        "before_save",
+        "check_state_dict",
+        "comparable_state",
+        "configure",
+        "findings",
+        "fingerprint",
+        "first_rank_only",
+        "join",
+        "merge_state_dicts",
+        "outline",
+        "pairs",
+        "part_of",
+        "replicated_state",
+        "resplit_state_dict",
+        "start_fresh",
+    }
+)
 
 
-def _as_tuple(value: Any) -> tuple[StateComponent, ...]:
-    if isinstance(value, Absent):
-        return ()
-    return value if isinstance(value, tuple) else (value,)
+class _Wrapped(ComponentState):
+    """An object without the base class: the optional methods are its own where it has them."""
+
+    def __init__(self, stateful: Stateful) -> None:
+        self._stateful = stateful
+        for name in _DUCK_TYPED:
+            hook = getattr(stateful, name, None)
+            if callable(hook):
+                setattr(self, name, hook)
+        old = getattr(stateful, "put_back_with_random", None)
+        if callable(old):
+            self.after_rng_restore = old  # type: ignore[method-assign]
+
+    def overrides(self, hook: Callable[..., Any]) -> bool:
+        return hook.__name__ in vars(self)
+
+    def state_dict(self) -> Any:
+        return self._stateful.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:
+        return self._stateful.load_state_dict(state)
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str] | None:
+        found = getattr(self._stateful, "fidelity", None)
+        return found if isinstance(found, tuple) else None
+
+    @property
+    def requires_equal_batches(self) -> bool:
+        old = getattr(self._stateful, "waits_for_batches", False)
+        return bool(getattr(self._stateful, "requires_equal_batches", old))
+
+
+def _with_hooks(stateful: Stateful) -> ComponentState:
+    return stateful if isinstance(stateful, ComponentState) else _Wrapped(stateful)
 
 
 @dataclass(frozen=True)
@@ -514,16 +506,6 @@ class Progress:
     samples: int = 0
     tokens: int = 0
 
-    def normalised(self, batches_per_epoch: int | None) -> Progress:
-        """The same place with ``batch`` below the epoch's length: its end is the next one's start.
-
-        Args:
-            batches_per_epoch: ``len(loader)``, or None where it is not known.
-        """
-        if batches_per_epoch and self.batch >= batches_per_epoch:
-            return replace(self, epoch=self.epoch + 1, batch=0)
-        return self
-
     def as_dict(self) -> dict[str, int]:
         """Plain values for the manifest."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -543,14 +525,12 @@ class BestMetric:
         mode: ``"min"`` or ``"max"``.
         value: the best value so far; None before the first report.
         step: the optimizer step it belongs to.
-        state: what else a selection needs, e.g. an early-stopping counter.
     """
 
     name: str
     mode: str = "min"
     value: float | None = None
     step: int | None = None
-    state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):

@@ -79,9 +79,9 @@ def fingerprint(
     if record_command:
         found["command"] = without_secrets(sys.argv)
     for component in components:
-        describe = getattr(component.stateful, "fingerprint", None)
-        if callable(describe):
-            found[component.key] = describe()
+        described = component.state.fingerprint()
+        if described is not None:
+            found[component.key] = described
     return {key: plain(value) for key, value in {**found, **(settings or {})}.items()}
 
 

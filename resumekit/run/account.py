@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -15,12 +14,11 @@ from resumekit.run.belonging import owners
 from resumekit.run.cadence import parse_cadence
 from resumekit.run.options import Options
 from resumekit.state import (
-    Absent,
     CaptureLine,
     CaptureReport,
+    SharingPattern,
     Slot,
     StateComponent,
-    TrainState,
 )
 from resumekit.storage import Manifest
 
@@ -159,25 +157,17 @@ class Account:
 
     def capture_report(self) -> CaptureReport:
         """One line for each component, each empty slot, and whatever was overlooked."""
-        slots: dict[str, Any] = {slot.value: Absent(f"no {slot.value} was given") for slot in Slot}
+        lines: list[CaptureLine] = []
+        for slot in Slot:
+            present = [each for each in self.components if each.slot == slot.value]
+            lines.extend(map(_capture_line, present))
+            if not present:
+                lines.append(CaptureLine(slot.value, None, f"no {slot.value} was given"))
         for component in self.components:
-            present = slots[component.slot]
-            before = () if isinstance(present, Absent) else present
-            slots[component.slot] = (*before, self._as_it_is(component))
-        report = TrainState(**slots).capture_report()
-        own = [getattr(each.stateful, "findings", None) for each in self.components]
-        found: list[CaptureLine] = []
-        for finding in (*own, *self._findings):
-            found += finding() if finding is not None else ()
-        return CaptureReport((*report.lines, *found))
-
-    def _as_it_is(self, component: StateComponent) -> StateComponent:
-        """The component with the fidelity that its state has by now, where that can change."""
-        known = getattr(component.stateful, "fidelity", None)
-        if not isinstance(known, tuple):
-            return component
-        fidelity, reason = known
-        return replace(component, fidelity=fidelity, reason=reason)
+            lines.extend(component.state.findings())
+        for finding in self._findings:
+            lines.extend(finding())
+        return CaptureReport(tuple(lines))
 
     # ---------------------------------------------------------------- what changed
 
@@ -212,3 +202,10 @@ class Account:
         if history:
             details["changes"] = history
         return details
+
+
+def _capture_line(component: StateComponent) -> CaptureLine:
+    """How exactly a component is restored; some states know it only at run time."""
+    fidelity, reason = component.state.fidelity or (component.fidelity, component.reason)
+    assert isinstance(component.sharing_pattern, SharingPattern)
+    return CaptureLine(component.key, fidelity, reason, component.sharing_pattern)

@@ -100,6 +100,5 @@ def _is_rank_buffers(key: str) -> bool:
 def check_states(states: Mapping[str, Any], components: Sequence[StateComponent]) -> None:
     """Lets every component refuse its state before any of them loads. Changes nothing."""
     for component in components:
-        check = getattr(component.stateful, "check_state_dict", None)
-        if check is not None and component.key in states:
-            check(states[component.key])
+        if component.key in states:
+            component.state.check_state_dict(states[component.key])

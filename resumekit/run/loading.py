@@ -18,7 +18,7 @@ from resumekit.run.resplitting import require_taken, resplit
 from resumekit.run.restoring import call_everywhere, restore, start_fresh
 from resumekit.run.resuming import Found
 from resumekit.run.sources import Sources
-from resumekit.state import Slot, StateComponent
+from resumekit.state import ComponentState, Slot, StateComponent
 
 
 @dataclass(frozen=True)
@@ -129,5 +129,5 @@ class Loading:
         components = self.components
         self.world.everywhere(lambda: check_states(found.states, components))
         remarks = self.world.everywhere(lambda: restore(components, found.states))
-        after = call_everywhere(self.world, components, "after_resume")
+        after = call_everywhere(self.world, components, ComponentState.after_resume)
         return (*start_fresh(components, found.name, fresh), *remarks[0], *after)

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from resumekit.distributed import World
 from resumekit.layout import Shares
 from resumekit.run.turns import Turns
-from resumekit.state import Progress
+from resumekit.state import ComponentState, Progress
 
 T = TypeVar("T")
 
 
-class Counters:
+class Counters(ComponentState):
     """How far the run is, how far it is to go, and whether it is finished.
 
     Samples and tokens are counted locally and summed over the ranks by ``fold``.

@@ -9,9 +9,10 @@ from typing import Any
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.data import DataPosition, Feed, Source
 from resumekit.layout import WorldChange
+from resumekit.state import ComponentState
 
 
-class RandomState:
+class RandomState(ComponentState):
     """The component ``rng``: what a checkpoint holds is set when the loop comes to its place.
 
     Until then it is kept, and a save in between saves it again.

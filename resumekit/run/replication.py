@@ -78,7 +78,7 @@ class Replicas:
                 if each.sharing_pattern is SharingPattern.SHARDED:
                     copies[each.key] = self._copies(each)
                 else:
-                    leaves[each.key] = leaf_digests(_replicated_state(each.stateful))
+                    leaves[each.key] = leaf_digests(each.state.replicated_state())
             return (
                 {key: _combined(digests) for key, digests in leaves.items()},
                 {key: _by_holders(held) for key, held in copies.items()},
@@ -102,13 +102,9 @@ class Replicas:
 
     def _copies(self, component: StateComponent) -> dict[str, Copy]:
         group = self._membership.groups(component.key)[self._membership.ordinal(component.key)]
-        own = getattr(component.stateful, "first_rank_only", frozenset)
-        state = _replicated_state(component.stateful)
-        return copy_digests(state, num_ranks=len(group), own=own())
-
-
-def _replicated_state(stateful: Any) -> Any:
-    return getattr(stateful, "replicated_state", stateful.state_dict)()
+        state = component.state
+        own = state.first_rank_only()
+        return copy_digests(state.replicated_state(), num_ranks=len(group), own=own)
 
 
 def _by_holders(copies: Mapping[str, Copy]) -> dict[str, str]:

@@ -80,8 +80,8 @@ def _resplit(
     change: WorldChange,
     record: ComponentRecord,
 ) -> tuple[Any, tuple[str, ...]]:
-    method = getattr(component.stateful, "resplit_state_dict", None)
-    if method is None:
+    found = component.state.resplit_state_dict(former, change)
+    if found is None:
         noun = "ranks" if record.pattern == SharingPattern.PER_RANK.value else "groups of ranks"
         raise StateMismatchError(
             component.key,
@@ -91,5 +91,5 @@ def _resplit(
             remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
             "it was",
         )
-    state, remarks = method(former, change)
+    state, remarks = found
     return state, tuple(remarks)

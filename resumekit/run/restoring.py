@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from resumekit.distributed import World
-from resumekit.state import Slot, StateComponent
+from resumekit.state import ComponentState, Slot, StateComponent
 from resumekit.storage import StepName
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
@@ -48,19 +48,26 @@ def start_fresh(
     remarks: list[str] = []
     for component in components:
         if component.key in keys:
-            begin = getattr(component.stateful, "start_fresh", None)
+            own = component.state.start_fresh()
             default = (f"{name} has no {component.key}: it starts from its live state",)
-            remarks.extend(begin() if begin is not None else default)
+            remarks.extend(default if own is None else own)
     return remarks
 
 
 def call_everywhere(
-    world: World, components: Sequence[StateComponent], method: str
+    world: World,
+    components: Sequence[StateComponent],
+    hook: Callable[[ComponentState], Iterable[str] | None],
 ) -> tuple[str, ...]:
-    """Calls a method of the components that have it; gives rank 0's remarks. Collective."""
-    having = [each.stateful for each in components if hasattr(each.stateful, method)]
-    if not having:
+    """Calls a method of the components that override it; gives rank 0's remarks. Collective.
+
+    Without such a component there is no collective.
+    """
+    states = [each.state for each in components if each.state.overrides(hook)]
+    if not states:
         return ()
     return world.everywhere(
-        lambda: tuple(remark for each in having for remark in getattr(each, method)() or ())
+        lambda: tuple(
+            remark for state in states for remark in getattr(state, hook.__name__)() or ()
+        )
     )[0]

@@ -18,6 +18,7 @@ from resumekit.capture import (
     Extras,
     Given,
     Holder,
+    OptimizerState,
     UserState,
     bucket_components,
     fingerprint,
@@ -62,6 +63,7 @@ from resumekit.run.shares import agreed_shares, described
 from resumekit.run.sources import Sources
 from resumekit.state import (
     CaptureLine,
+    ComponentState,
     SharingPattern,
     Slot,
     StateComponent,
@@ -188,7 +190,9 @@ class Run:
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
         for each in (*components, *self._own):
-            configure_user_state(each.stateful, self.options)
+            each.state.configure(
+                transient=self.options.transient, limit_bytes=self.options.user_state_limit
+            )
         if self.options.saves_gradients:
             require_gradients(components)
         summed = gradient_components([*components, *added], self.counters.is_within_window)
@@ -404,9 +408,7 @@ class Run:
         for remark in self.rng.restore():
             self.account.tell(remark)
         for component in self.components:
-            put_back = getattr(component.stateful, "put_back_with_random", None)
-            if put_back is not None:
-                put_back()
+            component.state.after_rng_restore()
         if self._resumed_from is not None:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
@@ -430,7 +432,7 @@ class Run:
             InexactError: ``strict=True`` and a part would not come back exactly.
             RankDisagreementError: ranks with fewer batches would wait where others save.
         """
-        if any(getattr(each.stateful, "waits_for_batches", False) for each in self.components):
+        if any(each.state.requires_equal_batches for each in self.components):
             self.world.require_equal(
                 "batches of an epoch:",
                 {feed.name: feed.num_batches},
@@ -478,7 +480,7 @@ class Run:
         assert self._saver is not None
         self._add_late_components()
         assert self._replicas is not None
-        call_everywhere(self.world, self.components, "before_save")
+        call_everywhere(self.world, self.components, ComponentState.before_save)
         self._replicas.check_before_save()
         assert self._shares is not None
         message = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
@@ -521,11 +523,8 @@ class Run:
         return [group["lr"] for each in self._optimizers() for group in each.param_groups]
 
     def _optimizers(self) -> list[Any]:
-        given = [
-            getattr(component.stateful, "optimizer", None)
-            for component in self.components
-            if component.slot == Slot.OPTIMIZER.value
-        ]
+        states = (each.stateful for each in self.components if each.slot == Slot.OPTIMIZER.value)
+        given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
         return [each for each in given if hasattr(each, "param_groups")]
 
     def record_step(self, epoch: int, loss: Any) -> None:
@@ -595,7 +594,7 @@ class Run:
         if self.trace is not None:
             there = None if resumed_from is None else resumed_from.progress
             progress = self.counters.progress.as_dict() if there is None else there
-            states = {each.key: _comparable(each.stateful) for each in self.components}
+            states = {each.key: each.state.comparable_state() for each in self.components}
             self.trace.state(event, progress["step"], states, micro_step=progress["micro_step"])
 
     def best(self) -> tuple[StepName, float] | None:
@@ -607,18 +606,6 @@ class Run:
 def _gradients_of(component: StateComponent) -> AccumulatedGradients:
     assert isinstance(component.stateful, AccumulatedGradients)
     return component.stateful
-
-
-def configure_user_state(stateful: Any, options: Options) -> None:
-    """Gives a component with user state the options that say what of it is left out."""
-    configure = getattr(stateful, "configure", None)
-    if configure is not None:
-        configure(transient=options.transient, limit_bytes=options.user_state_limit)
-
-
-def _comparable(stateful: Any) -> Any:
-    """What two equal runs have in common: the state, without what was read from a clock."""
-    return getattr(stateful, "comparable_state", stateful.state_dict)()
 
 
 def _relocated(directory: Path) -> Path:

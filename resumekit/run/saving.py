@@ -72,7 +72,7 @@ class Saver:
         self._membership = membership
         self._retention = retention
         sharded = {
-            each.key: Spread(each.stateful, directory_of(each), membership.groups(each.key))
+            each.key: Spread(each.state, directory_of(each), membership.groups(each.key))
             for each in components
             if each.sharing_pattern is SharingPattern.SHARDED
         }

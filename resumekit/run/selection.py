@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from resumekit.errors import CheckpointError
-from resumekit.state import BestMetric
+from resumekit.state import BestMetric, ComponentState
 from resumekit.storage import StepName, Store
 
 
-class BestSelection:
+class BestSelection(ComponentState):
     """Follows one reported metric and remembers its best value and step.
 
     Args:

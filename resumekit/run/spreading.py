@@ -21,7 +21,7 @@ from resumekit.serialization import (
     index_name,
     read_sharded,
 )
-from resumekit.state import SharingPattern, StateComponent, Stateful
+from resumekit.state import ComponentState, SharingPattern, StateComponent
 from resumekit.storage import ComponentRecord, StepReader
 
 
@@ -30,12 +30,12 @@ class Spread:
     """A SHARDED component.
 
     Args:
-        stateful: the live object.
+        state: of the live object.
         directory: of its files, relative to the step directory.
         groups: the ranks that hold a part of it together; one group where it has no stages.
     """
 
-    stateful: Stateful
+    state: ComponentState
     directory: str
     groups: Groups
 
@@ -77,8 +77,8 @@ class Spreader:
 
         def encode() -> bool:
             for key, each in self._components.items():
-                own = getattr(each.stateful, "first_rank_only", frozenset)
-                local[key] = encode_local(key, each.stateful.state_dict(), first_rank_only=own())
+                own = each.state.first_rank_only()
+                local[key] = encode_local(key, each.state.state_dict(), first_rank_only=own)
                 layouts[key] = local[key].layout
             return layouts == self._layouts
 
@@ -100,18 +100,18 @@ class Spreader:
 
     def _join_outlines(self) -> None:
         """Lets components whose state has holes on each rank know of the others'. Collective."""
-        holed: dict[str, Any] = {
-            key: each.stateful
+        holed = {
+            key: each.state
             for key, each in self._components.items()
-            if hasattr(each.stateful, "outline")
+            if each.state.overrides(ComponentState.outline)
         }
         if holed:
             outlines = self._world.everywhere(
-                lambda: {key: stateful.outline() for key, stateful in holed.items()}
+                lambda: {key: state.outline() for key, state in holed.items()}
             )
-            for key, stateful in holed.items():
+            for key, state in holed.items():
                 ranks = self._within[self._components[key].groups].ranks
-                stateful.join([outlines[rank][key] for rank in ranks])
+                state.join([outlines[rank][key] for rank in ranks])
 
     def _plan(self, local: Mapping[str, LocalState]) -> dict[str, Assignment]:
         assigned: dict[str, Assignment] = {}
@@ -183,11 +183,10 @@ def read_spread(
     source = Source(reader, record.directory, record.key, indices, record.writers[0])
     if live is None:
         return read_sharded(source, lambda state: (), merge=partial(merged, None, record.key))
-    check = getattr(live.stateful, "check_state_dict", lambda state: None)
     return read_sharded(
         source,
         lambda state: pairs_of(live.stateful, state),
-        check,
+        live.state.check_state_dict,
         merge=partial(merged, live.stateful, record.key),
         part_of=partial(part_of, live.stateful) if in_stages else None,
     )
