@@ -258,7 +258,7 @@ def brought_back(before: nn.Module, after: nn.Module) -> None:
     there = gradients_of(after)
     there.check_state_dict(state)
     there.load_state_dict(state)
-    there.put_back_with_random()
+    there.after_rng_restore()
 
 
 def test_gradients_keep_their_bits_their_layout_and_their_absence() -> None:

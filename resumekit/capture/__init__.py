@@ -26,31 +26,28 @@ back exactly, in words; it is empty when all did. Some have more:
 
 from __future__ import annotations
 
-from resumekit.capture.attributes import AttributeState
-from resumekit.capture.buffers import RANK_BUFFERS
+from resumekit.capture.averages import ObjectState
 from resumekit.capture.components import (
     rank_buffer_components,
     registered_components,
     state_components,
 )
-from resumekit.capture.extras import Extras
-from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
-from resumekit.capture.flat import FlatModelState
-from resumekit.capture.gradient_buckets import (
+from resumekit.capture.ddp_buckets import (
     GRADIENT_BUCKETS,
     bucket_components,
     buckets_of,
     ddp_around,
 )
+from resumekit.capture.extras import AttributeState, Extras, KnownObjects
+from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
     holds_gradients,
     require_gradients,
 )
-from resumekit.capture.horizon import horizon
-from resumekit.capture.known import KnownObjects
-from resumekit.capture.model import IN_FP32, TRAINED_IN, ModelState
+from resumekit.capture.model import IN_FP32, RANK_BUFFERS, TRAINED_IN, ModelState
 from resumekit.capture.naming import (
     by_class_and_ordinal,
     by_key,
@@ -63,10 +60,9 @@ from resumekit.capture.naming import (
     wrapped_attribute,
 )
 from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
-from resumekit.capture.objects import ObjectState
-from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.optimizer_load import hyperparameters, inherits_load, is_host_step
+from resumekit.capture.optimizer import OptimizerState, hyperparameters, inherits_load, is_host_step
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
+from resumekit.capture.pipeline import merged, part_of
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -86,8 +82,7 @@ from resumekit.capture.rng import (
     states_of_new_rank,
 )
 from resumekit.capture.scaler import ScalerState
-from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.stages import merged, part_of
+from resumekit.capture.scheduler import SchedulerState, horizon
 from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.user_state import (
     Holder,

@@ -1,4 +1,4 @@
-"""The components of a run's usual objects, declared once for every adapter."""
+"""Builds the components of a run's models, optimizers, schedulers, scalers and averages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from resumekit.capture.buffers import RANK_BUFFERS, RankBuffers
-from resumekit.capture.flat import (
+from resumekit.capture.averages import ObjectState
+from resumekit.capture.fsdp1 import (
     FlatModelState,
+    FlatOptimizerState,
     flat_modules,
     model_state,
     require_no_flat_parameters,
 )
-from resumekit.capture.flat_optimizer import FlatOptimizerState
+from resumekit.capture.model import RANK_BUFFERS, ModelState, RankBuffers
 from resumekit.capture.naming import by_class_and_ordinal, by_key, named_states
-from resumekit.capture.objects import ObjectState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.restore import holds_sharded
 from resumekit.capture.scaler import ScalerState
@@ -48,12 +48,11 @@ def state_components(
         grad_scaler: gradient scalers.
         ema: averaged models, or objects with ``state_dict``.
         adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
-        num_ranks: with several, each rank's own buffers of the modules are added.
-        stage_group: where the model is a pipeline stage, the ranks that hold it together; see
-            ``StateComponent``.
+        num_ranks: with several, the per-rank buffers of the modules are added.
+        stage_group: of a pipeline stage, the ranks that hold it together; see ``StateComponent``.
 
     Raises:
-        DeclarationError: a slot was given a list, or something without ``state_dict``.
+        DeclarationError: a slot was given a list, or an object without ``state_dict``.
     """
     modules = _modules(model)
     is_flat = any(True for module in modules.values() for _ in flat_modules(module))
@@ -91,7 +90,7 @@ def state_components(
     return (*shared, *attributes, *buffers)
 
 
-# What a pipeline stage has some entries of; schedulers and scalers are alike on all ranks.
+# The slots that differ between pipeline stages; schedulers and scalers are the same on all ranks.
 _IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
 
 
@@ -102,26 +101,27 @@ def _stage_prefix(stage_group: Any) -> str:
 
 
 def _pattern_of(stateful: Stateful) -> SharingPattern:
-    """SHARDED where every rank holds a part: of the state, or of the parameters of an optimizer."""
-    return SharingPattern.SHARDED if _is_in_parts(stateful) else SharingPattern.REPLICATED
+    return SharingPattern.SHARDED if _is_sharded(stateful) else SharingPattern.REPLICATED
 
 
-def _is_in_parts(stateful: Stateful) -> bool:
+def _is_sharded(stateful: Stateful) -> bool:
     if isinstance(stateful, (FlatModelState, FlatOptimizerState)):
         return True
     if isinstance(stateful, OptimizerState):
         groups = getattr(stateful.optimizer, "param_groups", ())
         return any(is_sharded(parameter) for group in groups for parameter in group["params"])
-    given = getattr(stateful, "given", getattr(stateful, "module", None))
-    if isinstance(given, nn.Module):
-        return any(map(is_sharded, (*given.parameters(), *given.buffers())))
-    return isinstance(stateful, ObjectState) and holds_sharded(stateful.state_dict())
+    module = stateful.module if isinstance(stateful, ModelState) else None
+    if isinstance(stateful, ObjectState):
+        if not isinstance(stateful.given, nn.Module):
+            return holds_sharded(stateful.state_dict())
+        module = stateful.given
+    return module is not None and any(map(is_sharded, (*module.parameters(), *module.buffers())))
 
 
 def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
-    """The components of objects that a user gave to the framework, by class and ordinal.
+    """The components of objects that a user registered with the framework, by class and ordinal.
 
-    A module is replicated like a model; of anything else each rank keeps its own.
+    A module is replicated like a model; any other object is per rank.
     """
     return tuple(
         StateComponent(
@@ -136,23 +136,23 @@ def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
 def rank_buffer_components(
     *, model: Any, ema: Any = None, even_none: bool = False
 ) -> tuple[StateComponent, ...]:
-    """Each rank's own buffers of the replicated modules, for runs of several ranks.
+    """The per-rank buffers of the replicated modules, for runs of several ranks.
 
     Args:
         model: modules, as given to ``state_components``.
-        ema: averaged models; what is not a module has no buffers to add.
-        even_none: add them for a module without buffers too: another rank's may have some.
+        ema: averaged models; objects that are no modules are skipped.
+        even_none: include modules without buffers, because another rank's may have some.
     """
     given = {**by_key(Slot.MODEL, model), **by_key(Slot.EMA, ema)}
-    own = {
-        f"{key}/{RANK_BUFFERS}": RankBuffers(value, key=f"{key}/{RANK_BUFFERS}")
+    buffers = [
+        RankBuffers(model_state(value, key=key), key=f"{key}/{RANK_BUFFERS}")
         for key, value in given.items()
         if isinstance(value, nn.Module)
-    }
+    ]
     return tuple(
-        StateComponent(key, stateful, SharingPattern.PER_RANK)
-        for key, stateful in own.items()
-        if even_none or stateful.state_dict()
+        StateComponent(each.key, each, SharingPattern.PER_RANK)
+        for each in buffers
+        if even_none or each.state_dict()
     )
 
 

@@ -1,26 +1,37 @@
-"""Values and objects of the user's own that belong to the run's state."""
+"""User values and objects, and state of framework objects that has no state_dict."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from resumekit.capture.restore import Mismatch, Restorer, describe, refuse, require_fields
-from resumekit.state import Stateful
+from resumekit.capture.restore import (
+    Mismatch,
+    Restorer,
+    class_name,
+    describe,
+    refuse,
+    require_fields,
+)
+from resumekit.errors import StateMismatchError, UnsupportedValueError
+from resumekit.state import ComponentState, Stateful
 
 
-class Extras:
+class Extras(ComponentState):
     """The state of a live dict: plain values, and objects with ``state_dict``.
 
-    Objects are loaded in place. A plain value is replaced under its key; a list, dict, set, deque
-    or tensor that can hold the saved one is filled in place instead, because other code may hold
-    it. A plain value that only the checkpoint has is added.
+    Objects, and lists, dicts, sets, deques and tensors that can hold the saved value, are restored
+    in place, because other code may refer to them. Other values are replaced under their key; a
+    value that only the checkpoint has is added.
 
     Args:
-        live: the user's dict; it is read at each save and written at a load.
+        live: the user's dict, read at each save and written at a load.
         key: the component's key, for errors.
     """
 
@@ -36,11 +47,7 @@ class Extras:
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: a key is an object on one side only, or an object refuses its state.
-        """
+        """Refuses a key that is an object on one side only; asks each object's own method."""
         require_fields(self.key, state, {"values": dict, "objects": dict})
         mismatches = []
         for name, saved in state["objects"].items():
@@ -62,11 +69,7 @@ class Extras:
         refuse(self.key, mismatches, remedy=remedy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Puts every value and object back.
-
-        Returns:
-            What did not come back exactly: values that the checkpoint does not have.
-        """
+        """Restores every value and object; reports values that the checkpoint lacks."""
         restore = Restorer()
         for name, saved in state["objects"].items():
             self.live[name].load_state_dict(restore(None, saved))
@@ -80,7 +83,7 @@ class Extras:
 
 
 def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
-    """The saved value: in the live container if it is of the same kind, else by itself."""
+    """The saved value, in the live container if it has the same type."""
     if isinstance(saved, Tensor):
         return restore(live if isinstance(live, Tensor) else None, saved)
     value = restore(None, saved)
@@ -95,3 +98,135 @@ def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
         live.extend(value)
         return live
     return value
+
+
+class AttributeState(ComponentState):
+    """Named attributes of one object of a framework: counters, flags, sums.
+
+    Args:
+        given: the object; its attributes can be set.
+        names: of the attributes, which are plain values or tensors.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, given: Any, names: Iterable[str], *, key: str) -> None:
+        self._given = given
+        self._names = tuple(names)
+        self.key = key
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live values, not copies."""
+        return {name: getattr(self._given, name) for name in self._names}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses a state that lacks an attribute."""
+        require_fields(self.key, state, {})
+        missing = [name for name in self._names if name not in state]
+        if missing:
+            raise StateMismatchError(
+                self.key,
+                found=f"the checkpoint has no {', '.join(missing)}",
+                expected=", ".join(self._names),
+                remedy="The checkpoint was written with another version of the framework",
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Sets every attribute; a tensor is moved to the device of the one that it replaces."""
+        for name in self._names:
+            live, value = getattr(self._given, name), state[name]
+            if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                value = value.to(live.device)
+            setattr(self._given, name, value)
+        return ()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic)
+
+
+class Known(NamedTuple):
+    """A stored object: the name of its class, and its content."""
+
+    kind: str
+    content: Any
+
+
+class KnownObjects:
+    """Converts objects of known classes in a nested state to plain values and back.
+
+    A framework's state is meant for pickle, which may name any class. Here only the given classes,
+    ``torch.Size`` and ``torch.dtype`` are allowed: an enum is stored as its value, another object
+    as its attributes, and no code of its class runs.
+
+    Args:
+        *kinds: the classes, with distinct ``__name__``.
+    """
+
+    def __init__(self, *kinds: type) -> None:
+        self._kinds = {kind.__name__: kind for kind in (*kinds, torch.Size, torch.dtype)}
+
+    def plain(self, value: Any, *, where: str) -> Any:
+        """Converts every object; tensors keep their identity, mappings become dicts.
+
+        Args:
+            value: dicts, lists, tuples, plain values, tensors, arrays and known objects.
+            where: the value's name in an error.
+
+        Raises:
+            UnsupportedValueError: an object of another class.
+        """
+        if self._kinds.get(type(value).__name__) is type(value):
+            return Known(type(value).__name__, self.plain(_content(value), where=where))
+        if isinstance(value, Mapping):
+            return {key: self.plain(each, where=f"{where}[{key!r}]") for key, each in value.items()}
+        if type(value) in (list, tuple):
+            items = enumerate(value)
+            return type(value)(self.plain(each, where=f"{where}[{i}]") for i, each in items)
+        if isinstance(value, Enum) or not isinstance(value, _PLAIN):
+            raise UnsupportedValueError(
+                where,
+                found=f"an object of class {class_name(value)}",
+                expected=f"plain values, tensors, or one of {', '.join(sorted(self._kinds))}",
+            )
+        return value
+
+    def live(self, value: Any) -> Any:
+        """The inverse of ``plain``, also of a value that was stored and read.
+
+        Raises:
+            StateMismatchError: an object of a class that is not known here.
+        """
+        if isinstance(value, dict):
+            return {key: self.live(each) for key, each in value.items()}
+        if getattr(value, "_fields", None) == Known._fields:
+            if value.kind not in self._kinds:
+                raise StateMismatchError(
+                    "the checkpoint",
+                    found=f"an object of class {value.kind}",
+                    expected=f"one of {', '.join(sorted(self._kinds))}",
+                )
+            return _made(self._kinds[value.kind], self.live(value.content))
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.live, value))
+        return value
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, torch.Size):
+        return list(value)
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else vars(value)
+
+
+def _made(kind: type, content: Any) -> Any:
+    if kind is torch.dtype:
+        return {str(each).removeprefix("torch."): each for each in _dtypes()}[content]
+    if issubclass(kind, (Enum, torch.Size)):
+        return kind(content)
+    made = object.__new__(kind)
+    vars(made).update(content)
+    return made
+
+
+def _dtypes() -> list[torch.dtype]:
+    return [each for each in vars(torch).values() if isinstance(each, torch.dtype)]

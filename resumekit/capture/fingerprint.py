@@ -1,21 +1,23 @@
-"""What a run is made of, and what has changed since a checkpoint was written."""
+"""What describes a run (versions, commit, command line, settings) and what changed since."""
 
 from __future__ import annotations
 
 import math
+import os
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import resumekit
-from resumekit.capture.git import repository_state
-from resumekit.capture.secrets import without_secrets
 from resumekit.state import StateComponent
 
 # A value under this name, at any depth, shapes how long the run is.
@@ -124,3 +126,112 @@ def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator
             yield from _differences(f"{name}[{index}]", each, partner, severity)
     elif then != now:
         yield Difference(name, then, now, severity)
+
+
+# A slow file system must not hold up a job for a line in a report.
+_LIMIT_SECONDS = 5.0
+
+
+def repository_state(script: Path | None = None) -> dict[str, object] | None:
+    """The commit of the repository around a script, and whether tracked files differ from it.
+
+    Args:
+        script: a file of the repository; by default the program that is running.
+
+    Returns:
+        ``{"commit", "dirty"}``, or None without git, without a repository or without a script.
+    """
+    script = script or _running_script()
+    if script is None:
+        return None
+    commit = _git(script.parent, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    status = _git(script.parent, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def _running_script() -> Path | None:
+    name = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(name).resolve() if name else None
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    # GIT_OPTIONAL_LOCKS: looking at a repository must not write into it.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_SECONDS,
+            env=environment,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+HIDDEN = "***"
+
+# As whole words of a name: --hf_token, --api-key, --wandb.apiKey, AWS_SECRET_ACCESS_KEY. Plurals
+# are not among them: --max_tokens and --num_keys are settings.
+_WORDS = frozenset(
+    {"token", "key", "apikey", "password", "passwd", "passphrase", "pwd", "secret", "credential"}
+    | {"credentials", "secrets", "auth", "accesskey", "secretkey", "authtoken"}
+)
+_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+
+_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s]*@")
+_QUERY = re.compile(r"(?P<name>[?&;][^=?&;#\s]+)=(?P<value>[^&;#\s]*)")
+_TOKENS = re.compile(
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA)[A-Za-z0-9_\-]{12,}"
+)
+_HEADER = re.compile(r"\b(?P<kind>bearer|basic)\s+\S+", re.IGNORECASE)
+_JSON = re.compile(r"(?P<name>[\w.-]+)(?P<between>[\"']?\s*:\s*[\"'])[^\"']*")
+_ASSIGNED = re.compile(r"(?P<name>[^=\s:/?]+)=(?P<value>.*)", re.DOTALL)
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+
+
+def without_secrets(words: Iterable[str]) -> list[str]:
+    """A command line whose secrets are ``***``.
+
+    Args:
+        words: as in ``sys.argv``.
+    """
+    found, hides_next = [], False
+    for word in words:
+        is_option = _OPTION.fullmatch(word) is not None
+        if hides_next and not is_option:
+            found.append(HIDDEN)
+            hides_next = False
+            continue
+        assigned = _ASSIGNED.fullmatch(word)
+        if assigned is not None and is_secret_name(assigned["name"]):
+            found.append(f"{assigned['name']}={HIDDEN}")
+        else:
+            found.append(_without_tokens(word))
+        hides_next = is_option and assigned is None and is_secret_name(word)
+    return found
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option, a variable or an attribute of this name holds a secret.
+
+    Args:
+        name: e.g. ``--hf_token``, ``wandb.apiKey`` or ``OPENAI_API_KEY``.
+    """
+    return any(part.lower() in _WORDS for part in _PARTS.findall(name))
+
+
+def _without_tokens(word: str) -> str:
+    word = _USER_INFO.sub(rf"\g<scheme>{HIDDEN}@", word)
+    word = _QUERY.sub(
+        lambda m: f"{m['name']}={HIDDEN if is_secret_name(m['name']) else m['value']}", word
+    )
+    word = _JSON.sub(
+        lambda m: f"{m['name']}{m['between']}{HIDDEN}" if is_secret_name(m["name"]) else m[0], word
+    )
+    word = _HEADER.sub(rf"\g<kind> {HIDDEN}", word)
+    return _TOKENS.sub(HIDDEN, word)

@@ -1,7 +1,7 @@
-"""The gradients that training still needs when a checkpoint is written.
+"""Gradients that training still needs when a checkpoint is written.
 
-Those that an accumulation window has summed up, for a save in the middle of it; and, at a step
-boundary, those of a loop that adds to them in every step.
+They are saved within an accumulation window and, at a step boundary, for a loop that never clears
+them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.buffers import RankBuffers
-from resumekit.capture.flat import FlatModelState
-from resumekit.capture.flat_gradients import FlatGradients, StorageWatch
-from resumekit.capture.gradient_buckets import GradientBuckets
-from resumekit.capture.gradient_watch import GradientWatch
-from resumekit.capture.model import ModelState
+from resumekit.capture.ddp_buckets import GradientBuckets
+from resumekit.capture.fsdp1 import FlatModelState
+from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
+from resumekit.capture.model import ModelState, RankBuffers
 from resumekit.capture.naming import clean_names
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
@@ -25,7 +23,7 @@ from resumekit.capture.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.layout import WorldChange
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
-from resumekit.state import SharingPattern, Slot, StateComponent
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"
@@ -39,7 +37,7 @@ _ZEROS = "zeros"  # steps begin with zeros, which are not stored
 Named = Mapping[str, Tensor]
 
 
-class AccumulatedGradients:
+class AccumulatedGradients(ComponentState):
     """This rank's ``.grad`` of some parameters, while training still needs them.
 
     Args:
@@ -63,15 +61,15 @@ class AccumulatedGradients:
         self._flat = flat
         self._named = named
         self._is_within = is_within
-        self._pending: dict[str, Any] = {}  # to be put back with the random state
+        self._pending: dict[str, Any] = {}  # until after_rng_restore
 
     @property
     def is_needed(self) -> bool:
-        """Whether a checkpoint written now has anything to hold."""
+        """Whether a checkpoint written now contains gradients."""
         return bool(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """The live gradients, not copies, by name, and why they are there; empty without any."""
+        """The live gradients, not copies, by name, and why they are saved; empty without any."""
         if self._pending:
             return dict(self._pending)
         live = {n: p.grad for n, p in self._named().items() if p.grad is not None}
@@ -88,25 +86,17 @@ class AccumulatedGradients:
             return {}
         return {
             "reason": reason,
-            "gradients": {name: _in_parts(grad, parameters[name]) for name, grad in live.items()},
+            "gradients": {name: _encoded(grad, parameters[name]) for name, grad in live.items()},
         }
 
     def comparable_state(self) -> dict[str, Any]:
-        """The gradients that a later step is known to use.
-
-        Without evidence yet, a save holds them to be safe; a resumed run may have that evidence.
-        """
+        """The gradients that a later step is known to use, not those saved for lack of evidence."""
         state = self.state_dict()
         is_used = bool(state) and state["reason"] in (_WINDOW, _CARRIED)
         return dict(state["gradients"]) if is_used else {}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: a gradient of no parameter here, of another shape, or of another
-                part of a sharded parameter.
-        """
+        """Refuses a gradient without a parameter, of another shape or of another shard."""
         if not state:
             return
         require_fields(self.key, state, {"reason": str, "gradients": dict})
@@ -115,10 +105,10 @@ class AccumulatedGradients:
             refuse(self.key, problems, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keeps them until ``put_back_with_random``: code before the next batch may clear them.
+        """Keeps them until ``after_rng_restore``: code before the next batch may clear them.
 
         Returns:
-            What was not restored: gradients that do not fit here, if no step needed them yet.
+            A message where the gradients do not fit and no step is known to need them.
         """
         reason = state["reason"] if state else ""
         if reason != _UNKNOWN:
@@ -131,13 +121,13 @@ class AccumulatedGradients:
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Those that all former ranks have alike.
+        """The gradients that are equal on all former ranks.
 
         Raises:
-            StateMismatchError: the former ranks had different ones, in an open window perhaps.
+            StateMismatchError: they differ, for instance within an accumulation window.
         """
         first = states[0]
-        if len({state_digest(state) for state in states.values()}) == 1 and not _has_parts(first):
+        if len({state_digest(state) for state in states.values()}) == 1 and not _has_shards(first):
             return first, ()
         if {state.get("reason", _UNKNOWN) for state in states.values()} == {_UNKNOWN}:
             return {}, (f"{self.key}: not restored, because the number of ranks changed",)
@@ -151,11 +141,11 @@ class AccumulatedGradients:
         )
 
     def start_fresh(self) -> tuple[str, ...]:
-        """A checkpoint that was written where no gradients were needed lacks nothing."""
+        """A checkpoint without gradients was written where none were needed."""
         return ()
 
-    def put_back_with_random(self) -> None:
-        """Gives every parameter the gradient that it had; a no-op when there is none."""
+    def after_rng_restore(self) -> None:
+        """Restores the gradient of every parameter; a no-op where none were saved."""
         pending, self._pending = self._pending, {}
         if not pending:
             return
@@ -174,28 +164,30 @@ class AccumulatedGradients:
             self._flat.set_views()
         self.watch.look()
 
+    put_back_with_random = after_rng_restore
+
     def _mismatches(self, saved: Mapping[str, Any]) -> Iterator[Mismatch]:
         parameters = self._named()
         for name, gradient in saved.items():
             if name not in parameters:
                 yield Mismatch(name, "a gradient in the checkpoint", "a parameter")
-            elif gradient is not None and _place(gradient) != _place_of(parameters[name], gradient):
+            elif gradient is not None and _shard(gradient) != _shard_of(parameters[name], gradient):
                 yield Mismatch(
                     name,
-                    f"a gradient of {_words(_place(gradient))} in the checkpoint",
-                    f"{_words(_place_of(parameters[name], gradient))}, as here",
+                    f"a gradient of {_words(_shard(gradient))} in the checkpoint",
+                    f"{_words(_shard_of(parameters[name], gradient))}, as here",
                 )
 
 
-def _in_parts(gradient: Any, parameter: Tensor) -> Any:
-    """The gradient itself, or what a sparse or sharded one is made of; None for zeros."""
+def _encoded(gradient: Any, parameter: Tensor) -> Any:
+    """The gradient itself, or the content of a sparse or sharded one; None for zeros."""
     if _is_zeros_like(gradient, parameter):
         return None
     if is_sharded(gradient):
         return {
             "local": local_part(gradient),
             "placements": [str(each) for each in gradient.placements],
-            **_place_of(parameter, None),
+            **_shard_of(parameter, None),
         }
     if gradient.layout != torch.sparse_coo:
         return gradient
@@ -208,7 +200,7 @@ def _in_parts(gradient: Any, parameter: Tensor) -> Any:
 
 
 def _is_zeros_like(gradient: Any, parameter: Any) -> bool:
-    """Whether every bit is zero, and ``zeros_like(parameter)`` is this gradient."""
+    """Whether ``zeros_like(parameter)`` is this gradient, bit for bit."""
     local = local_part(gradient)
     if local.layout != torch.strided or gradient.dtype != parameter.dtype:
         return False
@@ -217,20 +209,20 @@ def _is_zeros_like(gradient: Any, parameter: Any) -> bool:
     return not bool(local.contiguous().view(torch.uint8).any()) if local.dim() else False
 
 
-def _has_parts(state: Mapping[str, Any]) -> bool:
+def _has_shards(state: Mapping[str, Any]) -> bool:
     gradients = state.get("gradients", {}).values()
     return any(isinstance(each, dict) and "local" in each for each in gradients)
 
 
-def _place(saved: Any) -> dict[str, Any]:
-    """What a saved gradient is a gradient of."""
+def _shard(saved: Any) -> dict[str, Any]:
+    """The shape of the parameter of a saved gradient, and this rank's position in the mesh."""
     if isinstance(saved, Tensor):
         return {"size": list(saved.shape)}
     return {name: saved[name] for name in ("size", "mesh", "coordinate") if name in saved}
 
 
-def _place_of(parameter: Tensor, gradient: Any) -> dict[str, Any]:
-    """The same of a live parameter; the gradient of a DTensor was saved as this rank's part."""
+def _shard_of(parameter: Tensor, gradient: Any) -> dict[str, Any]:
+    """The same of a live parameter."""
     size = list(parameter.shape)
     if not is_sharded(parameter):
         return {"size": size}
@@ -244,7 +236,7 @@ def _words(place: Mapping[str, Any]) -> str:
 
 
 def _as_gradient(saved: Any, parameter: Tensor) -> Tensor:
-    """A copy that lies in memory as torch lays out the gradient of this parameter."""
+    """A copy with the memory layout that torch gives the gradient of this parameter."""
     if isinstance(saved, Tensor):
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False).copy_(saved)
     if "local" in saved:
@@ -263,7 +255,7 @@ def _as_sharded(saved: Mapping[str, Any], parameter: Any) -> Tensor:
     if saved["placements"] == [str(each) for each in parameter.placements]:
         made: Tensor = sharded_like(parameter, local)
         return made
-    # The gradient of a replicated parameter may be a sum that is not reduced yet.
+    # The gradient of a replicated parameter may be a partial sum.
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     known = {str(each): each for each in (*parameter.placements, Partial(), Replicate())}
@@ -278,7 +270,7 @@ def _as_sharded(saved: Mapping[str, Any], parameter: Any) -> Tensor:
 
 
 def named_parameters(module: nn.Module) -> Callable[[], Named]:
-    """What gives a module's parameters by wrapper-free name."""
+    """A function that returns a module's parameters by wrapper-free name."""
 
     def named() -> Named:
         parameters = dict(module.named_parameters())
@@ -288,16 +280,16 @@ def named_parameters(module: nn.Module) -> Callable[[], Named]:
     return named
 
 
-_BESIDE_A_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, UserState)
+_DERIVED_FROM_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, UserState)
 
 
 def gradient_components(
     components: Iterable[StateComponent], is_within: Callable[[], bool]
 ) -> tuple[StateComponent, ...]:
-    """The gradients of the parameters among the components, as components: each rank has its own.
+    """The PER_RANK gradient components of the models and parameters among the components.
 
-    Without an all-reduce inside the window (``no_sync``) every rank sums up other gradients. Of
-    models that keep their gradients elsewhere there are none, see ``require_gradients``.
+    Without an all-reduce within the window (``no_sync``) every rank accumulates other gradients.
+    Models that keep their gradients elsewhere have none, see ``require_gradients``.
 
     Args:
         components: of a run.
@@ -315,7 +307,7 @@ def gradient_components(
 
 
 def holds_gradients(keys: Iterable[str]) -> frozenset[str]:
-    """The keys of such components among those of a checkpoint."""
+    """The keys of gradient components among those of a checkpoint."""
     slots = (Slot.MODEL.value, Slot.OPTIMIZER.value)
     return frozenset(
         key for key in keys if key.split("/")[0] in slots and key.endswith(f"/{_SUFFIX}")
@@ -329,7 +321,9 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
         ConfigurationError: a model keeps its gradients where they cannot be found.
     """
     for component in components:
-        if component.slot != Slot.MODEL.value or isinstance(component.stateful, _BESIDE_A_MODEL):
+        if component.slot != Slot.MODEL.value or isinstance(
+            component.stateful, _DERIVED_FROM_MODEL
+        ):
             continue
         module = _module_of(component)
         if module is None:
@@ -340,7 +334,7 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
                 remedy="Leave mid_accumulation at 'boundary'",
             )
         if any(map(is_sharded, module.parameters())):
-            # FSDP2 keeps what a window has summed up to itself. torch 2.13
+            # FSDP2 accumulates in a private tensor. torch 2.13
             # distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.unsharded_accumulated_grad.
             raise ConfigurationError(
                 "mid_accumulation",
@@ -353,7 +347,7 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
 def _named_of(component: StateComponent) -> Callable[[], Named] | None:
     if isinstance(component.stateful, OptimizerParameters):
         return component.stateful.named
-    if component.slot != Slot.MODEL.value or isinstance(component.stateful, _BESIDE_A_MODEL):
+    if component.slot != Slot.MODEL.value or isinstance(component.stateful, _DERIVED_FROM_MODEL):
         return None
     module = _module_of(component)
     return None if module is None else named_parameters(module)

@@ -1,4 +1,4 @@
-"""A model's parameters, buffers and extra state, under names that no wrapper changes."""
+"""A model's parameters, buffers and extra state by wrapper-free name, and each rank's buffers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from resumekit.capture.naming import clean_names
-from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
-from resumekit.errors import StateMismatchError
+from resumekit.capture.restore import (
+    Mismatch,
+    describe,
+    name_mismatches,
+    refuse,
+    require_dict,
+    state_mismatches,
+)
+from resumekit.layout import WorldChange
 from resumekit.serialization import fill, is_sharded, local_part
+from resumekit.state import ComponentState
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
 _REMEDY = "Build the model as it was when the checkpoint was written"
 
 
-# In the fingerprint of a module in 16 bits whose weights are saved in fp32: its type, and what in
-# it is in fp32 itself.
+# In the fingerprint of a 16-bit module whose weights are saved in fp32: its dtype, and the names of
+# its own fp32 tensors.
 TRAINED_IN = "trained_in"
 IN_FP32 = "in_fp32"
 
 
-class ModelState:
-    """The state of a module, whatever wraps it now or wrapped it when it was saved.
+class ModelState(ComponentState):
+    """The state of a module, independent of its wrappers now and when it was saved.
 
     Only what ``module.state_dict()`` holds is saved; for the rest see ``attribute_components``.
 
@@ -51,26 +59,15 @@ class ModelState:
         return {names[name]: value for name, value in raw.items()}
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be alike on all ranks that hold it: the parameters, and buffers in parts.
-
-        Other buffers may be each rank's own.
-        """
+        """The parameters and the sharded buffers: ranks may have different other buffers."""
         raw = (name for name, _ in self.module.named_parameters(remove_duplicate=False))
         names = set(clean_names(self.module, raw).values())
         state = self.state_dict()
         return {n: value for n, value in state.items() if n in names or is_sharded(value)}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: a name is missing, unexpected or likely renamed; a shape, a dtype or
-                the tying of two names differs; or a live tensor has no memory to load into.
-        """
-        if not isinstance(state, Mapping):
-            raise StateMismatchError(
-                self.key, found=f"{describe(state)} in the checkpoint", expected="a dict"
-            )
+        """Refuses other names, dtypes, shapes and ties, and live tensors without memory."""
+        require_dict(self.key, state)
         live = self.state_dict()
         problems = name_mismatches(_described(state, live), _described(live, live))
         for name, value in live.items():
@@ -83,11 +80,8 @@ class ModelState:
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Copies every value into the live tensor of that name; no parameter changes identity.
 
-        Returns:
-            What did not come back exactly: nothing.
-
         Raises:
-            StateMismatchError: the module itself did not take what it was given.
+            StateMismatchError: the module rejects a name.
         """
         live = self.module.state_dict()
         names = clean_names(self.module, live)
@@ -103,7 +97,7 @@ class ModelState:
         return ()
 
     def first_rank_only(self) -> frozenset[str]:
-        """The buffers of which every rank has its own."""
+        """The names of the unsharded buffers."""
         buffers = clean_names(self.module, (name for name, _ in self.module.named_buffers()))
         state = self.state_dict()
         return frozenset(
@@ -111,7 +105,7 @@ class ModelState:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What describes the model: the numbers of its parameters, trainable and in all."""
+        """The number of parameters, trainable and in total."""
         parameters = [p for p in self.module.parameters() if not is_lazy(p)]
         return {
             "num_parameters": sum(p.numel() for p in parameters),
@@ -119,8 +113,60 @@ class ModelState:
         }
 
 
+# What the key of the component of a rank's buffers ends in.
+RANK_BUFFERS = "rank_buffers"
+
+
+class RankBuffers(ComponentState):
+    """This rank's persistent buffers of a replicated module, by wrapper-free name.
+
+    DDP averages gradients, not buffers: the running statistics of a batch norm follow each rank's
+    own batches. (DDP broadcasts rank 0's before each forward pass unless
+    ``broadcast_buffers=False``.)
+
+    Args:
+        model: the state of the module.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, model: ModelState, *, key: str) -> None:
+        self.model = model
+        self.module = model.module
+        self.key = key
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live buffers, not copies; sharded ones are saved with the model."""
+        state = self.model.state_dict()
+        raw_names = (name for name, _ in self.module.named_buffers())
+        names = clean_names(self.module, raw_names).values()
+        return {n: state[n] for n in names if n in state and not is_sharded(state[n])}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses other names, shapes and dtypes."""
+        refuse(self.key, state_mismatches(state, self.state_dict()), remedy=_REMEDY)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Copies every value into the live buffer of that name."""
+        with torch.no_grad():
+            for name, buffer in self.state_dict().items():
+                buffer.copy_(state[name])
+        return ()
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """A checkpoint of one rank has only the buffers of the module."""
+        return (f"{self.key}: every rank begins with the buffers that were saved with the module",)
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Tensor]], change: WorldChange
+    ) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+        """This rank's buffers in a job with another number of ranks; a new rank gets a copy."""
+        source = change.model_rank
+        remark = f"{self.key}: rank {change.rank} is new, its buffers are those of rank {source}"
+        return states[source], (remark,) if change.is_new else ()
+
+
 def _given(name: str, value: Any, live: Any) -> Any:
-    # torch copies tensors into the live ones, but hands extra state over as it is.
+    # torch copies tensors into the live ones, but passes extra state on without a copy.
     if name.endswith(_EXTRA_STATE):
         return copy.deepcopy(value)
     if is_sharded(live):  # from host memory, which torch's own copy of DTensors does not expect
@@ -130,7 +176,7 @@ def _given(name: str, value: Any, live: Any) -> Any:
 
 
 def _described(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:
-    # Shapes that are not known yet are no reason to doubt a name.
+    # A lazy tensor has no shape yet, so only its name is compared.
     return {
         name: describe(value) if name not in live or not is_lazy(live[name]) else "lazy"
         for name, value in state.items()
@@ -154,7 +200,7 @@ def _tensor_mismatches(name: str, saved: Any, live: Any) -> Iterator[Mismatch]:
 
 
 def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Names tied on one side only: tied here, two values there; or tied there, two tensors here."""
+    """Names tied on one side only."""
     for first, second in _ties(live):
         if not _is_one(saved[first], saved[second]) and not torch.equal(
             local_part(saved[first]), local_part(saved[second])
@@ -181,7 +227,7 @@ def _is_one(tensor: Any, other: Any) -> bool:
 
 
 def _address(value: Any) -> int:
-    """Where a tensor's memory is; 0 where it has none of its own (lazy, meta, sparse)."""
+    """The address of a tensor's memory; 0 for a lazy, meta, sparse or empty one."""
     value = local_part(value)
     if not isinstance(value, Tensor) or is_lazy(value) or value.layout != torch.strided:
         return 0

@@ -1,58 +1,60 @@
-"""An optimizer's state by parameter name, given back bit for bit.
+"""An optimizer's state by parameter name, restored bit for bit.
 
 ``torch.optim.Optimizer.load_state_dict`` casts every moment to its parameter's dtype, replaces the
 param group dicts and learning-rate tensors that others may hold, and matches parameters by position
 alone. Optimizers that inherit it are therefore loaded here, in the same order of hooks; one that
-brings its own is loaded by its own.
+has its own method is loaded by that method.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from resumekit.capture.naming import parameter_names
-from resumekit.capture.optimizer_load import (
-    hyperparameters,
-    inherits_load,
-    load_exactly,
-    spread_like,
-)
-from resumekit.capture.optimizer_mismatch import optimizer_mismatches
-from resumekit.capture.optimizer_stages import merged_optimizers, part_of_optimizer
+from resumekit.capture.pipeline import merged_optimizers, part_of_optimizer
 from resumekit.capture.restore import (
+    Mismatch,
+    Restorer,
     class_name,
     describe,
+    description_mismatches,
+    fits,
     is_same_class,
+    name_mismatches,
     pairs_in,
     refuse,
     require_fields,
 )
 from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.serialization import is_sharded, local_part, part_like, sharded_like
+from resumekit.state import ComponentState
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
 
-class OptimizerState:
-    """The state of one optimizer under parameter names (FQN), without wrapper prefixes.
+class OptimizerState(ComponentState):
+    """The state of one optimizer by FQN, without wrapper prefixes.
 
     The saved layout is that of torch's distributed ``get_state_dict``: ``state`` by FQN and
-    ``param_groups`` with FQNs under ``params``; beside them the class and what each parameter was.
-    An object that only has ``state_dict`` and ``load_state_dict`` is stored as it gives itself.
+    ``param_groups`` with FQNs under ``params``; also the class, and each parameter's dtype and
+    shape. The state of an object without param groups is stored unchanged.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, or an object with both methods.
-        modules: the modules whose parameters it updates, by name. A parameter outside all of them
-            has the name that the optimizer was given, or its position, ``group0.param3``.
+        modules: the modules whose parameters it updates, by name. A parameter outside them has
+            the name that the optimizer was given, or its position, ``group0.param3``.
         key: the component's key, for errors.
-        adopt: take the tensors of a loaded state over instead of copying them, where they are on
-            the right device. Only for a state that nobody else uses afterwards.
-        prefix: before the names of parameters outside all modules; those of several pipeline
-            stages would else be the same.
+        adopt: keep the tensors of a loaded state that are on the right device instead of copying
+            them. Only for a state that is not used afterwards.
+        prefix: of the names of parameters outside the modules, to keep those of several pipeline
+            stages distinct.
     """
 
     def __init__(
@@ -98,13 +100,7 @@ class OptimizerState:
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: another class, another number of param groups, a parameter that is
-                missing, unexpected, likely renamed, of another shape or dtype or in another group,
-                or a group value that is a tensor on one side only.
-        """
+        """Refuses another class, other parameters, other groups and other types of group values."""
         require_fields(self.key, state, {"class": str})
         if not is_same_class(state["class"], class_name(self.optimizer)):
             raise StateMismatchError(
@@ -124,14 +120,11 @@ class OptimizerState:
         refuse(self.key, list(mismatches), remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Gives every value back, bit for bit, with its dtype.
+        """Restores every value bit for bit, with its dtype.
 
-        Param group dicts, learning-rate tensors and moments that exist already keep their identity;
-        new moments are made on the parameter's device. Hyperparameters are the checkpoint's; a
+        Param group dicts, learning-rate tensors and existing moments keep their identity; new
+        moments are created on the parameter's device. Hyperparameters are the checkpoint's; a
         group's keys that it lacks keep their live value.
-
-        Returns:
-            What did not come back exactly: nothing.
         """
         if "opaque" in state:
             self.optimizer.load_state_dict(self._own(state["opaque"]))
@@ -144,10 +137,7 @@ class OptimizerState:
         return ()
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-        """Each saved tensor with the live DTensor that it is to be spread like.
-
-        Moments that do not exist yet are to be spread like their parameter.
-        """
+        """Moments that do not exist yet get the placements of their parameter."""
         live = self.state_dict()
         if "opaque" in live:
             yield from pairs_in(state, live)
@@ -158,35 +148,27 @@ class OptimizerState:
                 continue
             known = live["state"].get(fqn, {})
             for name, value in values.items():
-                partner = spread_like(name, value, parameters[fqn], known)
+                partner = placement_source(name, value, parameters[fqn], known)
                 if partner is not None and partner.shape == value.shape:
                     yield value, partner
         yield from pairs_in(state["unnamed_state"], live["unnamed_state"])
 
     def merge_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state of those of the optimizers of several pipeline stages.
-
-        Raises:
-            StateMismatchError: other classes, or different values for one name.
-        """
+        """One state of those of the optimizers of several pipeline stages."""
         return merged_optimizers(self.key, states)
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What the live parameters need of the state of more parameters, in the live groups.
-
-        Raises:
-            StateMismatchError: the parameters of a live group had different hyperparameters.
-        """
+        """The state of the live parameters, in the live groups."""
         return part_of_optimizer(self.key, state, self._names())
 
     def named_parameters(self) -> dict[str, Tensor] | None:
-        """The parameters by the names of the state; None where the optimizer does not show them."""
+        """The parameters by the names of the state; None for an optimizer without param groups."""
         if not isinstance(getattr(self.optimizer, "param_groups", None), list):
             return None
         return self._parameters_by_name()
 
     def trained_parameters(self) -> list[Tensor]:
-        """The live parameters that the script gave to the optimizer."""
+        """The live parameters that the script passed to the optimizer."""
         return list((self.named_parameters() or {}).values())
 
     def fingerprint(self) -> dict[str, Any]:
@@ -236,7 +218,7 @@ class OptimizerState:
         }
 
     def _parameters(self, names: list[list[str]]) -> dict[str, str]:
-        """What each parameter is (dtype and shape), by name."""
+        """The dtype and shape of each parameter, by name."""
         return {
             name: describe(parameter)
             for group, group_names in zip(self.optimizer.param_groups, names, strict=True)
@@ -280,3 +262,161 @@ def _names_by_id(names: list[list[str]], groups: list[dict[str, Any]]) -> dict[A
         for group_names, group in zip(names, groups, strict=True)
         for name, identity in zip(group_names, group["params"], strict=True)
     }
+
+
+Group = Mapping[str, Any]
+
+
+def optimizer_mismatches(
+    saved: Mapping[str, Any], live: Mapping[str, Any], *, is_order_bound: bool
+) -> Iterator[Mismatch]:
+    """Everything that would make a load fail or restore silently wrong values.
+
+    Args:
+        saved: ``parameters`` (a description by name) and ``param_groups`` of the checkpoint.
+        live: the same of this run.
+        is_order_bound: whether the order of the parameters matters, as for an optimizer that keeps
+            one flat vector for all of them.
+    """
+    yield from name_mismatches(saved["parameters"], live["parameters"])
+    yield from description_mismatches(saved["parameters"], live["parameters"])
+    groups_then, groups_now = saved["param_groups"], live["param_groups"]
+    if len(groups_then) != len(groups_now):
+        then, now = f"{len(groups_then)} groups in the checkpoint", f"{len(groups_now)}, as here"
+        yield Mismatch("param_groups", then, now)
+        return
+    yield from _membership_mismatches(groups_then, groups_now)
+    for index, (group_then, group_now) in enumerate(zip(groups_then, groups_now, strict=True)):
+        where = f"param_groups[{index}]"
+        if is_order_bound and group_then["params"] != group_now["params"]:
+            yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
+        differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
+        yield from _value_mismatches(where, differing, group_now)
+
+
+def _scaled(then: Group, now: Group) -> str | None:
+    """The hyperparameter that is a number until the first step replaces it by a tensor.
+
+    transformers 5.23 optimization.py AdafactorSchedule records the learning rate that Adafactor has
+    scaled by the parameters.
+    """
+    rate = then.get("lr")
+    is_scaled = bool(now.get("scale_parameter")) and not isinstance(now.get("lr"), Tensor)
+    return "lr" if is_scaled and isinstance(rate, Tensor) and rate.dim() == 0 else None
+
+
+def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Iterator[Mismatch]:
+    group_of = {name: index for index, group in enumerate(now) for name in group["params"]}
+    for index, group in enumerate(then):
+        for name in group["params"]:
+            here = group_of.get(name, index)
+            if here != index:
+                yield Mismatch(name, f"in param group {index}", f"in group {here}, as here")
+
+
+def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
+    """Values that are a tensor on one side only, or tensors of another dtype or shape."""
+    if isinstance(then, Tensor) or isinstance(now, Tensor):
+        if not fits(now, then):
+            yield Mismatch(
+                where, f"{describe(then)} in the checkpoint", f"{describe(now)}, as here"
+            )
+    elif isinstance(then, dict) and isinstance(now, dict):
+        for name in then:
+            if name in now:
+                yield from _value_mismatches(f"{where}[{name!r}]", then[name], now[name])
+    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
+        for index, (each, partner) in enumerate(zip(then, now, strict=False)):
+            yield from _value_mismatches(f"{where}[{index}]", each, partner)
+
+
+# Not hyperparameters: which parameters a group holds.
+_MEMBERSHIP = ("params", "param_names")
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a param group without its parameters and their names."""
+    return {name: value for name, value in group.items() if name not in _MEMBERSHIP}
+
+
+def inherits_load(optimizer: Any) -> bool:
+    """Whether ``load_state_dict`` is that of ``torch.optim.Optimizer``."""
+    is_torchs = getattr(type(optimizer), "load_state_dict", None) is Optimizer.load_state_dict
+    return is_torchs and "load_state_dict" not in vars(optimizer)
+
+
+def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = False) -> None:
+    """Like ``Optimizer.load_state_dict``, without its casts and in place.
+
+    Args:
+        optimizer: an optimizer for which ``inherits_load`` holds.
+        packed: a state in the layout of ``Optimizer.state_dict``.
+        adopt: keep tensors of ``packed`` that are on the right device instead of copying them.
+
+    Source: torch 2.13 optim/optimizer.py, Optimizer.load_state_dict; its hooks run in its order.
+    """
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = pre_hook(optimizer, packed)
+        packed = packed if changed is None else changed
+    restore = Restorer()
+    owner: dict[Any, tuple[Tensor, dict[str, Any]]] = {}
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for name, value in hyperparameters(saved).items():
+            group[name] = restore(group.get(name), value)
+        pairs = zip(saved["params"], group["params"], strict=True)
+        owner.update({identity: (parameter, group) for identity, parameter in pairs})
+    restored: dict[Any, Any] = {}
+    for identity, saved in packed["state"].items():
+        parameter, group = owner.get(identity, (None, {}))
+        key = identity if parameter is None else parameter
+        live = optimizer.state.get(key, {})
+        if parameter is None or not isinstance(saved, dict):
+            restored[key] = restore(live, saved)
+            continue
+        restored[key] = {
+            name: restore(
+                live.get(name),
+                part_like(placement_source(name, value, parameter, live), value),
+                partial(_moment, parameter, adopt=adopt, on_host=is_host_step(name, group)),
+            )
+            for name, value in saved.items()
+        }
+    optimizer.state.clear()
+    optimizer.state.update(restored)
+    # Fills in what the state of an older torch lacks. The objects are the same: identities stay.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def placement_source(name: str, value: Any, parameter: Tensor, live: Mapping[str, Any]) -> Any:
+    """The DTensor whose placements a value of a parameter's state gets; None for an unsharded one.
+
+    Args:
+        name: of the value in the parameter's state.
+        value: the saved one.
+        parameter: the live parameter.
+        live: the parameter's live state, empty before the first step.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    if isinstance(live.get(name), Tensor):
+        return live[name] if is_sharded(live[name]) else None
+    # Optimizers create their moments from the parameter, their step counts not.
+    is_moment = value.shape == parameter.shape and name != "step"
+    return parameter if is_moment and is_sharded(parameter) else None
+
+
+def is_host_step(name: str, group: Mapping[str, Any]) -> bool:
+    """Whether a value is a step count that its optimizer keeps in host memory."""
+    # torch 2.13 keeps a step count in host memory unless the kernel itself reads it.
+    return name == "step" and not (group.get("capturable") or group.get("fused"))
+
+
+def _moment(parameter: Tensor, saved: Tensor, *, adopt: bool, on_host: bool) -> Tensor:
+    """A saved tensor on the device where the optimizer keeps it."""
+    # The memory layout stays the saved one: reductions (Adafactor's, Muon's) depend on it.
+    part = local_part(saved).detach()
+    device = part.device if on_host else local_part(parameter).device
+    made: Tensor = part.to(device, copy=not adopt)
+    return sharded_like(saved, made) if is_sharded(saved) else made

@@ -1,7 +1,7 @@
-"""Parameters that an optimizer trains and that no saved component contains.
+"""Parameters that an optimizer trains and that no other component contains.
 
-Optimizers may be given a bare tensor, the head of a loss module or layers in a plain list. Their
-moments are saved with the optimizer; their values are a component of their own.
+An optimizer may train a bare tensor, the head of a loss module or layers in a plain list. The
+moments are saved with the optimizer; the values are a separate component.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resumekit.capture.averages import ObjectState
 from resumekit.capture.model import ModelState
 from resumekit.capture.naming import clean_name
-from resumekit.capture.objects import ObjectState
-from resumekit.capture.restore import Mismatch, describe, name_mismatches, refuse
+from resumekit.capture.restore import refuse, state_mismatches
 from resumekit.serialization import fill, is_sharded, local_part
-from resumekit.state import CaptureLine, Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.state import (
+    CaptureLine,
+    ComponentState,
+    Fidelity,
+    SharingPattern,
+    Slot,
+    StateComponent,
+)
 
 # What the key of such a component ends in.
 OPTIMIZER_PARAMETERS = "parameters"
@@ -27,7 +34,7 @@ _REMEDY = "Give the optimizer the parameters that it had when the checkpoint was
 Named = dict[str, Tensor]
 
 
-class OptimizerParameters:
+class OptimizerParameters(ComponentState):
     """The values of an optimizer's parameters that no other component contains, by name.
 
     Names are the optimizer's: ``group0.param3``, or those that the optimizer was given.
@@ -47,34 +54,18 @@ class OptimizerParameters:
         return {name: parameter.detach() for name, parameter in self.named().items()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: a name is missing or unexpected, or a shape or dtype differs.
-        """
-        saved = {name: describe(value) for name, value in state.items()}
-        live = {name: describe(value) for name, value in self.named().items()}
-        problems = name_mismatches(saved, live)
-        problems += [
-            Mismatch(name, f"{saved[name]} in the checkpoint", f"{words}, as here")
-            for name, words in live.items()
-            if saved.get(name, words) != words
-        ]
-        refuse(self.key, problems, remedy=_REMEDY)
+        """Refuses other names, shapes and dtypes."""
+        refuse(self.key, state_mismatches(state, self.named()), remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Copies every value into the live parameter of that name.
-
-        Returns:
-            What was not restored exactly: nothing.
-        """
+        """Copies every value into the live parameter of that name."""
         for name, parameter in self.named().items():
             fill(parameter, state[name])
         return ()
 
 
 def parameter_components(components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
-    """The components of the parameters that the other components lack; none where nothing is.
+    """A component for each optimizer with parameters that the other components lack.
 
     Args:
         components: of a run.
@@ -90,10 +81,10 @@ def parameter_components(components: Sequence[StateComponent]) -> tuple[StateCom
 
 
 def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[CaptureLine]:
-    """A line of the capture report for each optimizer with parameters that nothing saves.
+    """A line of the capture report for each optimizer with parameters that are not saved.
 
     Args:
-        components: of a run, those of ``parameter_components`` among them.
+        components: of a run, including those of ``parameter_components``.
     """
     keys = {each.key for each in components}
     contained = _Contained(components)
@@ -102,8 +93,9 @@ def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[Capt
         if key in keys:
             continue
         named = _parameters_of(component.stateful)
-        lost: Named = getattr(component.stateful, "lost_parameters", dict)()
-        missing = {**({} if named is None else contained.missing(named)), **lost}
+        missing = {} if named is None else contained.missing(named)
+        if isinstance(component.stateful, ComponentState):
+            missing = {**missing, **component.stateful.lost_parameters()}
         if missing:
             names = ", ".join(list(missing)[:3]) + (", .." if len(missing) > 3 else "")
             reason = f"{len(missing)} trained and in no module of this run ({names})"
@@ -117,11 +109,11 @@ def _component(
         return _Contained(components).missing(_parameters_of(optimizer.stateful) or {})
 
     key = f"{optimizer.key}/{OPTIMIZER_PARAMETERS}"
-    in_parts = optimizer.process_group is not None or any(map(is_sharded, missing))
+    sharded = optimizer.process_group is not None or any(map(is_sharded, missing))
     return StateComponent(
         key,
         OptimizerParameters(named, key=key),
-        SharingPattern.SHARDED if in_parts else SharingPattern.REPLICATED,
+        SharingPattern.SHARDED if sharded else SharingPattern.REPLICATED,
         process_group=optimizer.process_group,
         validate=optimizer.validate,
     )
@@ -136,11 +128,10 @@ def _optimizers(components: Iterable[StateComponent]) -> Iterator[StateComponent
 
 
 def _parameters_of(stateful: Any) -> Named | None:
-    """The parameters of an optimizer by name; None where it does not show them."""
-    own = getattr(stateful, "named_parameters", None)
-    if own is not None:
-        named: Named | None = own()
-        return named
+    """The parameters of an optimizer by name; None for one without param groups."""
+    named = stateful.named_parameters() if isinstance(stateful, ComponentState) else None
+    if named is not None:
+        return dict(named)
     groups = getattr(getattr(stateful, "optimizer", stateful), "param_groups", None)
     if not isinstance(groups, list):
         return None
@@ -163,11 +154,11 @@ class _Contained:
         }
 
     def missing(self, named: Named) -> Named:
-        """Those of the parameters that no component saves."""
+        """The parameters that no component saves."""
         missing = {n: p for n, p in named.items() if id(p) not in self._identities}
         if not missing:
             return {}
-        # A model's state may be an object of the user's own: then the memory decides.
+        # A model component may be a user object, whose state shares memory with the parameters.
         saved = set(self._addresses())
         return {n: p for n, p in missing.items() if _address(p) not in saved}
 

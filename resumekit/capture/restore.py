@@ -1,4 +1,4 @@
-"""Compares a saved state with the live objects, and restores it in place."""
+"""Compares a saved state with the live objects and restores it in place."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
+from resumekit.state import ComponentState
 
-# Renamed layers keep most of their name; below this share of common characters it is another one.
+# A renamed layer keeps most of its name; below this ratio of common characters it is another one.
 _LIKELY_RENAME = 0.5
-# Names are compared for this many; with a whole model renamed, every pair would take minutes.
+# Limits of the search for renamed entries: comparing every pair of a large model takes minutes.
 _MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One thing that does not fit.
+    """One difference that prevents a load.
 
     Args:
         where: a name inside the component, or ``""`` for the component itself.
         found: what the checkpoint holds.
         expected: what this run has.
-        remedy: what helps, where there is something better than the general advice.
+        remedy: advice for this mismatch; None for the general one.
     """
 
     where: str
@@ -38,12 +39,12 @@ class Mismatch:
 
 
 def refuse(key: str, mismatches: Sequence[Mismatch], *, remedy: str) -> None:
-    """Raises StateMismatchError for the first mismatch and counts the others; none, no error.
+    """Raises StateMismatchError for the first mismatch and counts the others.
 
     Args:
         key: the component's key.
-        mismatches: what does not fit.
-        remedy: what helps where the mismatch has no remedy of its own.
+        mismatches: no error is raised for an empty sequence.
+        remedy: the advice for a mismatch without one.
     """
     if not mismatches:
         return
@@ -58,6 +59,14 @@ def refuse(key: str, mismatches: Sequence[Mismatch], *, remedy: str) -> None:
         expected=expected,
         remedy=first.remedy or remedy,
     )
+
+
+def require_dict(key: str, state: Any) -> None:
+    """Raises StateMismatchError unless the state is a mapping."""
+    if not isinstance(state, Mapping):
+        raise StateMismatchError(
+            key, found=f"{describe(state)} in the checkpoint", expected="a dict"
+        )
 
 
 def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type, ...]]) -> None:
@@ -85,8 +94,8 @@ def class_name(value: Any) -> str:
 def is_same_class(name: str, other: str) -> bool:
     """Whether two full names mean one class.
 
-    Libraries move classes between their own modules, and a script's classes live in ``__main__`` or
-    in a module, as it happens to be started: only the package and the class are compared.
+    Only the package and the class are compared: libraries move classes between their modules, and
+    a script's classes are in ``__main__`` or in a module, depending on how it was started.
     """
     package, _, kind = name.partition(".")
     other_package, _, other_kind = other.partition(".")
@@ -96,7 +105,7 @@ def is_same_class(name: str, other: str) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A few words for a value in an error: a tensor's dtype and shape, or a type."""
+    """A value in an error message: a tensor's dtype and shape, or a type."""
     if isinstance(value, (Tensor, FlatPart)):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     kind = type(value).__name__
@@ -106,7 +115,7 @@ def describe(value: Any) -> str:
 def name_mismatches(
     saved: Mapping[str, str], live: Mapping[str, str], *, noun: str = "parameter"
 ) -> list[Mismatch]:
-    """The names that only one side has; a likely rename is told with both names.
+    """The names that only one side has; a likely rename is reported with both names.
 
     Args:
         saved: a description (see ``describe``) of each entry in the checkpoint, by name.
@@ -142,6 +151,31 @@ def name_mismatches(
     return found
 
 
+def state_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Mismatch]:
+    """Entries that only one side has, or whose dtype, shape or type differs.
+
+    Args:
+        saved: values of the checkpoint by name.
+        live: the same of this run.
+    """
+    then = {name: describe(value) for name, value in saved.items()}
+    now = {name: describe(value) for name, value in live.items()}
+    return [*name_mismatches(then, now), *description_mismatches(then, now)]
+
+
+def description_mismatches(saved: Mapping[str, str], live: Mapping[str, str]) -> Iterator[Mismatch]:
+    """Entries of both sides with other descriptions.
+
+    Args:
+        saved: a description (see ``describe``) of each entry in the checkpoint, by name.
+        live: the same of this run.
+    """
+    for name, now in live.items():
+        then = saved.get(name, now)
+        if then != now:
+            yield Mismatch(name, f"{then} in the checkpoint", f"{now}, as here")
+
+
 def _likely_twin(name: str, candidates: Iterable[str]) -> str | None:
     def likeness(candidate: str) -> float:
         return SequenceMatcher(None, name, candidate).ratio()
@@ -154,17 +188,16 @@ NewTensor = Callable[[Tensor], Tensor]
 
 
 def own_tensor(saved: Tensor) -> Tensor:
-    """A copy that shares nothing with the one given."""
+    """A copy that shares no memory with ``saved``."""
     return saved.detach().clone()
 
 
 class Restorer:
-    """Gives saved values back in the live objects that can hold them.
+    """Restores saved values into the live objects that can hold them. Use one for one load.
 
-    A live tensor of the same dtype, shape and layout is filled in place and stays the same object;
-    so are dicts and lists. Where there is no such tensor, a new one is made; one saved tensor that
-    stands in several places stays one. Nothing shares memory with the saved value, unless
-    ``new_tensor`` lets it. One restorer serves one load.
+    A live tensor of the same dtype, shape and layout is filled in place and stays the same object,
+    as do dicts and lists. Other tensors are created; a saved tensor that occurs several times is
+    created once. Nothing shares memory with the saved value unless ``new_tensor`` makes it so.
     """
 
     def __init__(self) -> None:
@@ -175,9 +208,9 @@ class Restorer:
         """The saved value, in the live object where that is possible.
 
         Args:
-            live: the value that stands there now, or None.
-            saved: the value to give back.
-            new_tensor: makes a tensor with the values and the dtype of the one given.
+            live: the present value, or None.
+            saved: the value to restore.
+            new_tensor: creates a tensor with the values and the dtype of a saved one.
         """
         if isinstance(saved, Tensor):
             return self._tensor(live, saved, new_tensor)
@@ -197,8 +230,8 @@ class Restorer:
         return live
 
     def _is_taken(self, live: Tensor, saved: Tensor) -> bool:
-        # One live tensor may stand in two places (param groups share a default tensor lr) while the
-        # saved run had two values there: the second place then gets a tensor of its own.
+        # Two entries may share a live tensor (param groups share a default tensor lr) while their
+        # saved values differ: the second entry then gets a new tensor.
         first = self._filled.get(id(live))
         if first is None or first is saved:
             return False
@@ -214,7 +247,7 @@ class Restorer:
 
     def _dict(self, live: Any, saved: dict[Any, Any], new: NewTensor) -> dict[Any, Any]:
         if type(live) is not type(saved):
-            live = copy.copy(saved)  # keeps the kind: OrderedDict, Counter, defaultdict
+            live = copy.copy(saved)  # keeps the type: OrderedDict, Counter, defaultdict
             live.clear()
         values = {key: self(live.get(key), value, new) for key, value in saved.items()}
         live.clear()
@@ -233,12 +266,14 @@ class Restorer:
                 return values
             live[:] = values
             return live
-        make = getattr(type(saved), "_make", type(saved))  # a namedtuple takes its fields apart
+        make = getattr(
+            type(saved), "_make", type(saved)
+        )  # a namedtuple takes its fields as arguments
         return make(values)
 
 
 def fits(live: Any, saved: Any) -> bool:
-    """Whether both are tensors, and the live one can hold exactly what the saved one holds."""
+    """Whether both are tensors of the same dtype, shape, layout and sharding."""
     return (
         isinstance(live, Tensor)
         and isinstance(saved, Tensor)
@@ -253,18 +288,15 @@ def pairs_of(stateful: Any, state: Any) -> Iterator[tuple[Tensor, Any]]:
     """Each tensor of a saved state with the live DTensor whose mesh and placements it gets.
 
     Args:
-        stateful: the live object; its ``pairs``, where it has them, know best.
-        state: of the same kind, the tensors on the meta device.
+        stateful: the live object; its method ``pairs`` decides where it has one.
+        state: the saved state, its tensors on the meta device.
     """
-    own = getattr(stateful, "pairs", None)
-    if own is not None:
-        yield from own(state)
-    else:
-        yield from pairs_in(state, stateful.state_dict())
+    pairs = stateful.pairs(state) if isinstance(stateful, ComponentState) else None
+    yield from pairs_in(state, stateful.state_dict()) if pairs is None else pairs
 
 
 def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:
-    """The tensors that stand in one place of two states, the live one a DTensor of that shape."""
+    """The tensors at the same position of two states whose live one is a DTensor of that shape."""
     if isinstance(saved, Tensor):
         if is_sharded(live) and saved.shape == live.shape:
             yield saved, live
@@ -278,7 +310,7 @@ def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:
 
 
 def holds_sharded(state: Any) -> bool:
-    """Whether a DTensor stands anywhere in a state."""
+    """Whether a state contains a DTensor."""
     if isinstance(state, Mapping):
         return any(map(holds_sharded, state.values()))
     if isinstance(state, (list, tuple)):

@@ -14,19 +14,20 @@ from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
 from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState, python_state
 from resumekit.errors import DeclarationError
 from resumekit.layout import WorldChange
+from resumekit.state import ComponentState
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
 
-class RngState:
-    """The random state of this process: Python, NumPy, torch on the CPU, every CUDA device, yours.
+class RngState(ComponentState):
+    """The RNG state of this process: Python, NumPy, torch on the CPU and every CUDA device.
 
     Args:
-        generators: private generators by name, for instance a loader's.
+        generators: more generators by name, for instance a loader's.
         key: the component's key, for errors.
 
     Raises:
-        DeclarationError: a generator's state cannot be taken out.
+        DeclarationError: a generator's state cannot be read.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RngState:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all of them, in plain values that are not to be changed; draws nothing."""
+        """The states in plain values, which must not be changed."""
         return {
             "python": self._python.read(),
             "numpy": self._numpy.read(),
@@ -57,12 +58,7 @@ class RngState:
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: a named generator is missing, unexpected or of another kind, or a
-                state was written by a version whose generator has another state.
-        """
+        """Refuses other named generators, and states of another type or version."""
         fields = {"python": dict, "numpy": dict, "torch": torch.Tensor, "cuda": list}
         require_fields(self.key, state, {**fields, "generators": dict})
         live = self.state_dict()
@@ -88,11 +84,11 @@ class RngState:
         refuse(self.key, mismatches, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Puts every generator where it was.
+        """Restores every generator.
 
         Returns:
-            What did not come back exactly: CUDA devices that are on one side only, and children of
-            a NumPy seed sequence that cannot be counted on.
+            Messages about CUDA devices on one side only, and about NumPy seed sequences whose
+            ``spawn()`` gives other children.
         """
         remarks: list[str] = []
         set_python_state(random, state["python"])
@@ -107,11 +103,7 @@ class RngState:
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """This rank's state in a job with another number of ranks; a new one gets one of its own.
-
-        Returns:
-            The state, and what was derived.
-        """
+        """This rank's state in a job with another number of ranks; a new rank's is derived."""
         if not change.is_new:
             return dict(states[change.rank]), ()
         flat = {rank: _flat(state) for rank, state in states.items()}
@@ -125,7 +117,7 @@ class RngState:
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Every generator's state by name, the private ones beside the others."""
+    """Every generator's state by name."""
     common = {name: each for name, each in state.items() if name != "generators"}
     common = {name: each for name, each in common.items() if name != "cuda" or each}
     return {**common, **{f"generator {name}": one for name, one in state["generators"].items()}}
@@ -138,7 +130,7 @@ def _unflat(flat: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(state: Any) -> str:
-    """What must be equal for a state to fit a generator, in a few words."""
+    """Describes what must be equal for a state to fit a generator."""
     if isinstance(state, torch.Tensor):
         return f"a torch generator's state of {describe(state)}"
     if not isinstance(state, dict):
@@ -149,7 +141,7 @@ def _kind(state: Any) -> str:
 
 
 def _cuda_generators() -> tuple[torch.Generator, ...]:
-    # Asking before CUDA is in use would create a context on every device.
+    # Reading the states before CUDA is in use would create a context on every device.
     return torch.cuda.default_generators if _uses_cuda() else ()
 
 
@@ -190,7 +182,7 @@ def generator_state(generator: AnyGenerator) -> Any:
 
 
 def set_generator_state(generator: AnyGenerator, state: Any) -> str:
-    """Puts one generator where it was; gives what did not come back exactly, or ``""``."""
+    """Restores the state of one generator; returns a message about what is inexact, or ``""``."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -204,13 +196,13 @@ def set_generator_state(generator: AnyGenerator, state: Any) -> str:
 
 
 def set_python_state(generator: Any, state: Mapping[str, Any]) -> None:
-    """Puts a ``random.Random``, or the module ``random``, where it was."""
+    """Restores the state of a ``random.Random`` or of the module ``random``."""
     words = PYTHON_WORDS.unpack(state["words"])
     generator.setstate((state["version"], words, state["gauss_next"]))
 
 
 def _seed_sequence(bit_generator: Any) -> dict[str, Any] | None:
-    """What decides the children that ``Generator.spawn`` gives; NumPy's own state leaves it out."""
+    """The state behind ``Generator.spawn``, which NumPy's own state does not contain."""
     sequence = getattr(bit_generator, "seed_seq", None)
     if not isinstance(sequence, np.random.SeedSequence):
         return None
@@ -244,11 +236,18 @@ _SEED_BYTES = 8
 def states_of_new_rank(
     states: Mapping[int, Mapping[str, Any]], rank: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The states of a new rank's generators, and the names of those that were derived.
+    """The RNG states of a rank that did not exist when the checkpoint was written.
+
+    A derived state is deterministic and differs from that of every other rank, so ranks do not draw
+    the same numbers. Where all former ranks have equal states, as after a common seed without
+    draws, the new rank gets that state.
 
     Args:
-        states: of some former ranks, rank 0 among them: generators' states by name.
+        states: of some former ranks, including rank 0: generators' states by name.
         rank: the new rank.
+
+    Returns:
+        The states by name, and the names of the derived ones.
     """
     first = states[0]
     alike = {
@@ -263,7 +262,7 @@ def states_of_new_rank(
 
 
 def _derived(state: Any, name: str) -> Any:
-    """Another state of the same kind of generator, which this state and the name decide."""
+    """A state of the same type of generator, seeded by a digest of this state and the name."""
     if isinstance(state, list):  # one for each device
         return [_derived(each, f"{name}, device {index}") for index, each in enumerate(state)]
     digest = hashlib.blake2b(name.encode(), digest_size=_SEED_BYTES)
@@ -296,12 +295,12 @@ def _numpy_state(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
     is_legacy = "has_gauss" in state and "seed_sequence" not in state
     generator = np.random.RandomState(bits) if is_legacy else np.random.Generator(bits)
     seeded: dict[str, Any] = generator_state(generator)
-    # None: what spawn() gives is the live generator's own.
+    # None: spawn() continues the live generator's sequence.
     return seeded if is_legacy else {**seeded, "seed_sequence": None}
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Takes every bit of a state into a digest."""
+    """Updates a digest with every bit of a state."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             digest.update(f"{key}:".encode())

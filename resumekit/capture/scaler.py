@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from resumekit.capture.restore import Mismatch, class_name, refuse, require_fields
+from resumekit.state import ComponentState
 
 _REMEDY = 'Pass exclude={"grad_scaler"} to start with a fresh scaler'
 
 
-class ScalerState:
+class ScalerState(ComponentState):
     """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
 
-    A checkpoint without a scaler, or with a disabled one, starts the live one afresh and says so.
+    Where the checkpoint has no scaler or a disabled one, the live one keeps its initial state, and
+    that is reported.
 
     Args:
         scaler: the scaler, enabled or not.
@@ -29,11 +31,7 @@ class ScalerState:
         return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: values are missing that an enabled scaler needs.
-        """
+        """Refuses a state that lacks values of an enabled scaler."""
         require_fields(self.key, state, {"values": dict})
         live, saved = self.scaler.state_dict(), state["values"]
         absent = [name for name in live if name not in saved] if saved else []
@@ -44,11 +42,7 @@ class ScalerState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Puts scale, growth and their counters back.
-
-        Returns:
-            What did not come back exactly: the scaler is enabled on one side only.
-        """
+        """Restores all values; reports a scaler that is enabled on one side only."""
         saved, live = state["values"], self.scaler.state_dict()
         if live and not saved:
             return self.start_fresh()
@@ -58,7 +52,7 @@ class ScalerState:
         return ()
 
     def start_fresh(self) -> tuple[str, ...]:
-        """What to say when the checkpoint has no scaler: the live one stays as it was built."""
+        """The live scaler keeps its initial state."""
         if not self.scaler.state_dict():
             return ()
         return ("the checkpoint was written without a gradient scaler: this one starts afresh",)

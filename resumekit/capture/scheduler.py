@@ -1,22 +1,22 @@
-"""A learning-rate scheduler's state, and what shapes its schedule."""
+"""A learning-rate scheduler's state, its horizon (how long the schedule is) and its settings.
+
+Loading a scheduler silently restores its old settings, so a run with another length would keep the
+old one. Horizon and settings are read when a run starts, before anything is loaded, and compared
+with those of the checkpoint.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from resumekit.capture.horizon import (
-    callable_attributes,
-    callables,
-    horizon,
-    horizon_attributes,
-    parts,
-    settings,
-)
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -26,25 +26,26 @@ from resumekit.capture.restore import (
     refuse,
     require_fields,
 )
+from resumekit.state import ComponentState
 
 _REMEDY = "Build the scheduler as it was when the checkpoint was written"
 
-# Under this name SequentialLR and ChainedScheduler keep their parts. torch 2.13 lr_scheduler.py.
+# Where SequentialLR and ChainedScheduler keep their schedulers. torch 2.13 lr_scheduler.py.
 _PARTS = "_schedulers"
 
 
-class SchedulerState:
+class SchedulerState(ComponentState):
     """The state of a learning-rate scheduler, its parts and the classes of both.
 
-    Callables that shape a schedule (LambdaLR's, CyclicLR's) are code: the attributes of a callable
-    object are saved, a plain function is the script's own.
+    Of the callables of a schedule (LambdaLR's, CyclicLR's), the attributes of a callable object are
+    saved; a plain function is code of the script.
 
     Args:
         scheduler: any ``torch.optim.lr_scheduler`` class, or an object with ``state_dict`` and
             ``load_state_dict``.
         key: the component's key, for errors.
-        keep_horizon: load only how far the schedule is; how long it is stays as this run built it.
-            For ``allow_changes={"horizon"}``.
+        keep_horizon: restore the position in the schedule and keep this run's horizon, for
+            ``allow_changes={"horizon"}``.
     """
 
     def __init__(
@@ -55,16 +56,11 @@ class SchedulerState:
         self.keep_horizon = keep_horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state, and its class and those of its parts by place."""
+        """The scheduler's own state, and the classes of it and its parts."""
         return {"classes": _classes(self.scheduler), "state": self.scheduler.state_dict()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: another class (of the scheduler or of a part of it), another number
-                of parts or of param groups, or a callable object where there was a function.
-        """
+        """Refuses other classes, numbers of parts or param groups, and types of callables."""
         require_fields(self.key, state, {"classes": dict})
         mismatches = list(_class_mismatches(state["classes"], _classes(self.scheduler)))
         if not mismatches:
@@ -73,10 +69,10 @@ class SchedulerState:
         refuse(self.key, mismatches, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Puts the scheduler where it was; the learning rates themselves are the optimizer's.
+        """Restores all but the learning rates, which are optimizer state.
 
         Returns:
-            What did not come back exactly: attributes that the checkpoint lacks.
+            A message for each attribute that the checkpoint lacks.
         """
         live = self.scheduler.state_dict()
         saved = state["state"]
@@ -84,7 +80,7 @@ class SchedulerState:
             f"{name} is not in the checkpoint and stays as built" for name in _absent(saved, live)
         )
         kept = _horizons(self.scheduler) if self.keep_horizon else []
-        # torch's schedulers adopt what they are given, and some take it apart: they get their own.
+        # torch's schedulers keep the dict that they load, and some modify it: they get a copy.
         self.scheduler.load_state_dict(_own(saved, live))
         for owner, attributes in kept:
             vars(owner).update(attributes)
@@ -100,7 +96,7 @@ class SchedulerState:
 
 
 def _classes(scheduler: Any, where: str = "") -> dict[str, str]:
-    """The classes of the scheduler and of its parts, by place; the outermost is at ``""``."""
+    """The classes of the scheduler (under ``""``) and of its parts, by dotted name."""
     found = {where: class_name(scheduler)}
     for name, part in parts(scheduler):
         found.update(_classes(part, f"{where}.{name}" if where else name))
@@ -115,7 +111,7 @@ def _class_mismatches(then: Mapping[str, Any], now: Mapping[str, str]) -> Iterat
 
 
 def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
-    """What torch's load would trip over, or do wrongly in silence."""
+    """Differences that make torch's load fail or restore silently wrong values."""
     if not isinstance(then, dict) or not isinstance(now, dict):
         if type(then) is not type(now):
             yield Mismatch(where, f"{describe(then)} in the checkpoint", f"{describe(now)}")
@@ -127,7 +123,7 @@ def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
     functions_then = [*_listed(then.get("lr_lambdas")), then.get("_scale_fn_custom")]
     functions_now = [*_listed(now.get("lr_lambdas")), now.get("_scale_fn_custom")]
     for saved, live in zip(functions_then, functions_now, strict=False):
-        # A function has no entry (None), a callable object has its attributes.
+        # The entry is None for a function, and the attributes for a callable object.
         if bool(saved) != bool(live):
             yield Mismatch(
                 f"{where}lr_lambdas",
@@ -154,7 +150,7 @@ def _absent(saved: Any, live: Any) -> list[str]:
 
 
 def _own(saved: Any, live: Any) -> Any:
-    """A copy of the saved state whose tensors are where the live state has tensors."""
+    """A copy of the saved state with its tensors on the device of the live ones."""
     devices = {value.device for value in _tensors(live)}
     device = devices.pop() if len(devices) == 1 else None
 
@@ -173,7 +169,168 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _horizons(scheduler: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """What a load may not change, by the object that holds it: scheduler, parts, callables."""
+    """The horizon attributes of the scheduler, its parts and its callables, by their object."""
     kept = [(scheduler, copy.deepcopy(horizon_attributes(scheduler)))]
     kept += [(function, callable_attributes(function)) for _, function in callables(scheduler)]
     return kept + [entry for _, part in parts(scheduler) for entry in _horizons(part)]
+
+
+# The lengths among the attributes of torch 2.13 lr_scheduler.py and swa_utils.py. Of other classes
+# every integer argument of the constructor counts.
+_LENGTHS = frozenset(
+    {
+        "T_0",
+        "T_max",
+        "T_mult",
+        "_milestones",
+        "_schedule_phases",
+        "anneal_epochs",
+        "milestones",
+        "step_ratio",
+        "step_size",
+        "total_iters",
+        "total_size",
+        "total_steps",
+    }
+)
+# Integer arguments that are no lengths; learning rates are none either.
+_NO_LENGTHS = frozenset({"cooldown", "eta_min", "factor", "gamma", "last_epoch", "patience"})
+# Lists longer than this are data, not a setting.
+_LONGEST_SETTING = 256
+
+
+def horizon(scheduler: Any) -> dict[str, Any]:
+    """How long the schedule is: ``T_max``, ``total_steps``, ``milestones``, a lambda's numbers, ..
+
+    Parts of a composed schedule and callables have dotted names, ``_schedulers[0].T_max``.
+
+    Args:
+        scheduler: any learning-rate scheduler.
+    """
+    found = dict(horizon_attributes(scheduler))
+    for name, function in callables(scheduler):
+        found.update({f"{name}.{key}": value for key, value in _arguments(function).items()})
+    for name, part in parts(scheduler):
+        found.update({f"{name}.{key}": value for key, value in horizon(part).items()})
+    return found
+
+
+def settings(scheduler: Any) -> dict[str, Any]:
+    """The constructor's arguments that are no horizon: ``gamma``, ``eta_min``, ``mode``, .."""
+    lengths = horizon_attributes(scheduler)
+    built = _constructor_attributes(scheduler)
+    found = {name: value for name, value in built.items() if name not in lengths}
+    for name, function in callables(scheduler):
+        code = getattr(inspect.unwrap(_plain_function(function)), "__code__", None)
+        numbers = [c for c in getattr(code, "co_consts", ()) if isinstance(c, (int, float))]
+        found[f"{name}.constants"] = numbers
+    for name, part in parts(scheduler):
+        found.update({f"{name}.{key}": value for key, value in settings(part).items()})
+    return found
+
+
+def horizon_attributes(scheduler: Any) -> dict[str, Any]:
+    """The horizon of the scheduler itself, without its parts and callables."""
+    attributes = vars(scheduler)
+    found = {name: attributes[name] for name in sorted(_LENGTHS) if name in attributes}
+    built = _constructor_attributes(scheduler, skip_torch=True)
+    return {**found, **{name: value for name, value in built.items() if _is_length(name, value)}}
+
+
+def callable_attributes(function: Any) -> dict[str, Any]:
+    """The settings that are attributes of a callable object; nothing for a function."""
+    if isinstance(function, (functools.partial, types.FunctionType, types.MethodType)):
+        return {}
+    return _constructor_attributes(function)
+
+
+def parts(scheduler: Any) -> Iterator[tuple[str, Any]]:
+    """The schedulers that this one is composed of, by name (SequentialLR, ChainedScheduler)."""
+    for index, part in enumerate(getattr(scheduler, "_schedulers", ())):
+        yield f"_schedulers[{index}]", part
+
+
+def callables(scheduler: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The callables that shape the schedule, by name (LambdaLR, MultiplicativeLR, CyclicLR)."""
+    for index, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        yield f"lr_lambdas[{index}]", function
+    custom = getattr(scheduler, "_scale_fn_custom", None)
+    if custom is not None:
+        yield "scale_fn", custom
+
+
+def _is_length(name: str, value: Any) -> bool:
+    if name in _NO_LENGTHS or "lr" in name.split("_") or isinstance(value, bool):
+        return False
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(each, int) for each in value)
+    return isinstance(value, int)
+
+
+def _constructor_attributes(built: Any, *, skip_torch: bool = False) -> dict[str, Any]:
+    """The plain attributes that are named like an argument of the constructor."""
+    attributes = getattr(built, "__dict__", {})
+    found = {}
+    for argument in _constructor_arguments(type(built), skip_torch=skip_torch):
+        for name in (argument, f"_{argument}", f"{argument}s"):
+            if name in attributes and _is_plain(attributes[name]) and name != "last_epoch":
+                found[name] = attributes[name]
+    return found
+
+
+def _constructor_arguments(kind: type, *, skip_torch: bool) -> list[str]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        constructor = base.__dict__.get("__init__")
+        is_torchs = base.__module__.partition(".")[0] == "torch"
+        if inspect.isfunction(constructor) and not (skip_torch and is_torchs):
+            names += list(inspect.signature(constructor).parameters)[1:]
+    return names
+
+
+def _arguments(function: Any) -> dict[str, Any]:
+    """The plain values that a callable uses: bound, closed over, global or attributes."""
+    if isinstance(function, functools.partial):
+        bound = {str(index): value for index, value in enumerate(function.args)}
+        return {**_arguments(function.func), **_only_plain({**bound, **function.keywords})}
+    code_owner = _plain_function(function)
+    if not isinstance(code_owner, types.FunctionType):
+        return callable_attributes(function)
+    outside = inspect.getclosurevars(code_owner)
+    seen = {**outside.globals, **outside.nonlocals}
+    found = _only_plain({**seen, **_defaults(code_owner)})
+    if isinstance(function, types.MethodType):
+        seen["self"] = function.__self__
+    for name, holder in seen.items():  # `args.max_steps`: an attribute of a referenced object
+        attributes = getattr(holder, "__dict__", {})
+        if isinstance(holder, (types.ModuleType, type, types.FunctionType)):
+            continue
+        mentioned = code_owner.__code__.co_names
+        used = {key: attributes[key] for key in mentioned if key in attributes}
+        found.update({f"{name}.{key}": value for key, value in _only_plain(used).items()})
+    return found
+
+
+def _plain_function(function: Any) -> Any:
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function
+
+
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def _only_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return True
+    if isinstance(value, Mapping):
+        return len(value) <= _LONGEST_SETTING and all(map(_is_plain, [*value, *value.values()]))
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return len(value) <= _LONGEST_SETTING and all(map(_is_plain, value))
+    return False

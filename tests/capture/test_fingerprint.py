@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from resumekit.capture import Severity, differences, fingerprint, state_components
-from resumekit.capture.git import repository_state
+from resumekit.capture.fingerprint import repository_state
 
 
 def run(*, lr: Any = 0.1, length: int = 10, world_size: int = 1, **settings: Any) -> dict[str, Any]:

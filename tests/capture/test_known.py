@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.capture.known import KnownObjects
+from resumekit.capture.extras import KnownObjects
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 
 

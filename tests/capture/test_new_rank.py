@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.capture.buffers import RankBuffers
+from resumekit.capture import ModelState, RngState, generator_state, set_generator_state
+from resumekit.capture.model import RankBuffers
 from resumekit.capture.rng import states_of_new_rank
 from resumekit.layout import WorldChange
 
@@ -135,7 +135,7 @@ def test_each_former_rank_is_in_the_care_of_one_rank() -> None:
 
 def test_a_new_rank_gets_a_copy_of_a_former_ranks_buffers() -> None:
     states = {rank: {"running_mean": torch.full((2,), float(rank))} for rank in (0, 1)}
-    buffers = RankBuffers(nn.BatchNorm1d(2), key="model/rank_buffers")
+    buffers = RankBuffers(ModelState(nn.BatchNorm1d(2)), key="model/rank_buffers")
     kept, told = buffers.resplit_state_dict(states, WorldChange(1, 3, 2))
     assert (kept, told) == (states[1], ())
     copied, told = buffers.resplit_state_dict(states, WorldChange(2, 3, 2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture.secrets import HIDDEN, is_secret_name, without_secrets
+from resumekit.capture.fingerprint import HIDDEN, is_secret_name, without_secrets
 from resumekit.storage import StepName, Store
 
 NAMES = (

@@ -19,8 +19,7 @@ from resumekit.capture import (
     require_gradients,
     state_components,
 )
-from resumekit.capture.flat import FlatModelState, flat_parts
-from resumekit.capture.flat_optimizer import FlatOptimizerState
+from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState, flat_parts
 from resumekit.capture.restore import pairs_of
 from resumekit.errors import (
     ConfigurationError,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from resumekit.capture.gradient_buckets import GradientBuckets, bucket_components
+from resumekit.capture.ddp_buckets import GradientBuckets, bucket_components
 from resumekit.state import Fidelity, StateComponent
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import _flat_param, _runtime_utils
 
-from resumekit.capture.flat_gradients import StorageWatch
+from resumekit.capture.gradient_watch import StorageWatch
 
 
 def steps(watch: StorageWatch, model: nn.Module, *, clears: bool | None, count: int = 3) -> None:

@@ -1,11 +1,11 @@
-"""Averaged weights, and any other object that a user has: a module, or what gives its own state."""
+"""Averaged weights and any other object with a state of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from resumekit.capture.model import ModelState
@@ -16,21 +16,21 @@ from resumekit.capture.restore import (
     describe,
     fits,
     is_same_class,
-    pairs_in,
     refuse,
     require_fields,
 )
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
+from resumekit.state import ComponentState
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
 
-class ObjectState:
-    """The state of one object, under wrapper-free names where it is a module's.
+class ObjectState(ComponentState):
+    """The state of one averaged model, module or user object.
 
     ``AveragedModel`` is stored as its weights and ``n_averaged``; its averaging function is code
-    and stays the script's. A module is stored like a model, any other object as it gives itself.
+    of the script. A module is stored like a model. Any other object gives its own state.
 
     Args:
         given: an ``AveragedModel``, a module, or an object with ``state_dict`` and
@@ -51,18 +51,13 @@ class ObjectState:
         return {"weights": self.weights.state_dict(), "counters": self._counters()}
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be alike on all ranks; of a module the parameters."""
+        """Of a module the parameters, else everything."""
         if self.weights is None:
             return self.state_dict()
         return {"weights": self.weights.replicated_state(), "counters": self._counters()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: the weights do not fit (see ``ModelState``), or the checkpoint's
-                object was of another kind.
-        """
+        """Refuses weights that do not fit (see ``ModelState``), and the state of another class."""
         if self.weights is None:
             self._check_opaque(state)
             return
@@ -80,11 +75,7 @@ class ObjectState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Copies every value into the live objects.
-
-        Returns:
-            What did not come back exactly: nothing.
-        """
+        """Copies every value into the live objects."""
         if self.weights is None:
             self.given.load_state_dict(Restorer()(None, state["opaque"]))
             return ()
@@ -95,30 +86,26 @@ class ObjectState:
                 restore(live[name], value)
         return self.weights.load_state_dict(state["weights"])
 
-    @property
-    def resplit_state_dict(self) -> Callable[..., Any] | None:
-        """What the object makes of the states of another number of ranks; None if it cannot."""
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[dict[str, Any], Iterable[str]] | None:
+        """Calls the object's own method; None if it has none."""
         own = getattr(self.given, "resplit_state_dict", None)
         if own is None or self.weights is not None:
             return None
-
-        def resplit(states: Mapping[int, Any], change: WorldChange) -> tuple[dict[str, Any], Any]:
-            state, remarks = own({rank: each["opaque"] for rank, each in states.items()}, change)
-            return {"class": class_name(self.given), "opaque": state}, remarks
-
-        return resplit
-
-    def pairs(self, state: Any) -> Iterator[tuple[Tensor, Any]]:
-        """Each saved tensor with the live DTensor that it is to be spread like."""
-        return pairs_in(state, self.state_dict())
+        resplit = own({rank: each["opaque"] for rank, each in states.items()}, change)
+        if resplit is None:
+            return None
+        state, remarks = resplit
+        return {"class": class_name(self.given), "opaque": state}, remarks
 
     def first_rank_only(self) -> frozenset[str]:
-        """The buffers of which every rank has its own."""
+        """The unsharded buffers of a module."""
         own = frozenset() if self.weights is None else self.weights.first_rank_only()
         return frozenset(f"weights.{name}" for name in own)
 
     def _counters(self) -> dict[str, Any]:
-        """How many models were averaged; a module that is no AveragedModel does not count."""
+        """How many models were averaged; empty for other objects."""
         if not isinstance(self.given, AveragedModel):
             return {}
         return {"n_averaged": self.given.n_averaged}

@@ -1,12 +1,12 @@
-"""What DistributedDataParallel keeps from step to step: buckets, and whether it broadcasts buffers.
+"""The state of DistributedDataParallel: its gradient buckets, and whether it broadcasts buffers.
 
-DDP puts gradients into other buckets after its first iteration, in the order in which they became
-ready. Where a gradient lies decides the order in which three or more ranks add it up, and so its
-last bits: a new DDP module sums up its first iteration in another order than the interrupted run
-did. Measured with torch 2.13 on gloo: every parameter differs after the first resumed step.
+After its first iteration DDP rebuilds its buckets in the order in which gradients became ready. The
+position of a gradient decides the order in which three or more ranks add it, and so its last bits:
+a new DDP module reduces its first iteration in another order than the interrupted run. Measured
+with torch 2.13 on gloo: every parameter differs after the first resumed step.
 
-A forward pass without gradients, such as an evaluation, or within ``no_sync`` keeps DDP from
-broadcasting rank 0's buffers before the next forward pass.
+After a forward pass without gradients, such as an evaluation, or within ``no_sync``, DDP does not
+broadcast rank 0's buffers before the next forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
 from resumekit.capture.naming import clean_names
-from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.state import (
+    ComponentState,
+    Fidelity,
+    SharingPattern,
+    Slot,
+    StateComponent,
+)
 
 # What the key of such a component ends in.
 GRADIENT_BUCKETS = "gradient_buckets"
@@ -35,7 +41,7 @@ _BROADCASTS = "broadcasts_buffers"
 
 
 def bucket_components(components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
-    """The buckets of the models among some components, where DDP wraps them.
+    """The gradient buckets of the DDP models among some components.
 
     Args:
         components: of a run.
@@ -57,10 +63,10 @@ def bucket_components(components: Sequence[StateComponent]) -> tuple[StateCompon
 def buckets_of(
     model: nn.Module, *, key: str = Slot.MODEL.value, process_group: Any = None
 ) -> tuple[StateComponent, ...]:
-    """The buckets of one model; none where DDP does not wrap it.
+    """The gradient buckets of one model; none without DDP.
 
     Args:
-        model: as DDP wraps it.
+        model: wrapped in DDP.
         key: of the model's component.
         process_group: of the model's component.
     """
@@ -81,7 +87,7 @@ def buckets_of(
     return (component,)
 
 
-class GradientBuckets:
+class GradientBuckets(ComponentState):
     """The state of every DDP module in a model: its buckets, and whether it broadcasts buffers.
 
     Args:
@@ -96,11 +102,11 @@ class GradientBuckets:
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the sums of gradients continue, and why not where they do not."""
+        """EXACT where the buckets can be restored, else the reason why not."""
         for module in self._wrappers.values():
             kept = _kept_by_hooks(module)
             if kept:
-                reason = "errors, counts and random numbers that it keeps begin anew"
+                reason = "the errors, counts and RNG states in it are reinitialised"
                 return Fidelity.LOST, f"the {kept} of a communication hook: {reason}"
         for module in self._wrappers.values():
             obstacle = _obstacle(module)
@@ -110,34 +116,32 @@ class GradientBuckets:
         return Fidelity.EXACT, ""
 
     @property
-    def waits_for_batches(self) -> bool:
-        """Whether ranks with fewer batches wait for the others, inside ``join()``."""
+    def requires_equal_batches(self) -> bool:
+        """Whether training is inside ``join()``, where ranks with fewer batches wait."""
         # torch 2.13 distributed/algorithms/join.py Join sets it.
         return any(module._join_config.enable for module in self._wrappers.values())
 
+    waits_for_batches = requires_equal_batches
+
     def before_save(self) -> None:
-        """Lets DDP do now what it would do when the next iteration begins. Collective."""
+        """Rebuilds the buckets now instead of at the next iteration. Collective."""
         for module in self._wrappers.values():
             if not _buckets(module):
                 _rebuild(module)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By the name of the DDP module; one that never forms new buckets has none."""
+        """By the name of the DDP module; empty for one that does not rebuild its buckets."""
         found = {name: _state(module) for name, module in self._wrappers.items()}
         return {name: state for name, state in found.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keeps the state until ``after_resume``, when every rank is there."""
+        """Keeps the state until ``after_resume``, which is collective."""
         self._saved = dict(state)
 
     def after_resume(self) -> tuple[str, ...]:
-        """Sets the saved state. Collective over the ranks of each DDP module.
+        """Restores the buckets by a backward pass of zero gradients in the saved order. Collective.
 
-        DDP learns an order from the backward pass of its first iteration: this is one, in which
-        each gradient is zero.
-
-        Returns:
-            What did not come back exactly.
+        DDP takes the order from the backward pass of its first iteration.
         """
         remarks = []
         for name, module in self._wrappers.items():
@@ -147,7 +151,7 @@ class GradientBuckets:
             buckets = saved.get(_BUCKETS)
             if buckets is None or _obstacle(module) or _buckets(module) == buckets:
                 continue
-            if module.find_unused_parameters:  # it keeps its first buckets for ever
+            if module.find_unused_parameters:  # it never rebuilds its buckets
                 remarks.append(f"{self.key}: with find_unused_parameters=True they stay the first")
                 continue
             parameters = _parameters(module)
@@ -162,9 +166,9 @@ class GradientBuckets:
 
 
 def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module that wraps a model, where only the model itself is known.
+    """The DDP module that wraps a model, found among all live objects.
 
-    The wrapped module knows nothing of it, so it is looked for among all objects that are alive.
+    The wrapped model has no reference to it.
     """
     wrappers = (
         each
@@ -182,7 +186,7 @@ def ddp_modules(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel
 
 
 def _obstacle(module: DistributedDataParallel) -> str:
-    """Why a module cannot be given its buckets back; empty where it can."""
+    """Why the buckets of a module cannot be restored; empty where they can."""
     if module.static_graph:
         return "static_graph=True"
     if module.mixed_precision is not None:
@@ -205,9 +209,9 @@ def _has_hooks(parameter: Any) -> bool:
 
 
 def _kept_by_hooks(module: DistributedDataParallel) -> str:
-    """The class of what a communication hook keeps from step to step; empty where it does not.
+    """The class of a communication hook's state; empty where there is none.
 
-    torch's own that DDP registers by itself, for mixed precision and the like, keep nothing.
+    The hooks that DDP registers itself, for instance for mixed precision, have no state.
     """
     states = [state for _, state in module._comm_hooks if state is not None]
     kept = [type(state).__name__ for state in states if not isinstance(state, ProcessGroup)]
@@ -219,21 +223,21 @@ def _state(module: DistributedDataParallel) -> dict[str, Any]:
     buckets = _buckets(module)
     if buckets:
         state[_BUCKETS] = buckets
-    # torch 2.13 nn/parallel/distributed.py, will_sync_module_buffers. Where nothing is broadcast
-    # the ranks may differ: one of them may have evaluated alone.
+    # torch 2.13 nn/parallel/distributed.py, will_sync_module_buffers. Without broadcasts the flag
+    # may differ between ranks: one of them may have run an evaluation alone.
     if module.broadcast_buffers and module.modules_buffers:
         state[_BROADCASTS] = module.require_forward_param_sync
     return state
 
 
 def _logged(module: DistributedDataParallel) -> Mapping[str, Any]:
-    # torch 2.13 nn/parallel/distributed.py; nothing public tells the buckets.
+    # torch 2.13 nn/parallel/distributed.py; no public API returns the buckets.
     found: Mapping[str, Any] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return found
 
 
 def _rebuild(module: DistributedDataParallel) -> None:
-    """Forms new buckets if an order has been learned, and lets the log tell of them. Collective."""
+    """Rebuilds the buckets if an order is known, and updates the log with them. Collective."""
     # torch 2.13 nn/parallel/distributed.py, _pre_forward: the same calls at the next iteration.
     if module.reducer._rebuild_buckets():
         module._has_rebuilt_buckets = True
@@ -242,7 +246,7 @@ def _rebuild(module: DistributedDataParallel) -> None:
 
 
 def _parameters(module: DistributedDataParallel) -> dict[str, Tensor]:
-    """The parameters in the order in which the reducer numbers them, by wrapper-free name."""
+    """The parameters in the reducer's order, by wrapper-free name."""
     # torch 2.13 nn/parallel/distributed.py, _build_params_for_reducer.
     raw = {
         name: parameter
@@ -260,7 +264,7 @@ def _buckets(module: DistributedDataParallel) -> Buckets:
 
 
 def _learn_order(module: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
-    """One backward pass in which the parameters' gradients become ready in this order."""
+    """Runs a backward pass in which gradients become ready in the order of the parameters."""
     every = list(parameters)
     gradients = [parameter.grad for parameter in every]
     module.reducer.prepare_for_forward()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import OptimizerState
-from resumekit.capture.stages import merged, part_of, union
+from resumekit.capture.pipeline import merged, part_of, union
 from resumekit.errors import StateMismatchError
 
 

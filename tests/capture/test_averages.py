@@ -137,19 +137,20 @@ class Summed(Shadow):
 
 
 def test_what_an_object_makes_of_other_ranks_states_is_asked_of_it() -> None:
-    resplit = ObjectState(Summed()).resplit_state_dict
-    assert resplit is not None
     states = {rank: ObjectState(Summed()).state_dict() for rank in range(3)}
     for rank, state in states.items():
         state["opaque"]["shadow"]["weight"] += rank
-    state, remarks = resplit(states, WorldChange(0, 1, 3))
+    change = WorldChange(0, 1, 3)
+    resplit = ObjectState(Summed()).resplit_state_dict(states, change)
+    assert resplit is not None
+    state, remarks = resplit
     live = ObjectState(Summed())
     live.check_state_dict(state)
     live.load_state_dict(state)
     assert live.given.shadow["weight"].tolist() == [3, 3]
     assert remarks == ["summed up"]
-    assert ObjectState(Shadow()).resplit_state_dict is None
-    assert ObjectState(net()).resplit_state_dict is None
+    assert ObjectState(Shadow()).resplit_state_dict(states, change) is None
+    assert ObjectState(net()).resplit_state_dict(states, change) is None
 
 
 def refused(live: ObjectState, saved: Any) -> str:
