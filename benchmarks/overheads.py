@@ -38,10 +38,10 @@ from same_training import TRAININGS, WIDTH, Model, Training, prepared
 from torch.utils.data import default_collate
 
 from resumekit.capture import UserState
-from resumekit.journal.record import RECORD_BYTES
+from resumekit.journal.records import RECORD_BYTES
 from resumekit.run import Run
-from resumekit.run.account import Account
 from resumekit.run.journaling import RunJournal
+from resumekit.run.report import Account
 
 SMALL, LARGE = 12, 250  # modules
 STEPS_PER_BLOCK = 10  # the journal digests random states at each such step

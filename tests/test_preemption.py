@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted
-from resumekit.run.preemption import LeaveSignals
+from resumekit.run.save_requests import LeaveSignals
 
 TERM = signal.SIGTERM
 

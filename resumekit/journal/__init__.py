@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from resumekit.journal.comparison import Comparison, Difference, Verdict, worst
-from resumekit.journal.digests import RandomStates, SampleIds, learning_rates_digest, plain_rates
 from resumekit.journal.files import (
     DIRECTORY,
     Attempt,
@@ -13,10 +12,24 @@ from resumekit.journal.files import (
     name_of,
     number_of_attempt,
 )
-from resumekit.journal.header import COMMAND, Header
-from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
-from resumekit.journal.union import EarlierUse, Used, UsedHere, earlier_use, sum_over_ranks
-from resumekit.journal.verdicts import AttemptVerdict, compared, lineage, verdicts
+from resumekit.journal.records import COMMAND, LOSS, SAVE, STEP, Has, Header, Record
+from resumekit.journal.step_values import (
+    RandomStates,
+    SampleIds,
+    learning_rates_digest,
+    plain_rates,
+)
+from resumekit.journal.verdicts import (
+    AttemptVerdict,
+    EarlierUse,
+    Used,
+    UsedHere,
+    compared,
+    earlier_use,
+    lineage,
+    sum_over_ranks,
+    verdicts,
+)
 
 __all__ = [
     "COMMAND",

@@ -7,15 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from resumekit.journal.header import (
+from resumekit.journal.records import (
     CHANGED_BETWEEN,
+    LOSS,
+    SAVE,
+    STEP,
+    Has,
     Header,
+    Record,
     changes,
     loss_is_comparable,
     may_be_without_effect,
     same_device,
 )
-from resumekit.journal.record import LOSS, SAVE, STEP, Has, Record
 
 Word = Literal["identical", "different", "not comparable", "nothing repeated"]
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from resumekit.journal.header import Header
-from resumekit.journal.record import RECORD_BYTES, SAVE, Record, as_array, valid_records
+from resumekit.journal.records import RECORD_BYTES, SAVE, Header, Record, as_array, valid_records
 
 DIRECTORY = "journal"
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from resumekit.run.arguments import (
+from resumekit.run.framework_loop import DrivenLoop
+from resumekit.run.loops import Batches, Epochs
+from resumekit.run.options import (
+    OptionKeywords,
+    Options,
     check_components,
     checked_extras,
     checked_names,
@@ -10,13 +14,10 @@ from resumekit.run.arguments import (
     require_order,
     run_directory,
 )
-from resumekit.run.driven import DrivenLoop
-from resumekit.run.host import LoopHost
-from resumekit.run.loops import Batches, Epochs
-from resumekit.run.options import OptionKeywords, Options
 from resumekit.run.report import ResumeReport
+from resumekit.run.resuming import read_spread
 from resumekit.run.run import Components, Run
-from resumekit.run.spreading import read_spread
+from resumekit.run.step_boundary import LoopHost
 
 __all__ = [
     "Batches",

@@ -1,24 +1,31 @@
-"""From what was found to the live objects: held against them, divided anew, checked, loaded."""
+"""Validates, reshards and loads a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from resumekit.capture import Difference, differences, holds_gradients
 from resumekit.data import SEED, check_randomness
 from resumekit.distributed import World
-from resumekit.run.belonging import is_empty, not_needed, of_other_frameworks
-from resumekit.run.drift import accept_drift
-from resumekit.run.fitting import check_fit, check_states, regrouped_buffers
-from resumekit.run.membership import Membership
+from resumekit.errors import StateMismatchError
+from resumekit.layout import WorldChange
+from resumekit.run.agreement import Membership
+from resumekit.run.compatibility import (
+    accept_drift,
+    check_fit,
+    check_states,
+    is_empty,
+    not_needed,
+    of_other_frameworks,
+    regrouped_buffers,
+)
 from resumekit.run.options import Options, names_component
-from resumekit.run.resplitting import require_taken, resplit
-from resumekit.run.restoring import call_everywhere, restore, start_fresh
 from resumekit.run.resuming import Found
-from resumekit.run.sources import Sources
-from resumekit.state import ComponentState, Slot, StateComponent
+from resumekit.run.world_change import Sources
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.storage import ComponentRecord, StepName
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,148 @@ class Loading:
         remarks = self.world.everywhere(lambda: restore(components, found.states))
         after = call_everywhere(self.world, components, ComponentState.after_resume)
         return (*start_fresh(components, found.name, fresh), *remarks[0], *after)
+
+
+# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
+# position and then the random state are only kept, and follow at the first fetch.
+_RESTORE_ORDER = (
+    Slot.MODEL,
+    Slot.OPTIMIZER,
+    Slot.LR_SCHEDULER,
+    Slot.GRAD_SCALER,
+    Slot.EMA,
+    Slot.BEST_METRIC,
+    Slot.CALLBACKS,
+    Slot.EXTRAS,
+    Slot.DATA,
+    Slot.RNG,
+)
+
+
+def restore(components: Sequence[StateComponent], states: Mapping[str, Any]) -> tuple[str, ...]:
+    """Loads in the order of a restore; gives what the components had to remark."""
+    order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
+    given = [each for each in components if each.key in states and each.slot in order]
+    remarks: list[str] = []
+    for component in sorted(given, key=lambda each: order[each.slot]):
+        remarks += _words(component.stateful.load_state_dict(states[component.key]))
+    return tuple(remarks)
+
+
+def _words(returned: Any) -> list[str]:
+    """What a load had to remark; objects of other libraries return something else, or nothing."""
+    is_ours = isinstance(returned, (tuple, list))
+    return [each for each in returned if isinstance(each, str)] if is_ours else []
+
+
+def start_fresh(
+    components: Sequence[StateComponent], name: StepName, keys: Collection[str]
+) -> list[str]:
+    """What to tell about the components of these keys, which the checkpoint lacks."""
+    remarks: list[str] = []
+    for component in components:
+        if component.key in keys:
+            own = component.state.start_fresh()
+            default = (f"{name} has no {component.key}: it starts from its live state",)
+            remarks.extend(default if own is None else own)
+    return remarks
+
+
+def call_everywhere(
+    world: World,
+    components: Sequence[StateComponent],
+    hook: Callable[[ComponentState], Iterable[str] | None],
+) -> tuple[str, ...]:
+    """Calls a method of the components that override it; gives rank 0's remarks. Collective.
+
+    Without such a component there is no collective.
+    """
+    states = [each.state for each in components if each.state.overrides(hook)]
+    if not states:
+        return ()
+    return world.everywhere(
+        lambda: tuple(
+            remark for state in states for remark in getattr(state, hook.__name__)() or ()
+        )
+    )[0]
+
+
+def resplit(
+    found: Found, components: Sequence[StateComponent], sources: Sources, world: World
+) -> tuple[str, ...]:
+    """Makes this rank's states of those of the former ranks; gives the remarks of all. Collective.
+
+    Args:
+        found: the checkpoint.
+        components: of this run.
+        sources: whose state this rank takes.
+        world: the ranks.
+
+    Raises:
+        StateMismatchError: the number of ranks has changed, and a component cannot follow.
+        DataPositionError: the former ranks were not at one place in the data.
+    """
+    manifest = found.manifest
+    records = {record.key: record for record in manifest.components}
+
+    def of_this_rank() -> tuple[str, ...]:
+        remarks: list[str] = []
+        for component in components:
+            if component.key not in found.former:
+                continue
+            record, former = records[component.key], found.former[component.key]
+            number = sources.own(record, manifest)
+            if number is not None:  # it was not known yet when it was read
+                found.states[component.key] = former[number]
+                continue
+            state, own = _resplit(component, former, sources.change(record, manifest), record)
+            found.states[component.key] = state
+            remarks.extend(own)
+        return tuple(remarks)
+
+    remarks: list[str] = []
+    if manifest.world_size != world.world_size:
+        remarks.append(f"number of ranks was {manifest.world_size}, now {world.world_size}")
+    if any(world.gather(bool(found.former))):
+        remarks += [remark for own in world.everywhere(of_this_rank) for remark in own]
+    return tuple(dict.fromkeys(remarks))
+
+
+def require_taken(found: Found, world: World) -> None:
+    """Returns when every saved tensor of a component in stages has a stage that holds it here.
+
+    Raises:
+        StateMismatchError: on every rank; it names the first tensor that nobody holds.
+    """
+    every = world.gather(found.left)
+    for key, left in found.left.items():
+        nobody = sorted(left.intersection(*(each.get(key, frozenset()) for each in every)))
+        if nobody:
+            more = f" (and {len(nobody) - 1} more)" if len(nobody) > 1 else ""
+            raise StateMismatchError(
+                f"{key}: {nobody[0]}",
+                found=f"in the checkpoint{more}",
+                expected="a stage that holds it",
+                remedy="Build the stages of the whole model",
+            )
+
+
+def _resplit(
+    component: StateComponent,
+    former: Mapping[int, Any],
+    change: WorldChange,
+    record: ComponentRecord,
+) -> tuple[Any, tuple[str, ...]]:
+    found = component.state.resplit_state_dict(former, change)
+    if found is None:
+        noun = "ranks" if record.pattern == SharingPattern.PER_RANK.value else "groups of ranks"
+        raise StateMismatchError(
+            component.key,
+            found=f"a state of its own on each of {change.former_world_size} {noun}, for "
+            f"{change.world_size} of them",
+            expected="a method resplit_state_dict, which makes of them the state of another rank",
+            remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
+            "it was",
+        )
+    state, remarks = found
+    return state, tuple(remarks)

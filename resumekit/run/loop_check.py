@@ -1,17 +1,39 @@
-"""What a loop of the user needs and no component holds: checked when the loop is entered."""
+"""Reports what the loop of the user needs and no component holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 from weakref import ref
 
-from resumekit.capture import REMEDIES, Given, Unconfirmed, not_given, slot_of
-from resumekit.run.calling_code import Activation, calling_place, running_functions
-from resumekit.run.loop_variables import LoopVariables
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Sampler
+
+from resumekit.analysis import (
+    Function,
+    Located,
+    LoopCarried,
+    Program,
+    Role,
+    Variable,
+    function_of,
+    loop_at,
+    loop_carried,
+    program_of,
+    stored_keys,
+)
+from resumekit.capture import REMEDIES, Given, Unconfirmed, content_digest, not_given, slot_of
+from resumekit.log import logger
 from resumekit.run.options import Options
-from resumekit.state import CaptureLine, Slot
+from resumekit.run.user_frames import Activation, calling_place, running_functions
+from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Objects are compared with what they were at the start after so many steps of this process, and at
 # every save.
@@ -110,3 +132,270 @@ def _variables(activation: Activation) -> dict[str, Any]:
     receiver = activation.receiver
     named = {n: v for n, v in activation.variables.items() if v is not receiver or receiver is None}
     return {**named, **attributes}
+
+
+_TRAINING_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader, Sampler)
+_TRAINING_PACKAGES = frozenset({"accelerate", "deepspeed", "resumekit"})
+_LOGGING_PACKAGES = frozenset(
+    {"io", "logging", "mlflow", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb", "_io"}
+)
+_NO_STATE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+_MISSING = object()
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """An object that the loop may change, until its content is seen to have changed."""
+
+    place: str
+    name: str
+    value: Any
+    digest: int
+
+
+class LoopVariables:
+    """Analyses each loop of the user once, and confirms what it finds on the objects.
+
+    Args:
+        extras: the user's live dict.
+        transient: the names that are not reported.
+        saved: gives what the checkpoints of the run hold, at any time.
+        limit_bytes: the most that is digested of one object.
+    """
+
+    def __init__(
+        self,
+        extras: Mapping[Any, Any],
+        transient: Iterable[str],
+        saved: Callable[[], Given],
+        *,
+        limit_bytes: int,
+    ) -> None:
+        self._extras = extras
+        self._transient = frozenset(transient)
+        self._saved = saved
+        self._given = Given()  # while a loop is entered
+        self._modules: Sequence[nn.Module] = ()  # that were saved when the last loop was entered
+        self._limit_bytes = limit_bytes
+        self._lines: list[CaptureLine] = []
+        self._candidates: list[_Candidate] = []
+        self._copies: dict[str, Any] = {}  # values of extras that the loop may leave stale
+
+    def lines(self) -> list[CaptureLine]:
+        """What is known by now."""
+        return list(self._lines)
+
+    def enter(self, functions: Sequence[Activation], given: Given) -> None:
+        """Analyses the loop that the innermost of the running functions is in.
+
+        Args:
+            functions: the running functions, the innermost first.
+            given: what the run saves.
+        """
+        self._given, self._modules = given, given.modules
+        left: Sequence[Activation] = functions
+        while left:
+            try:
+                left = self._enter_file(left, is_innermost=len(left) == len(functions))
+            except Exception:  # noqa: BLE001 - no source may stop a run
+                place = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
+                logger.debug("%s: the loop could not be analysed", place, exc_info=True)
+                self._lines.append(_unknown(place, "the analysis of the loop failed"))
+                left = left[1:]
+        self._given = Given()
+
+    def confirm(self) -> None:
+        """Reports the objects whose content has changed since the loop was entered."""
+        changed = [e for e in self._candidates if self._digest(e.value) != e.digest]
+        if not changed:
+            return
+        self._candidates = [each for each in self._candidates if each not in changed]
+        saved = self._saved()
+        for each in changed:
+            if not saved.saves(each.value):  # an optimizer may train it by now
+                advice = _keep([each.name])
+                self._report(f"{each.place} {each.name}", f"not in the checkpoint. {advice}")
+
+    def confirm_copies(self) -> None:
+        """Reports the values of ``extras`` that are still those from before the loop."""
+        for name, value in self._copies.items():
+            if self._extras.get(name, _MISSING) is value:
+                self._report(
+                    f"extras/{name}",
+                    f"a copy of {name} from before the loop. "
+                    f'Write extras["{name}"] = {name} in the loop.',
+                )
+        self._copies = {}
+
+    # ---------------------------------------------------------------- one file
+
+    def _enter_file(
+        self, functions: Sequence[Activation], *, is_innermost: bool
+    ) -> Sequence[Activation]:
+        """Analyses the innermost function and its callers in the same file; gives the others."""
+        first = functions[0]
+        name = Path(first.code.co_filename).name
+        located = _located(first)
+        if located is None:
+            if is_innermost:
+                reason = "the source of the loop cannot be read"
+                self._lines.append(_unknown(f"{name}:{first.line}", reason))
+            return functions[1:]
+        callers, running = _callers(located, functions)
+        if located.loop is not None:
+            found = loop_carried(
+                located.program,
+                located.function,
+                located.loop,
+                callers=[(function, each.line) for function, each in callers],
+                live=lambda path: self._role(_value_of(path, running, first)),
+                with_logged=bool(self._extras) or logger.isEnabledFor(logging.DEBUG),
+            )
+            place = f"{name}:{located.loop.lineno}"
+            self._note(place, found, located.program, lambda p: _value_of(p, running, first))
+        return functions[1 + len(callers) :]
+
+    def _note(
+        self,
+        place: str,
+        found: LoopCarried,
+        program: Program,
+        value_of: Callable[[str], Any],
+    ) -> None:
+        kept = {key for path, key in stored_keys(program) if value_of(path) is self._extras}
+        names = []
+        for each in found.variables:
+            value = value_of(each.path)
+            if isinstance(value, _NO_STATE) or self._is_silent(each, kept, value_of):
+                continue
+            digest = None
+            if not each.is_rebound and value is not _MISSING:
+                digest = self._digest(value)
+            if digest is None:
+                names.append(each.name)
+            else:
+                self._candidates.append(_Candidate(place, each.name, value, digest))
+        for each in found.asked:
+            value = value_of(each.path)
+            is_plain = isinstance(value, (*_NO_STATE, *_IMMUTABLE)) or value is _MISSING
+            is_known = is_plain or self._role(value) is not Role.NONE
+            if is_known or self._is_silent(each, kept, value_of):
+                continue
+            digest = self._digest(value)
+            if digest is not None:
+                self._candidates.append(_Candidate(place, each.name, value, digest))
+        if names:
+            self._report(place, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
+        for index in found.relative_indices:
+            if index not in self._transient:
+                self._report(
+                    f"{place} {index}",
+                    f"{index} starts again after a resume and decides something. "
+                    "Write enumerate(batches, start=batches.initial).",
+                    fidelity=Fidelity.UNKNOWN,
+                )
+        if found.only_logged:
+            logged = ", ".join(each.name for each in found.only_logged)
+            logger.debug("%s: not in the checkpoint, only logged: %s", place, logged)
+        for each in (*found.variables, *found.only_logged):
+            key = _last(each.name)
+            if not each.is_rebound or key in kept or each.name in self._transient:
+                continue
+            if key in self._extras and isinstance(self._extras[key], _IMMUTABLE):
+                self._copies[key] = self._extras[key]
+
+    def _digest(self, value: Any) -> int | None:
+        """Of what an object holds beside what the run saves."""
+        return content_digest(value, limit_bytes=self._limit_bytes, foreign=self._modules)
+
+    def _is_silent(
+        self, variable: Variable, kept: set[str], value_of: Callable[[str], Any]
+    ) -> bool:
+        """Whether the user or the run saves a variable, or it need not be saved."""
+        names = {variable.name, _last(variable.name)}
+        owners = _owners(variable.path, value_of)
+        return bool(names & (self._transient | kept | set(self._extras))) or any(
+            map(self._given.saves_attributes_of, owners)
+        )
+
+    def _role(self, value: Any) -> Role | None:
+        if value is _MISSING:
+            return None
+        if self._given.saves(value) or isinstance(value, _TRAINING_KINDS):
+            return Role.TRAINING
+        package = type(value).__module__.partition(".")[0]
+        if package in _TRAINING_PACKAGES:
+            return Role.TRAINING
+        is_writer = type(value).__module__.startswith("torch.utils.tensorboard")
+        if package in _LOGGING_PACKAGES or is_writer:
+            return Role.LOGGING
+        return Role.NONE
+
+    def _report(self, key: str, reason: str, *, fidelity: Fidelity = Fidelity.LOST) -> None:
+        self._lines.append(CaptureLine(key, fidelity, reason, is_at_source=True))
+
+
+def _located(activation: Activation) -> Located | None:
+    program = program_of(activation.code, activation.module_globals)
+    function = None if program is None else function_of(program, activation.code)
+    if program is None or function is None:
+        return None
+    return Located(program, function, loop_at(function, activation.line))
+
+
+def _callers(
+    located: Located, functions: Sequence[Activation]
+) -> tuple[list[tuple[Function, Activation]], dict[str, Activation]]:
+    """The running functions of the same file that lead to the first one."""
+    first = functions[0]
+    running = {located.function.name: first}
+    callers = []
+    for each in functions[1:]:
+        if each.code.co_filename != first.code.co_filename:
+            break
+        function = function_of(located.program, each.code)
+        if function is None:
+            break
+        callers.append((function, each))
+        running.setdefault(function.name, each)
+    return callers, running
+
+
+def _value_of(path: str, running: Mapping[str, Activation], first: Activation) -> Any:
+    """The object at a path; no property and no ``__getattr__`` runs."""
+    function, at, variable = path.rpartition("@")
+    name, *attributes = variable.split(".")
+    if at:
+        activation = running.get(function)
+        value = _MISSING if activation is None else activation.variables.get(name, _MISSING)
+    else:
+        value = first.module_globals.get(name, _MISSING)
+    for attribute in attributes:
+        try:
+            value = vars(value).get(attribute, _MISSING)
+        except TypeError:
+            return _MISSING
+    return value
+
+
+def _owners(path: str, value_of: Callable[[str], Any]) -> Iterator[Any]:
+    """The objects that a path of attributes leads through."""
+    head, at, variable = path.rpartition("@")
+    parts = variable.split(".")
+    for count in range(1, len(parts)):
+        yield value_of(f"{head}{at}{'.'.join(parts[:count])}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _keep(names: Sequence[str]) -> str:
+    keep = "it" if len(names) == 1 else "them"
+    return f'Keep {keep} in extras["{_last(names[0])}"], or list {keep} in transient={{...}}.'
+
+
+def _unknown(place: str, reason: str) -> CaptureLine:
+    reason = f"{reason}; variables that it carries are not checked"
+    return CaptureLine(place, Fidelity.UNKNOWN, reason, is_hint=True, is_at_source=True)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from resumekit.data import Feed
 from resumekit.errors import DataPositionError
-from resumekit.run.turns import Turns
+from resumekit.run.progress import Turns
 from resumekit.state import Progress
 
 

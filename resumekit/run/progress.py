@@ -1,14 +1,16 @@
-"""The counters of the logical run, as a component of its state."""
+"""The counters of the logical run, the best metric, and which of several loops leads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from resumekit.distributed import World
+from resumekit.errors import CheckpointError, LoopError
 from resumekit.layout import Shares
-from resumekit.run.turns import Turns
-from resumekit.state import ComponentState, Progress
+from resumekit.state import BestMetric, ComponentState, Progress
+from resumekit.storage import StepName, Store
 
 T = TypeVar("T")
 
@@ -129,3 +131,188 @@ class Counters(ComponentState):
         self._is_within_window = state["within_window"]
         self._window_samples = []
         self._knows_window = not self._is_within_window
+
+
+class Turns:
+    """The loops of the epoch under way, by the names of their loaders; a part of a run's state.
+
+    Attributes:
+        main: the loaders of the loop that has the horizon; empty inside ``epochs()``.
+        asked: inside ``epochs()``, the loaders of this epoch in the order they were asked first.
+    """
+
+    def __init__(self) -> None:
+        self.main: tuple[str, ...] = ()
+        self.asked: list[str] = []
+        self._over: set[str] = set()  # used up in this epoch
+        self._fetched: set[str] = set()  # in this epoch, by this process
+
+    @property
+    def leader(self) -> str | None:
+        """The first loader of the loop that leads, or None while none is under way."""
+        if self.main:
+            return self.main[0]
+        return next(iter(self.under_way), None)
+
+    @property
+    def under_way(self) -> list[str]:
+        """Inside ``epochs()``, the loaders that were asked in this epoch and are not used up."""
+        return [name for name in self.asked if name not in self._over]
+
+    def ask(self, names: Sequence[str], *, follows: bool) -> bool:
+        """A loop is asked for a batch.
+
+        Args:
+            names: its loaders.
+            follows: it never leads.
+
+        Returns:
+            False if it has none: its part of the epoch was used up before the checkpoint.
+
+        Raises:
+            LoopError: a resumed process could not come to this place again.
+        """
+        if names[0] in self._over and not self._fetched:
+            return False
+        if not self.main and not follows:
+            self._take_place(names)
+        leader = self.leader
+        if leader not in names and leader not in self._fetched:
+            raise LoopError(
+                f"batches(name={names[0]!r})",
+                found="asked for a batch before the loop that leads"
+                if leader is None
+                else f"asked for a batch before {leader!r}, which leads",
+                expected="first of all in each iteration a batch of the loop itself",
+                remedy="Call next() on it inside the loop, after the loop's own batch",
+            )
+        return True
+
+    def _take_place(self, names: Sequence[str]) -> None:
+        is_second_pass = names[0] in self._over
+        self._over.difference_update(names)
+        self.asked.extend(name for name in names if name not in self.asked)
+        if is_second_pass and not set(self.asked) - self._over - set(names):
+            raise LoopError(
+                f"batches(name={names[0]!r})",
+                found="gone through a second time in one epoch",
+                expected="once, unless another loop is under way around it",
+                remedy="Give the second loop a name of its own",
+            )
+
+    def leads(self, names: Sequence[str]) -> bool:
+        """Whether the loop over these loaders leads."""
+        return self.leader in names
+
+    def fetched(self, names: Iterable[str]) -> None:
+        """A batch goes to the loop: from here on the loops stand where they stood."""
+        self._fetched.update(names)
+
+    def ended(self, names: Iterable[str]) -> None:
+        """A loop inside ``epochs()`` has used up its loaders."""
+        self._over.update(names)
+
+    def is_alone(self, names: Iterable[str]) -> bool:
+        """Whether this epoch had no other loop yet."""
+        return set(self.asked) == set(names) and not self._over
+
+    def next_epoch(self) -> None:
+        """An epoch of ``epochs()`` ends."""
+        self.asked = []
+        self._over.clear()
+        self._fetched.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loops of the epoch under way."""
+        return {"asked": list(self.asked), "over": sorted(self._over)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the loops of an interrupted epoch."""
+        self.asked = list(state["asked"])
+        self._over = set(state["over"])
+
+
+class BestSelection(ComponentState):
+    """Follows one reported metric and remembers its best value and step.
+
+    Args:
+        name: the keyword of ``report``, or None when no metric selects.
+        mode: ``"min"`` or ``"max"``.
+    """
+
+    def __init__(self, name: str | None, mode: str) -> None:
+        self.best = BestMetric(name, mode) if name is not None else None
+        self._latest: tuple[int, float] | None = None
+
+    @property
+    def was_reported(self) -> bool:
+        """Whether the metric has had a value, in this process or before the checkpoint."""
+        return self._latest is not None
+
+    def report(self, values: Mapping[str, float], step: int) -> bool:
+        """Takes the values reported for a step; whether the best one improved."""
+        if self.best is None or self.best.name not in values:
+            return False
+        value = values[self.best.name]
+        self._latest = (step, value)
+        improved = self.best.improved_by(value)
+        if improved:
+            self.best = self.best.with_value(value, step)
+        return improved
+
+    def metric_of(self, step: int) -> dict[str, str] | None:
+        """The manifest's record of the metric at this step, or None if none was reported."""
+        if self.best is None or self._latest is None or self._latest[0] != step:
+            return None
+        return {"name": self.best.name, "mode": self.best.mode, "value": self._latest[1].hex()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, its step and its metric."""
+        if self.best is None:
+            return {}
+        best = self.best
+        latest = list(self._latest) if self._latest else None
+        return {
+            "name": best.name,
+            "mode": best.mode,
+            "value": best.value,
+            "step": best.step,
+            "latest": latest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Takes the best value over, unless this run selects by another metric.
+
+        Returns:
+            What was not restored: the best value of another metric.
+        """
+        best = self.best
+        if best is None or not state:
+            return ()
+        if (state["name"], state["mode"]) != (best.name, best.mode):
+            return (
+                f"best_metric: was {state['name']} ({state['mode']}) in the checkpoint, the "
+                f"script's {best.name} ({best.mode}) is used; it has no best value yet",
+            )
+        self.best = BestMetric(best.name, best.mode, state["value"], state["step"])
+        latest = state["latest"]
+        self._latest = (int(latest[0]), float(latest[1])) if latest else None
+        return ()
+
+
+def best_step(store: Store, metric: BestMetric) -> tuple[StepName, float] | None:
+    """The committed checkpoint with the best value of a metric, and that value; or None."""
+    best, metric = None, replace(metric, value=None)
+    for name in store.step_names():
+        value = _value(store, name, metric)
+        if value is not None and metric.improved_by(value):
+            metric, best = metric.with_value(value, name.step), (name, value)
+    return best
+
+
+def _value(store: Store, name: StepName, metric: BestMetric) -> float | None:
+    try:
+        saved = store.open_step(name).manifest.metric
+    except CheckpointError:
+        return None
+    return float.fromhex(saved["value"]) if saved and saved["name"] == metric.name else None

@@ -1,12 +1,217 @@
-"""What a resume found and did."""
+"""What a run reports: the capture report, changes since the checkpoint, and a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 from resumekit.capture import Difference
-from resumekit.state import CaptureLine
+from resumekit.data import DataPosition
+from resumekit.distributed import World
+from resumekit.log import logger
+from resumekit.run.compatibility import owners
+from resumekit.run.options import Options
+from resumekit.run.save_requests import parse_cadence
+from resumekit.state import (
+    CaptureLine,
+    CaptureReport,
+    SharingPattern,
+    Slot,
+    StateComponent,
+)
+from resumekit.storage import Manifest
+
+T = TypeVar("T")
+
+# Gives lines for state that the run has and no component holds.
+Finding = Callable[[], Iterable[CaptureLine]]
+
+
+def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
+    """A bound method that does not keep its object.
+
+    A run that refers to itself would outlive the loop that abandoned it until the next garbage
+    collection, with the lock of its directory and the workers of its loaders.
+
+    Args:
+        method: the bound method.
+        otherwise: what a call gives when the object has gone.
+    """
+    found = WeakMethod(method)
+
+    def call() -> T:
+        alive = found()
+        return otherwise if alive is None else alive()
+
+    return call
+
+
+class Account:
+    """Tells each thing once, and keeps what belongs into every manifest.
+
+    Args:
+        options: of the run.
+        world: its ranks; rank 0 tells.
+        position: the loaders, which decide how exactly the position comes back.
+
+    Attributes:
+        components: of the run.
+        start: what the first line says of a run that starts; empty for one that resumes.
+        cadence: when it saves, in words.
+    """
+
+    def __init__(self, options: Options, world: World, position: DataPosition) -> None:
+        self._options = options
+        self._world = world
+        self._position = position
+        self.components: Sequence[StateComponent] = ()
+        self.start = ""
+        self.cadence = str(parse_cadence(options.save_every))
+        self._findings: list[Finding] = []
+        self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
+        self._history: list[dict[str, Any]] = []  # of changes that a resume followed
+
+    def tell(self, message: str) -> None:
+        """One line to the user, from rank 0."""
+        if self._world.is_first:
+            logger.info("%s", message)
+
+    def warn(self, message: str) -> None:
+        """One line to act on, from rank 0."""
+        if self._world.is_first:
+            logger.warning("%s", message)
+
+    def detail(self, message: str) -> None:
+        """One line that only DEBUG shows, from rank 0."""
+        if self._world.is_first:
+            logger.debug("%s", message)
+
+    def add_finding(self, finding: Finding) -> None:
+        """Asks for more lines whenever a report is made, in the order of these calls.
+
+        Args:
+            finding: a function, or a method, whose object is referred to weakly.
+        """
+        is_method = isinstance(finding, MethodType)
+        self._findings.append(weakly(finding, ()) if is_method else finding)
+
+    # ---------------------------------------------------------------- how exactly it comes back
+
+    def announce(self) -> None:
+        """Logs before the first batch what a checkpoint will hold, and when a loader changes it.
+
+        One line for a run that starts, and a warning for each part that is not exact.
+
+        Raises:
+            InexactError: ``strict=True`` and a part would not come back exactly.
+        """
+        report = self.capture_report()
+        if self._options.strict:
+            report.require_exact()
+        if not self._told:
+            self._log_start(report)
+        self._warn_of_new(report)
+
+    def captured(self) -> CaptureReport:
+        """What the checkpoint that is being made holds; tells what was found out since the start.
+
+        Raises:
+            InexactError: ``strict=True``, and a part turned out not to come back exactly.
+        """
+        report = self.capture_report()
+        if self._options.strict and self._told:
+            self._world.everywhere(report.require_exact)
+        if self._told:
+            self._warn_of_new(report)
+        return report
+
+    def _log_start(self, report: CaptureReport) -> None:
+        self._told = {(line.key, line.fidelity) for line in report.lines}
+        self._told -= {(line.key, line.fidelity) for line in report.inexact}
+        inexact = len({line.key for line in report.inexact})
+        parts = f"{inexact} part{'s' * (inexact > 1)} not exact:" if inexact else ""
+        if self.start:
+            parts = parts or "all saved state is exact"
+            self.tell(f"{self.start}; saves {self.cadence}; {parts}")
+        for line in report.lines:
+            self.detail(f"in each checkpoint: {line}")
+
+    def look(self) -> None:
+        """Reports what a step has changed and no component saves. Collective.
+
+        Raises:
+            InexactError: ``strict=True``, and something is not restored exactly.
+        """
+        if self._told:
+            report = self.capture_report()
+            if self._options.strict:
+                self._world.everywhere(report.require_exact)
+            self._warn_of_new(report)
+
+    def _warn_of_new(self, report: CaptureReport) -> None:
+        for line in report.inexact:
+            if (line.key, line.fidelity) not in self._told:
+                self._told.add((line.key, line.fidelity))
+                self.warn(f"{line}")
+
+    def capture_report(self) -> CaptureReport:
+        """One line for each component, each empty slot, and whatever was overlooked."""
+        lines: list[CaptureLine] = []
+        for slot in Slot:
+            present = [each for each in self.components if each.slot == slot.value]
+            lines.extend(map(_capture_line, present))
+            if not present:
+                lines.append(CaptureLine(slot.value, None, f"no {slot.value} was given"))
+        for component in self.components:
+            lines.extend(component.state.findings())
+        for finding in self._findings:
+            lines.extend(finding())
+        return CaptureReport(tuple(lines))
+
+    # ---------------------------------------------------------------- what changed
+
+    def take_history(self, manifest: Manifest) -> None:
+        """The changes that earlier resumes followed, and room for those of this one."""
+        earlier = manifest.details.get("changes", [])
+        self._history = [*earlier, {"step": manifest.step, "changes": []}]
+
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """Tells and records what this resume follows."""
+        for change in changes:
+            self.tell(change)
+            self._history[-1]["changes"].append(change)
+
+    def tell_changed_loaders(self) -> None:
+        """The same for the loaders that were opened since the last call."""
+        changes, self._position.changes = self._position.changes, []
+        self.tell_changes(changes)
+        unexpected, self._position.unexpected = self._position.unexpected, []
+        for line in unexpected:
+            self.warn(line)
+            self._history[-1]["changes"].append(line)
+
+    def details(self) -> dict[str, Any]:
+        """What every manifest says about how this run came about."""
+        details: dict[str, Any] = owners(self.components)
+        if self._options.exclude:
+            details["exclude"] = sorted(self._options.exclude)
+        if self._options.resume_from is not None:
+            details["resume_from"] = self._options.resume_from
+        history = [entry for entry in self._history if entry["changes"]]
+        if history:
+            details["changes"] = history
+        return details
+
+
+def _capture_line(component: StateComponent) -> CaptureLine:
+    """How exactly a component is restored; some states know it only at run time."""
+    fidelity, reason = component.state.fidelity or (component.fidelity, component.reason)
+    assert isinstance(component.sharing_pattern, SharingPattern)
+    return CaptureLine(component.key, fidelity, reason, component.sharing_pattern)
 
 
 @dataclass(frozen=True)

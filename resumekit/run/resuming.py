@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from resumekit.capture import merged, pairs_of, part_of
 from resumekit.distributed import World, from_rank
 from resumekit.errors import (
     CheckpointError,
@@ -21,14 +23,18 @@ from resumekit.errors import (
     ResumekitError,
 )
 from resumekit.log import logger
-from resumekit.run.membership import Membership
+from resumekit.run.agreement import Membership
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
-from resumekit.run.sources import Sources
-from resumekit.run.spreading import is_spread, read_spread
-from resumekit.serialization import read_payload
-from resumekit.state import StateComponent
-from resumekit.storage import Manifest, StepName, StepReader, Store
+from resumekit.run.world_change import Sources
+from resumekit.serialization import (
+    Source,
+    index_name,
+    read_payload,
+    read_sharded,
+)
+from resumekit.state import SharingPattern, StateComponent
+from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
 
 
 @dataclass(frozen=True)
@@ -216,3 +222,46 @@ class Finder:
     def _tell(self, message: str) -> None:
         if self._world.is_first:
             logger.warning("%s", message)
+
+
+def is_spread(record: ComponentRecord, live: StateComponent | None) -> bool:
+    """Whether a component is read part by part: it was saved in parts, or it is in parts here."""
+    sharded = SharingPattern.SHARDED
+    if record.pattern == sharded.value:
+        return True
+    was_whole = record.pattern in (SharingPattern.REPLICATED.value, SharingPattern.GLOBAL.value)
+    return was_whole and live is not None and live.sharing_pattern is sharded
+
+
+def read_spread(
+    reader: StepReader, record: ComponentRecord, live: StateComponent | None, *, in_stages: bool
+) -> tuple[Any, frozenset[str]]:
+    """The state of a component, with this rank's part of what is in parts here.
+
+    Args:
+        reader: the checkpoint.
+        record: of the component in it.
+        live: the component here, if it is known yet.
+        in_stages: whether each group of ranks holds some entries of it here.
+
+    Returns:
+        The state, and the names of the tensors that this rank's stage does not hold.
+
+    Raises:
+        CheckpointError: damage, or an I/O error.
+        StateMismatchError: it does not fit the live object; told before its tensors are read.
+    """
+    indices: tuple[str, ...] = ()
+    if record.pattern == SharingPattern.SHARDED.value:
+        firsts = [group[0] for group in record.groups] or [0]
+        indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
+    source = Source(reader, record.directory, record.key, indices, record.writers[0])
+    if live is None:
+        return read_sharded(source, lambda state: (), merge=partial(merged, None, record.key))
+    return read_sharded(
+        source,
+        lambda state: pairs_of(live.stateful, state),
+        live.state.check_state_dict,
+        merge=partial(merged, live.stateful, record.key),
+        part_of=partial(part_of, live.stateful) if in_stages else None,
+    )

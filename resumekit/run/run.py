@@ -41,26 +41,24 @@ from resumekit.distributed import World
 from resumekit.journal import Header, RandomStates, lineage
 from resumekit.layout import Shares
 from resumekit.log import show_messages
-from resumekit.run.account import Account, weakly
-from resumekit.run.belonging import frameworks_in, frameworks_of
-from resumekit.run.conditions import code, environment, settings
-from resumekit.run.drift import drift_messages
-from resumekit.run.horizon import HORIZON, changed_horizon
-from resumekit.run.journaling import RunJournal
-from resumekit.run.loading import Loading
+from resumekit.run.agreement import Membership, Replicas, agreed_shares, described
+from resumekit.run.compatibility import (
+    HORIZON,
+    changed_horizon,
+    drift_messages,
+    frameworks_in,
+    frameworks_of,
+)
+from resumekit.run.journaling import RunJournal, code, environment, settings
+from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.loop_check import LoopCheck
-from resumekit.run.membership import Membership
 from resumekit.run.options import Options
-from resumekit.run.progress import Counters
+from resumekit.run.progress import BestSelection, Counters, best_step
 from resumekit.run.randomness import RandomState
-from resumekit.run.replication import Replicas
-from resumekit.run.report import ResumeReport
-from resumekit.run.restoring import call_everywhere
+from resumekit.run.report import Account, ResumeReport, weakly
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Description, Saver
-from resumekit.run.selection import BestSelection, best_step
-from resumekit.run.shares import agreed_shares, described
-from resumekit.run.sources import Sources
+from resumekit.run.world_change import Sources
 from resumekit.state import (
     CaptureLine,
     ComponentState,

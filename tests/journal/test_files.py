@@ -19,7 +19,7 @@ from resumekit.journal import (
     number_of_attempt,
 )
 from resumekit.journal.files import thin
-from resumekit.journal.record import RECORD_BYTES
+from resumekit.journal.records import RECORD_BYTES
 
 HEADER = Header("run", "a" * 32, 1, 0, 1, 0, True, ("aaaaaaaa",), None, {"horizon": {"steps": 9}})
 

@@ -1,12 +1,11 @@
-"""Whose state each rank takes out of a checkpoint of another time, and of other ranks perhaps."""
+"""Maps each rank to the per-rank state it loads, also after a world-size change."""
 
 from __future__ import annotations
 
 from resumekit.distributed import World
 from resumekit.errors import StateMismatchError
 from resumekit.layout import Groups, Shares, WorldChange
-from resumekit.run.membership import Membership
-from resumekit.run.shares import recorded_shares
+from resumekit.run.agreement import Membership, recorded_shares
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord, Manifest
 

@@ -1,4 +1,4 @@
-"""The side of a Checkpointer that its loops see: epochs begin, batches pass, saves are made."""
+"""Safe points: what happens between two steps, and the save of what is due."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any, NoReturn
 from resumekit.data import EpochUnderWay, Feed
 from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.log import logger
-from resumekit.run.cadence import parse_cadence
-from resumekit.run.preemption import LeaveSignals
+from resumekit.run.progress import Turns
 from resumekit.run.run import Run
-from resumekit.run.turns import Turns
-from resumekit.run.wishes import Wishes, WishRound
+from resumekit.run.save_requests import LeaveSignals, Wishes, WishRound, parse_cadence
 from resumekit.state import Progress
 from resumekit.tracing import rng_digests
 

@@ -1,10 +1,4 @@
-"""A loop that a framework runs, seen from inside: it comes by where a user's loop would turn.
-
-The framework's callbacks and the loader that it iterates are the only places where it can be met.
-What they call here makes of it the same loop that a user writes over ``epochs()`` and
-``batches()``; so the settled points, the position in the data and the order of a restore are the
-same code.
-"""
+"""Checkpointing for loops that a framework runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of the user that are running: where a training loop stands, and its variables.
+"""The stack frames of the user: the functions that run the training loop, and their variables.
 
 Frames are read once, before the first batch. Nothing here keeps a frame.
 """

@@ -1,0 +1,310 @@
+"""Compatibility check of a checkpoint with the run, before any component is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.capture import GRADIENT_BUCKETS, RANK_BUFFERS, Difference, SchedulerState, Severity
+from resumekit.errors import DriftError, StateMismatchError
+from resumekit.run.agreement import Membership
+from resumekit.run.options import Options, names_component
+from resumekit.state import Slot, StateComponent
+from resumekit.storage import Manifest, StepName
+
+# A run that turns AMP on continues with a fresh scaler rather than not at all; it is told.
+_MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})
+
+
+def check_fit(
+    manifest: Manifest,
+    components: Sequence[StateComponent],
+    options: Options,
+    membership: Membership,
+    *,
+    world_size: int,
+    empty: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The components that start from their live state because the checkpoint has none.
+
+    Args:
+        manifest: the checkpoint's.
+        components: of this run.
+        options: of this run.
+        membership: of the components.
+        world_size: the ranks of this run.
+        empty: the components on one side only in which there is nothing.
+
+    Raises:
+        StateMismatchError: a component on one side only, and nothing allows it.
+    """
+    regrouped = regrouped_buffers(manifest, components, membership)
+    saved = {record.key for record in manifest.components} - regrouped
+    live = {component.key for component in components}
+    others, former = of_other_frameworks(manifest, components), frameworks_of(manifest)
+    checkpoint = str(StepName(manifest.step, manifest.revision))
+    fresh: list[str] = []
+    for component in components:
+        key = component.key
+        if key in saved or names_component(options.exclude, key):
+            continue
+        allowed = names_component(options.allow_missing, key)
+        allowed = allowed or key in regrouped
+        # What a framework needs for its own loop, it begins anew where another one was left.
+        is_others = component.framework != "" and component.framework not in former
+        allowed = allowed or is_others or key in empty
+        allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
+        if not (allowed or component.slot in _MAY_START_FRESH or not component.required):
+            raise StateMismatchError(
+                key,
+                found=f"{checkpoint} has no {key} (it has {', '.join(sorted(saved))})",
+                expected="one, as this run uses it",
+                remedy=f"Pass allow_missing={{{key!r}}} to start it from its live state",
+            )
+        fresh.append(key)
+    for key in sorted(saved - live):
+        goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
+        goes_without = goes_without or key.rpartition("/")[2] == GRADIENT_BUCKETS
+        goes_without = goes_without or key in others or key in empty
+        if not (names_component(options.exclude, key) or goes_without):
+            raise StateMismatchError(
+                key,
+                found=f"{checkpoint} has {key}, and this run has none",
+                expected="a live object to load it into",
+                remedy=f"Give it to the Checkpointer, or pass exclude={{{key!r}}} to leave it out",
+            )
+    return tuple(fresh)
+
+
+def regrouped_buffers(
+    manifest: Manifest, components: Sequence[StateComponent], membership: Membership
+) -> frozenset[str]:
+    """The keys of each rank's own buffers of modules that other groups of ranks hold here.
+
+    No rank can take them over: they start from the buffers that were saved with the module.
+    """
+    then = {record.key: record.groups for record in manifest.components}
+    return frozenset(
+        f"{each.key}/{RANK_BUFFERS}"
+        for each in components
+        if each.key in then and then[each.key] != membership.recorded(each)
+    )
+
+
+def _is_rank_buffers(key: str) -> bool:
+    """Whether a component exists in runs of several ranks alone; one rank's are in the module."""
+    return key.rpartition("/")[2] == RANK_BUFFERS
+
+
+def check_states(states: Mapping[str, Any], components: Sequence[StateComponent]) -> None:
+    """Lets every component refuse its state before any of them loads. Changes nothing."""
+    for component in components:
+        if component.key in states:
+            component.state.check_state_dict(states[component.key])
+
+
+_DETAIL = "frameworks"
+
+
+def owners(components: Sequence[StateComponent]) -> dict[str, Any]:
+    """What a manifest's details tell of it: the framework by component key; nothing without any."""
+    found = {each.key: each.framework for each in components if each.framework}
+    return {_DETAIL: found} if found else {}
+
+
+def of_other_frameworks(manifest: Manifest, components: Sequence[StateComponent]) -> dict[str, str]:
+    """The saved components that only a framework needs which this run does not use, and its name.
+
+    Args:
+        manifest: of the checkpoint; an older one does not tell frameworks, and nothing is found.
+        components: of this run.
+    """
+    used = frameworks_in(components)
+    live = {component.key for component in components}
+    saved = {record.key for record in manifest.components}
+    return {
+        key: framework
+        for key, framework in _recorded(manifest).items()
+        if key in saved - live and framework not in used
+    }
+
+
+def frameworks_in(components: Sequence[StateComponent]) -> frozenset[str]:
+    """The frameworks that keep some of the components for their own loop."""
+    return frozenset(each.framework for each in components if each.framework)
+
+
+def frameworks_of(manifest: Manifest) -> frozenset[str]:
+    """The frameworks whose own loop wrote the checkpoint; none for plain PyTorch."""
+    return frozenset(_recorded(manifest).values())
+
+
+def _recorded(manifest: Manifest) -> dict[str, str]:
+    recorded = manifest.details.get(_DETAIL)
+    found = recorded if isinstance(recorded, Mapping) else {}
+    return {key: str(framework) for key, framework in found.items()}
+
+
+def is_empty(state: Any) -> bool:
+    """Whether there is nothing in a state, however its containers are nested."""
+    if isinstance(state, Mapping):
+        return all(map(is_empty, state.values()))
+    return isinstance(state, (list, tuple)) and not state
+
+
+def not_needed(manifest: Manifest, others: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell about them."""
+    return tuple(
+        f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
+        for key, framework in sorted(others.items())
+    )
+
+
+# Settings that a restored state brings with it, by their names in the fingerprint: the options of
+# param groups, and what schedulers keep beside the constants of functions, which are code.
+_RESTORED = re.compile(
+    r"(?P<slot>optimizer)(/[^.]+)?\.param_groups\[\d+\]\.(?!num_parameters)"
+    r"|(?P<other>lr_scheduler)(/[^.]+)?\.settings\.(?!.*\.constants\b)"
+)
+# Settings of a Trainer and of DeepSpeed that only make the optimizer.
+_IN_OPTIMIZER = re.compile(
+    r"callbacks/trainer_state\.(learning_rate|weight_decay)"
+    r"|callbacks/deepspeed\.config\.optimizer\.params\..*"
+)
+# Argument of a Trainer that only begins the random state.
+_SEED = "callbacks/trainer_state.seed"
+
+# What describes the launch, and is no setting of the training.
+_LAUNCH = ("command", "git", "world_size")
+_VERSIONS = "versions."
+
+
+@dataclass(frozen=True)
+class DriftMessages:
+    """What a resume logs of the differences.
+
+    Args:
+        warnings: settings of the script that have no effect, because the checkpoint's are used.
+        notes: settings of the script that are used, and versions.
+    """
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def accept_drift(
+    changed: Sequence[Difference], components: Sequence[StateComponent], options: Options
+) -> None:
+    """Refuses a changed horizon; where it is allowed, schedulers keep the live one.
+
+    Raises:
+        DriftError: what the learning rate was planned for has changed.
+    """
+    refused = [
+        each
+        for each in changed
+        if each.severity is Severity.HORIZON
+        and not names_component(options.exclude, each.name.split(".", 1)[0])
+    ]
+    if "horizon" in options.allow_changes:
+        for component in components:
+            if isinstance(component.stateful, SchedulerState):
+                component.stateful.keep_horizon = True
+    elif refused:
+        raise DriftError(
+            "horizon",
+            found="; ".join(str(each) for each in refused),
+            expected="the horizon that the learning rate was planned for",
+            remedy="Restore it, or pass allow_changes={'horizon'}",
+        )
+
+
+def drift_messages(changed: Iterable[Difference], options: Options) -> DriftMessages:
+    """One line for each pair of values, whichever settings have it; each says which one is used."""
+    ignored: dict[tuple[str, str], list[str]] = {}
+    seeds, versions, used = [], [], []
+    for each in changed:
+        if each.name.startswith(_VERSIONS):
+            versions.append(f"{each.name.removeprefix(_VERSIONS)} was {each.then}, is {each.now}")
+        elif re.split(r"[.\[]", each.name, maxsplit=1)[0] in _LAUNCH:
+            continue
+        elif each.name == _SEED:
+            used_instead = "the checkpoint's random state is used"
+            seeds.append(f"seed: was {each.then}, the script says {each.now}, {used_instead}")
+        elif _is_restored(each.name, options):
+            ignored.setdefault((_short(each.then), _short(each.now)), []).append(each.name)
+        else:
+            before, now = _short(each.then), _short(each.now)
+            used.append(f"{each.name}: was {before} in the checkpoint, the script's {now} is used")
+    notes = ([f"versions since the checkpoint: {', '.join(versions)}"] if versions else []) + used
+    return DriftMessages((*_ignored(ignored), *seeds), tuple(notes))
+
+
+def _ignored(found: dict[tuple[str, str], list[str]]) -> Iterable[str]:
+    for (then, now), names in found.items():
+        settings = ", ".join(dict.fromkeys(_setting(name) for name in names))
+        match = next(filter(None, map(_RESTORED.match, names)), None)
+        slot = Slot.OPTIMIZER.value if match is None else match["slot"] or match["other"]
+        yield (
+            f"{settings}: the script says {now}, the checkpoint's {then} is used; "
+            f"exclude={{{slot!r}}} uses the script's, with a fresh {slot}"
+        )
+
+
+def _is_restored(name: str, options: Options) -> bool:
+    """Whether the checkpoint's value of a setting is used."""
+    if _IN_OPTIMIZER.fullmatch(name):
+        return not names_component(options.exclude, Slot.OPTIMIZER.value)
+    is_excluded = names_component(options.exclude, name.split(".", 1)[0])
+    return _RESTORED.match(name) is not None and not is_excluded
+
+
+def _setting(name: str) -> str:
+    """The last part of a name, after that of the object where a slot has several."""
+    key, _, rest = name.partition(".")
+    slot, _, own = key.partition("/")
+    leaf = re.sub(r"^param_groups\[\d+\]\.|^settings\.", "", rest)
+    return f"{own} {leaf}" if own and slot != Slot.CALLBACKS.value else leaf
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+HORIZON = "horizon"
+
+
+def changed_horizon(
+    then: Mapping[str, int], now: Mapping[str, int], *, allowed: bool, elsewhere: bool
+) -> str:
+    """What to tell about a horizon that changed; empty where it did not.
+
+    Args:
+        then: the horizon in the checkpoint by unit; empty where there was none.
+        now: that of this run.
+        allowed: whether the user allows it to change.
+        elsewhere: another framework may have written the checkpoint. Frameworks count in steps, in
+            epochs or in both: what both count must agree.
+
+    Raises:
+        DriftError: it changed, and is not allowed to.
+    """
+    common = then.keys() & now.keys() if elsewhere else set[str]()
+    is_same = all(then[unit] == now[unit] for unit in common) if common else then == now
+    if is_same or not then:
+        return ""
+    if not allowed:
+        raise DriftError(
+            HORIZON,
+            found=_words(now),
+            expected=f"{_words(then)}, as in the checkpoint",
+            remedy="Restore it, or pass allow_changes={'horizon'}",
+        )
+    return f"horizon: was {_words(then)} in the checkpoint, the script's {_words(now)} is used"
+
+
+def _words(horizon: Mapping[str, int]) -> str:
+    return ", ".join(f"{unit}={count}" for unit, count in horizon.items())
