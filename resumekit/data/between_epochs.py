@@ -39,8 +39,8 @@ def followed_changes(
     for key, noun in _SETTINGS.items():
         if key in then and then[key] != geometry.get(key):
             yield _line(where, noun, then[key], geometry.get(key), state["epoch"])
-    before = state.get("sampler")  # older checkpoints have none
-    if before is None or before == sampler:
+    before = state["sampler"]
+    if before == sampler:
         return
     if before["kind"] == sampler["kind"] and before.get("seed") != sampler.get("seed"):
         yield _line(where, "seed", before.get("seed"), sampler.get("seed"), state["epoch"])

@@ -346,7 +346,7 @@ def _rest_of_epoch(
 def _places(used: Mapping[str, Any], position: int) -> Any:
     """Where in the order stands what one rank used."""
     places = np.arange(used["since"], position)
-    turns = (places - used["since"]) // used.get("in_a_row", 1)
+    turns = (places - used["since"]) // used["in_a_row"]
     return places[turns % used["num_replicas"] == used["replica"]]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from resumekit.errors import DriftError, UnsupportedValueError
+from resumekit.state import ComponentState
 
 # The component that holds the seed; only a checkpoint of a keyed run has it.
 SEED = "data/seed"
@@ -38,7 +39,7 @@ class Purpose(str, Enum):
     WORKERS = "workers"
 
 
-class RunSeed:
+class RunSeed(ComponentState):
     """The seed of all keys of a run, a component of its state: taken once, at the first start.
 
     Args:

@@ -312,7 +312,7 @@ class MapSource(Source):
             allowed=self.allowed_changes,
             where=self.name,
         )
-        self._former_workers, self._has_crossed = state.get("num_workers"), CROSSED in state
+        self._former_workers, self._has_crossed = state["num_workers"], CROSSED in state
         self.changed, self.changes, self.free = fitted.changes, fitted.words, fitted.free
         if not state["batch"]:
             live = self._geometry(), sampler_setting(self._order_name())

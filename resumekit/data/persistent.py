@@ -154,7 +154,6 @@ class PersistentWorkers:
         self._watch = _Watch(loader.dataset, Board(loader.num_workers))
         self._birth: dict[str, Any] | None = None
         self._count = 0  # how often the workers were told to begin
-        self._revived: dict[int, bytes] = {}
         loader.__dict__["dataset"] = WatchedDataset(self._watch)
         loader.collate_fn = _WatchedCollate(loader.collate_fn, self._watch)
 

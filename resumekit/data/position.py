@@ -23,7 +23,7 @@ from resumekit.data.wrapped import WrappedSource
 from resumekit.data.zipped import Zipped
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.layout import WorldChange
-from resumekit.state import Fidelity
+from resumekit.state import ComponentState, Fidelity
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
@@ -41,7 +41,7 @@ class EpochUnderWay(NamedTuple):
     num_left: int | None
 
 
-class DataPosition:
+class DataPosition(ComponentState):
     """The loaders that the loops opened, by name.
 
     A checkpoint's position is kept until the loop opens the loader of that name.

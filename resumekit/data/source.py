@@ -21,7 +21,7 @@ class Source(ABC):
     Attributes:
         name: what the run calls this loader.
         epoch: the epoch of the next batch.
-        batch: its index in the epoch; ``place()`` gives both with an epoch's end normalised.
+        batch: its index in the epoch.
         indices: the sample indices of the last batch, None where the loader does not tell.
         num_samples: the number of samples in the last batch.
         allowed_changes: what of the loader's geometry the user allows to change.
@@ -213,12 +213,6 @@ class Source(ABC):
         self._generators = {n: each for n, each in saved if n in self._private and n not in anew}
         self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
 
-    def place(self) -> tuple[int, int]:
-        """Epoch and batch, the end of an epoch being the start of the next."""
-        if self.epoch_batches and self.batch >= self.epoch_batches:
-            return self.epoch + 1, 0
-        return self.epoch, self.batch
-
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A checkpoint's place in the geometry of this loader.
 
@@ -247,7 +241,7 @@ class Source(ABC):
         return {"num_batches": self.num_batches, "generators": sorted(self._private)}
 
     def _state(self) -> dict[str, Any]:
-        # Not `place()`: an epoch whose end nobody has seen is not over. Some samplers draw there.
+        # An epoch whose end nobody has seen is not over, whatever its length says. Some samplers draw there.
         return {
             "kind": self.kind,
             "epoch": self.epoch,
