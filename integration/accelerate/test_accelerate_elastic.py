@@ -17,8 +17,7 @@ from accelerate_workloads import NUM_SAMPLES, train
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from used_samples import counts, ledger
 
-from resumekit.data.orders import Batching, draw_again, order_name
-from resumekit.data.sampler import in_batches
+from resumekit.data.order import Batching, in_batches, order_name, redraw_order
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ACCELERATE
@@ -102,6 +101,6 @@ def test_pin_what_names_the_order_of_a_seeded_sampler() -> None:
     sampler = SeedableRandomSampler(range(20), data_seed=5)
     sampler.set_epoch(3)
     name = order_name(sampler, {})
-    assert list(sampler) == list(draw_again(name, None))
+    assert list(sampler) == list(redraw_order(name, None))
     assert order_name(SeedableRandomSampler(range(20), replacement=True), {})["kind"] == "unknown"
     assert order_name(RandomSampler(range(20)), {})["kind"] == "drawn"

@@ -29,7 +29,7 @@ from transformers_workloads import BATCH_SIZE, NUM_BLOCKS, Blocks
 from resumekit.adapters._transformers_plan import Counts
 from resumekit.adapters._transformers_state import CLOCK_SUFFIXES, STATE, SUMS
 from resumekit.adapters.transformers import ResumeCallback
-from resumekit.data.orders import may_draw_as_it_goes
+from resumekit.data.order import may_draw_lazily
 from resumekit.errors import ConfigurationError, InexactError
 
 
@@ -306,7 +306,7 @@ def test_pin_what_is_read_from_a_clock() -> None:
 
 def test_pin_the_seeded_sampler_draws_from_its_own_generator_alone() -> None:
     sampler = SeedableRandomSampler(range(5), data_seed=3)
-    assert not may_draw_as_it_goes(sampler)
+    assert not may_draw_lazily(sampler)
     before, drawn = torch.get_rng_state(), list(sampler)
     sampler.set_epoch(0)
     torch.rand(1)

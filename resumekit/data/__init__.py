@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from resumekit.data.ahead import AheadSource, AskedAhead
-from resumekit.data.combined import Together
-from resumekit.data.generators import samplers_of, stateful_generators
+from resumekit.data.discovery import (
+    announce_epoch,
+    is_seeded_by_epoch,
+    samplers_of,
+    stateful_generators,
+)
+from resumekit.data.iterable import ReplaySource
 from resumekit.data.keys import SEED, RunSeed, check_randomness
-from resumekit.data.kinds import is_seeded_by_epoch
-from resumekit.data.map_source import MapSource
+from resumekit.data.map_style import MapSource
+from resumekit.data.multi import Together
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
@@ -16,12 +20,10 @@ from resumekit.data.position import (
     epoch_under_way,
     open_source,
 )
-from resumekit.data.replay import ReplaySource
-from resumekit.data.resumable import DistributedResumableSampler, ResumableSampler
-from resumekit.data.source import Source, announce_epoch
+from resumekit.data.prefetching import AheadSource, AskedAhead, WrappedSource
+from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
+from resumekit.data.source import Source, user_objects
 from resumekit.data.stateful import StatefulMapSource, StatefulSource
-from resumekit.data.user_objects import user_objects
-from resumekit.data.wrapped import WrappedSource
 
 __all__ = [
     "DEFAULT_NAME",

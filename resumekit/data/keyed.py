@@ -7,18 +7,30 @@ have no state to restore, and a resumed run may have another number of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, MapDataPipe
+import torch
+from torch.utils.data import DataLoader, MapDataPipe, Subset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
-from resumekit.data.generators import DATASET_PREFIXES, without_prefetch
-from resumekit.data.hidden import held_generators
-from resumekit.data.keyed_batches import KeyedSampler
-from resumekit.data.keyed_fetch import KeyedFetch, KeyedInit, Told, out_of_reach
-from resumekit.data.keys import Keys, Purpose, RunSeed
-from resumekit.data.map_source import MapSource, Mark
-from resumekit.data.sampler import EpochStart
+from resumekit.data.discovery import DATASET_PREFIXES, nested_generators, without_prefetch
+from resumekit.data.keys import (
+    CountingDigest,
+    Keys,
+    NoRepeats,
+    Purpose,
+    Repeats,
+    RunSeed,
+    index_bytes,
+    preserved_generators,
+    seed_generators,
+    yields_each_index_once,
+)
+from resumekit.data.map_style import BatchMark, MapSource
+from resumekit.data.sampling import EpochStart, RecordingSampler
 from resumekit.data.stateful import StatefulMapSource
 from resumekit.errors import ConfigurationError
 from resumekit.state import Fidelity
@@ -52,26 +64,27 @@ class KeyedSource(MapSource):
         self._seed = seed
         self._fetch = KeyedFetch(loader.dataset, loader.collate_fn, collates=self._collates)
         self._copy.__dict__["dataset"] = self._fetch
-        self._copy.collate_fn = _as_it_is
+        self._copy.collate_fn = _identity
         if loader.num_workers:
             self._copy.worker_init_fn = KeyedInit(loader.worker_init_fn)
         self._order_drawn_again = False
-        self._told = ""  # what a worker found
+        self._finding = ""  # what a worker found
 
     def _new_sampler(self, *recording: Any) -> KeyedSampler:
         return KeyedSampler(self.loader, *recording)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and the random numbers in it come back, and why not."""
         if self.loader.num_workers and not getattr(self.loader, "in_order", True):
             return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
-        held = held_generators({"dataset": self._fetch.dataset, "collate_fn": self._fetch.collate})
+        held = nested_generators(
+            {"dataset": self._fetch.dataset, "collate_fn": self._fetch.collate}
+        )
         if not self.loader.num_workers:
             # A checkpoint holds those of this process that are known to it.
             saved = {id(each) for each in (*self._private.values(), *self._seed.saved_generators)}
             held = {name: each for name, each in held.items() if id(each) not in saved}
-        reason = self._told or out_of_reach(held)
+        reason = self._finding or unkeyed_reason(held)
         if reason:
             return Fidelity.LOST, reason
         if self._sampler.tape is not None and not self._sampler.tape.is_empty:
@@ -82,10 +95,9 @@ class KeyedSource(MapSource):
         return Fidelity.EXACT, ""
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the checkpoint stood."""
         assert self._seed.value is not None
         keys = Keys(self._seed.value, self.name)
-        self._fetch.keys, self._fetch.epoch_told = keys, epoch
+        self._fetch.keys, self._fetch.announced_epoch = keys, epoch
         self._sampler.begin(epoch)
         self._order_drawn_again = False
         # What the loader seeds its workers from. Persistent ones start in whatever epoch this
@@ -96,27 +108,19 @@ class KeyedSource(MapSource):
         super().begin(epoch)
 
     def next_batch(self) -> Any:
-        """The next batch as the user's loader would give it.
-
-        Raises:
-            StopIteration: the epoch has no more.
-        """
         batch = super().next_batch()
-        if isinstance(batch, Told):
-            self._told = batch.out_of_reach
+        if isinstance(batch, BatchWithFinding):
+            self._finding = batch.unkeyed_reason
             return batch.batch
         return batch
 
-    def state_at(self, mark: Mark) -> dict[str, Any]:
-        """The place of a batch and the random state that its epoch's order is drawn from."""
+    def state_at(self, mark: BatchMark) -> dict[str, Any]:
         return {**super().state_at(mark), "num_workers": None, "before": None, "workers": {}}
 
     def comparable_state(self) -> dict[str, Any]:
-        """What two equal runs have in common: the state, without how far ahead workers are."""
         return without_prefetch(self.state_dict())
 
     def drawn_again(self) -> tuple[Any, ...]:
-        """The private generators that are in place already: the order was drawn from them again."""
         # How far a sampler has drawn depends on what is prefetched, so that the state in the
         # checkpoint is that of other workers.
         if not self._order_drawn_again:
@@ -127,15 +131,15 @@ class KeyedSource(MapSource):
             if not name.startswith(DATASET_PREFIXES)
         )
 
-    def _start_again(self, pending: Mapping[str, Any]) -> EpochStart:
-        start = super()._start_again(pending)
+    def _epoch_start(self, pending: Mapping[str, Any]) -> EpochStart:
+        start = super()._epoch_start(pending)
         self._order_drawn_again = start.at_first is not None
         return start
 
     def _num_padding(self) -> int:
         return 0
 
-    def _attach_tape(self, states: Any, num_padding: int) -> None:
+    def _attach_worker_states(self, states: Any, num_padding: int) -> None:
         """There is none."""
 
 
@@ -143,5 +147,215 @@ class KeyedStatefulMapSource(KeyedSource, StatefulMapSource):
     """The same for torchdata's StatefulDataLoader."""
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
+
+
+class KeyedBatch(list[Any]):
+    """The indices of one batch, with all that their keys are made of.
+
+    Args:
+        given: the indices as the user's sampler gave them.
+        epoch: the epoch.
+        repeats: by place in the batch, how often an index came before in this epoch.
+    """
+
+    def __init__(self, given: Sequence[Any], epoch: int, repeats: Mapping[int, int]) -> None:
+        super().__init__(given)
+        self.given = given
+        self.epoch = epoch
+        self.repeats = repeats
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedBatch, (self.given, self.epoch, self.repeats)
+
+    def contents(self) -> list[bytes]:
+        """What tells each sample from all others of the epoch."""
+        contents = [index_bytes(index) for index in self]
+        for place, times in self.repeats.items():
+            contents[place] += b"#" + index_bytes(times)
+        return contents
+
+
+class KeyedSampler(RecordingSampler):
+    """Yields what the user's index sampler yields, as batches from which keys can be made.
+
+    Args:
+        loader: the user's loader.
+        recording: the arguments of a RecordingSampler.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *recording: Any) -> None:
+        super().__init__(*recording)
+        self._epoch = 0
+        self._begun: Iterator[Any] | None = None
+        self._loader = loader
+        self._collates = loader.batch_sampler is not None
+        self._repeats: Repeats = NoRepeats()
+
+    def begin(self, epoch: int) -> None:
+        """The next iteration is that of this epoch."""
+        self._epoch, self._begun = epoch, None
+
+    def __iter__(self) -> Iterator[Any]:
+        # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter asks twice when it is
+        # made. A sampler that draws when it is asked would draw once more than without workers.
+        if self._begun is None:
+            self._begun = self._begin()
+        return self._begun
+
+    def _begin(self) -> Iterator[Any]:
+        begins_again = self._seek is not None
+        once = yields_each_index_once(self._loader)
+        self._repeats = NoRepeats() if once else Repeats(_num_samples(self._loader))
+        batches = super().__iter__()
+        if not begins_again:
+            # torch 2.13 utils/data/dataloader.py _BaseDataLoaderIter draws a seed for its workers
+            # here; persistent workers draw one in a process. Here it is one in each epoch, so that
+            # what follows is the same for any workers. The loader draws from one of its own.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return batches
+
+    def _indices(
+        self, inner: Iterator[Any], place: tuple[int, Iterator[Any]] | None
+    ) -> Iterator[Any]:
+        for indices in super()._indices(inner, place):
+            given = indices if self._collates else [indices]
+            yield KeyedBatch(given, self._epoch, self._repeats.count(given))
+
+    def _seek_position(self, inner: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        order = self.order
+        self.order = CountingDigest(order, self._repeats)
+        place = super()._seek_position(inner)
+        self.order = order
+        return place
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+class KeyedFetch:
+    """Stands where the dataset stands in a loader: gets and collates a batch, from its keys.
+
+    Nothing is drawn that outlasts the batch: this process's own generators are put back.
+
+    Args:
+        dataset: the user's own.
+        collate: the user's own.
+        collates: whether the loader makes batches of samples.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.collates = collates
+        self.keys: Keys | None = None
+        self.announced_epoch = 0
+        self._whole_batches = _gives_whole_batches(dataset)
+        self._has_looked = False
+
+    def __getitems__(self, batch: KeyedBatch) -> Any:
+        return self._fetch(batch)
+
+    def __getitem__(self, batch: KeyedBatch) -> Any:
+        return self._fetch(batch)
+
+    def _fetch(self, batch: KeyedBatch) -> Any:
+        in_worker = get_worker_info() is not None
+        if in_worker:
+            self._announce_epoch(batch.epoch)
+        with nullcontext() if in_worker else preserved_generators():
+            contents = batch.contents()
+            samples = self._samples(batch, contents)
+            self._enter(Purpose.COLLATE, batch.epoch, b"".join(contents))
+            made = self.collate(samples)
+        found = self._find_unkeyed() if in_worker else ""
+        return BatchWithFinding(made, found) if found else made
+
+    def _samples(self, batch: KeyedBatch, contents: list[bytes]) -> Any:
+        if self.collates and self._whole_batches:
+            self._enter(Purpose.BATCH, batch.epoch, b"".join(contents))
+            return self.dataset.__getitems__(batch.given)
+        assert self.keys is not None
+        hasher = self.keys.hasher(Purpose.SAMPLE, batch.epoch)
+        samples = []
+        for index, content in zip(batch, contents, strict=True):
+            key = hasher.copy()
+            key.update(content)
+            seed_generators(key.digest())
+            samples.append(self.dataset[index])
+        return samples if self.collates else samples[0]
+
+    def _enter(self, purpose: Purpose, epoch: int, content: bytes) -> None:
+        assert self.keys is not None
+        seed_generators(self.keys.key(purpose, epoch, content))
+
+    def _announce_epoch(self, epoch: int) -> None:
+        """Persistent workers hold the dataset as it was when they started."""
+        if epoch != self.announced_epoch:
+            self.announced_epoch = epoch
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def _find_unkeyed(self) -> str:
+        """What keys do not reach and only this worker can see; asked once, after a batch."""
+        if self._has_looked:
+            return ""
+        self._has_looked = True
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
+            return "random numbers on CUDA devices in workers; draw them in the training loop"
+        return unkeyed_reason(
+            nested_generators({"dataset": self.dataset, "collate_fn": self.collate})
+        )
+
+
+def _gives_whole_batches(dataset: Any) -> bool:
+    while type(dataset) is Subset:  # has __getitems__ for those that do, and a loop for the rest
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def unkeyed_reason(generators: Mapping[str, Any]) -> str:
+    """Why these make a run inexact, and what would not; nothing where there are none."""
+    if not generators:
+        return ""
+    return (
+        f"no key reaches {', '.join(generators)}; draw from random, numpy.random or torch's "
+        "default generator instead"
+    )
+
+
+@dataclass
+class BatchWithFinding:
+    """A batch, with what its worker found that keys do not reach."""
+
+    batch: Any
+    unkeyed_reason: str
+
+    def pin_memory(self, device: str | None = None) -> BatchWithFinding:
+        """The same with its tensors in pinned memory; called by the loader's pinning thread."""
+        return BatchWithFinding(_pin(self.batch, device), self.unkeyed_reason)  # type: ignore[no-untyped-call]
+
+
+class KeyedInit:
+    """The user's ``worker_init_fn``, which finds the user's dataset where it looks for it.
+
+    Args:
+        init: the user's own, or None.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        # torch 2.13 utils/data/_utils/worker.py WorkerInfo: frozen, and made by _worker_loop from
+        # the loader's dataset, which is our KeyedFetch.
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.init is not None:
+            self.init(worker_id)

@@ -18,12 +18,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from resumekit.data.order import OrderDigest
+from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.errors import DriftError, UnsupportedValueError
 from resumekit.state import ComponentState
 
+
 # The component that holds the seed; only a checkpoint of a keyed run has it.
 SEED = "data/seed"
+
 
 # 128 bits for Python, 32 for NumPy, 64 for torch, whose generator for the CPU uses 32 of them.
 # Words of their own: all three are Mersenne Twisters, and equal seeds would give equal numbers.
@@ -51,11 +62,9 @@ class RunSeed(ComponentState):
         self.saved_generators = tuple(generators)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed."""
         return {"seed": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the seed of the interrupted run."""
         self.value = state["seed"]
 
 
@@ -119,7 +128,7 @@ def seed_generators(key: bytes) -> None:
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def preserved_generators() -> Iterator[None]:
     """Puts the three global generators back, whatever was drawn or seeded inside."""
     for_python, for_numpy = random.getstate(), np.random.get_state(legacy=True)
     for_torch = torch.default_generator.get_state()
@@ -163,3 +172,82 @@ def index_bytes(index: Any) -> bytes:
             found=f"a sampler that gives a {type(index).__name__} as the index of a sample",
             expected="numbers, strings, or lists, tuples and dicts of them",
         ) from None
+
+
+_ONCE = (
+    SequentialSampler,
+    DistributedSampler,  # what it pads with goes to another rank than before
+    ResumableSampler,
+    DistributedResumableSampler,
+)
+
+
+def yields_each_index_once(loader: DataLoader[Any]) -> bool:
+    """Whether nothing has to be counted; of samplers that are not torch's or ours nobody knows."""
+    batching: Any = loader.batch_sampler
+    if type(batching) not in (BatchSampler, type(None)):
+        return False
+    sampler = loader.sampler if batching is None else batching.sampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in _ONCE
+
+
+class Repeats:
+    """Counts the indices of one epoch on this rank.
+
+    Args:
+        num_samples: the length of the dataset, 0 where it has none.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._seen = bytearray(num_samples)  # a dict of all of them would outgrow the permutation
+        self._times: dict[bytes, int] = {}
+
+    def count(self, indices: Iterable[Any]) -> dict[int, int]:
+        """By place, how often an index came before, for those that did."""
+        counted = {place: self._count(index) for place, index in enumerate(indices)}
+        return {place: times for place, times in counted.items() if times}
+
+    def _count(self, index: Any) -> int:
+        first = 0
+        try:
+            if not self._seen[index]:
+                self._seen[index] = 1
+                return 0
+            first = 1
+        except (TypeError, IndexError):
+            pass  # an index that is no number below the length
+        content = index_bytes(index)
+        times = self._times.get(content, first)
+        self._times[content] = times + 1
+        return times
+
+
+class NoRepeats(Repeats):
+    """Where every index comes once, there is nothing to count."""
+
+    def __init__(self, num_samples: int = 0) -> None:
+        super().__init__(0)
+
+    def count(self, indices: Iterable[Any]) -> dict[int, int]:
+        """None came before."""
+        return {}
+
+
+class CountingDigest(OrderDigest):
+    """An order that counts what it takes in.
+
+    Args:
+        order: takes it in as well.
+        repeats: counts it.
+    """
+
+    def __init__(self, order: OrderDigest, repeats: Repeats) -> None:
+        super().__init__(order._digest)
+        self._repeats = repeats
+
+    def add(self, indices: Any) -> None:
+        """Takes in what is passed over, a series of indices."""
+        super().add(indices)
+        self._repeats.count(indices)

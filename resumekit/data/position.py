@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import gc
+import random
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.ahead import AheadSource, AskedAhead
-from resumekit.data.combined import Cycling, Longest, Together
+from resumekit.data.discovery import INNER, is_dispatched, is_stateful_data_loader
+from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
-from resumekit.data.kinds import INNER, dispatches, is_stateful_data_loader
-from resumekit.data.map_source import MapSource
-from resumekit.data.ranks import resplit_places
-from resumekit.data.rebuilt import Witness, without_past
-from resumekit.data.replay import ReplaySource
+from resumekit.data.map_style import MapSource
+from resumekit.data.multi import Cycling, Longest, Together, Zipped
+from resumekit.data.prefetching import AheadSource, AskedAhead, WrappedSource
+from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
-from resumekit.data.stateful import StatefulMapSource, StatefulSource, keeps_its_own_place
-from resumekit.data.wrapped import WrappedSource
-from resumekit.data.zipped import Zipped
+from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.layout import WorldChange
 from resumekit.state import ComponentState, Fidelity
 
+
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
+
 
 DEFAULT_NAME = "train"
 
@@ -68,7 +72,7 @@ class DataPosition(ComponentState):
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
         self._in_checkpoint: frozenset[str] = frozenset()
-        self._witness: Witness | None = None
+        self._witness: ExistingObjects | None = None
 
     def empty_copy(self) -> DataPosition:
         """A position with the same settings and no loader."""
@@ -130,7 +134,7 @@ class DataPosition(ComponentState):
         if known is not None:
             source.follow(known)
         elif name in self._pending:
-            source.load_state_dict(self._judged(self._pending[name], source))
+            source.load_state_dict(self._with_rebuilt(self._pending[name], source))
             del self._pending[name]
             self.changes += source.changes
             self.unexpected += source.unexpected
@@ -142,26 +146,25 @@ class DataPosition(ComponentState):
     def witness_epoch(self) -> None:
         """An epoch of ``epochs()`` begins, in a process that resumes there."""
         if any(state["rebuilt"] is None for state in self._pending.values()):
-            self._witness = Witness()
+            self._witness = ExistingObjects()
 
-    def _judged(self, state: dict[str, Any], source: Source) -> dict[str, Any]:
+    def _with_rebuilt(self, state: dict[str, Any], source: Source) -> dict[str, Any]:
         """The state, with what can be known about whether the loader is built in every epoch."""
         witness = self._witness
         if state["batch"] or state["rebuilt"] is not None or witness is None:
             return state
         if witness.saw(source.loader):
             return state
-        anew = witness.made_anew(source.private, state["generators"])
+        anew = witness.recreated(source.private, state["generators"])
         return {**state, "rebuilt": True, "made_anew": anew}
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the positions come back: the least exact loader's word."""
         order = list(Fidelity)
-        words = [self._word(source) for source in self.sources.values()]
+        words = [self._fidelity_of(source) for source in self.sources.values()]
         return max(words, key=lambda word: order.index(word[0]), default=(Fidelity.EXACT, ""))
 
-    def _word(self, source: Source) -> tuple[Fidelity, str]:
+    def _fidelity_of(self, source: Source) -> tuple[Fidelity, str]:
         fidelity, reason = source.fidelity
         if self._seed is None or source.keyed or fidelity is Fidelity.EXACT:
             return fidelity, reason
@@ -193,21 +196,15 @@ class DataPosition(ComponentState):
         return {name: source.geometry for name, source in self.sources.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in every loader; one that was not opened again keeps the place it had."""
         states = dict(self._pending)
         states.update({name: source.state_dict() for name, source in self.sources.items()})
         return states
 
     def comparable_state(self) -> dict[str, Any]:
-        """What two equal runs have in common; they may have other numbers of workers.
-
-        What is known about a loader's past is not the same in a process that did not see it.
-        """
         states = {name: source.comparable_state() for name, source in self.sources.items()}
-        return {name: without_past(state) for name, state in {**self._pending, **states}.items()}
+        return {name: without_history(state) for name, state in {**self._pending, **states}.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the places; each is found when its epoch begins."""
         self._pending = dict(state)
         self._in_checkpoint = frozenset(state)
 
@@ -229,12 +226,7 @@ class DataPosition(ComponentState):
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The places for this rank of a job with another number of ranks.
-
-        Raises:
-            DataPositionError: the former ranks were not at one place.
-        """
-        return resplit_places(states, change)
+        return resplit_positions(states, change)
 
 
 def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
@@ -246,12 +238,12 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
         seed: what keys are made from; None where random numbers are not keyed.
     """
     open_inner = _map_source(getattr(loader, INNER, None), seed)
-    if open_inner is not None and not dispatches(loader):
+    if open_inner is not None and not is_dispatched(loader):
         return WrappedSource(loader, name, open_inner)
     open_map = _map_source(loader, seed)
     if open_map is not None:
         return open_map(loader, name)
-    if keeps_its_own_place(loader):
+    if restores_itself(loader):
         return StatefulSource(loader, name)
     return ReplaySource(loader, name)
 
@@ -287,3 +279,81 @@ def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSo
     if hasattr(loader, "state_dict"):
         return None
     return MapSource if seed is None else partial(KeyedSource, seed=seed)
+
+
+# What the garbage collector can find. It does not know torch's generators.
+_KINDS = (DataLoader, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class ExistingObjects:
+    """Remembers which loaders and generators exist at the start of an epoch."""
+
+    def __init__(self) -> None:
+        self._there = {id(each): _reference(each) for each in _living()}
+
+    def saw(self, thing: Any) -> bool:
+        """Whether it existed, as far as this can be known."""
+        thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
+        if not isinstance(thing, _KINDS):
+            return True
+        reference = self._there.get(id(thing), _no_object)
+        if reference() is thing:
+            return True
+        # The collector does not tell of what was frozen; that is older than any epoch.
+        return not any(each is thing for each in _living())
+
+    def recreated(self, generators: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        """The names of a new loader's generators that are new as well.
+
+        Args:
+            generators: its private generators.
+            saved: the states of those of the loader before it.
+        """
+        return [
+            name
+            for name, generator in generators.items()
+            if name in saved and not self._is_kept(generator, saved[name])
+        ]
+
+    def _is_kept(self, generator: Any, saved: Any) -> bool:
+        if not isinstance(generator, torch.Generator):
+            return self.saw(generator)
+        if not isinstance(saved, torch.Tensor):
+            return False
+        # One that lives through all epochs has been seeded once.
+        former = torch.Generator(generator.device)
+        former.set_state(saved)
+        return former.initial_seed() == generator.initial_seed()
+
+
+def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A loader's place without what is known about its being built in every epoch."""
+    return {key: value for key, value in state.items() if key not in ("rebuilt", "made_anew")}
+
+
+def _living() -> list[Any]:
+    # Not isinstance: it would ask each of a million objects, and some answer for another one.
+    kinds = {kind for base in _KINDS for kind in _and_subclasses(base)}
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _and_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield from _and_subclasses(subclass)
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # NumPy's generators have no weak references
+        return partial(_same_object, thing)
+
+
+def _same_object(thing: Any) -> Any:
+    return thing
+
+
+def _no_object() -> None:
+    return None

@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.data.between_epochs import unused_seeds
-from resumekit.data.crossing import refuse
-from resumekit.data.elastic import fit_boundary
-from resumekit.data.generators import loader_generators, samplers_of
-from resumekit.data.stream_objects import Follow
-from resumekit.state import Fidelity
+from torch.utils.data import IterableDataset, Subset
+
+from resumekit.capture import Holder, RngState, generator_state, set_generator_state
+from resumekit.capture.user_state import attributes_set_in, is_user_object
+from resumekit.data.discovery import loader_generators
+from resumekit.data.loader_changes import refuse_kind, unused_seeds
+from resumekit.data.resharding import fit_at_epoch_start
+from resumekit.data.stream_objects import MakeUserState
+from resumekit.state import Fidelity, Stateful
 
 
 class Source(ABC):
@@ -47,7 +49,7 @@ class Source(ABC):
         self.unexpected: tuple[str, ...] = ()
         self.free: frozenset[str] = frozenset()
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
-        self._made_anew: list[str] = []  # the generators that are made with it
+        self._recreated: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
         self._epoch_batches: int | None = None  # of the epoch under way, if not as many as ever
         self._length_in = -1  # the epoch for which the loader was asked its length last
@@ -67,7 +69,7 @@ class Source(ABC):
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it where the checkpoint stood."""
 
-    def follow_objects(self, follow: Follow) -> None:  # noqa: B027 - most do not read them again
+    def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""
 
     def prime(self) -> None:  # noqa: B027 - most fetch nothing ahead
@@ -171,7 +173,7 @@ class Source(ABC):
         self.epoch, self.batch = former.epoch, former.batch
         kept = former._private
         self.is_rebuilt = True
-        self._made_anew = [n for n, each in self._private.items() if kept.get(n) is not each]
+        self._recreated = [n for n, each in self._private.items() if kept.get(n) is not each]
 
     def close(self) -> None:
         """Lets go of the iterator; the place stays."""
@@ -197,18 +199,18 @@ class Source(ABC):
         self._length_in = -1
         within = state["batch"] > 0
         if within and state["kind"] != self.kind:
-            state = self._crossed(state)
+            state = self._from_other_kind(state)
         is_of_kind = state["kind"] == self.kind
         self._is_endless = within and state["endless"]
         state = self._fitted(state) if is_of_kind else state
         self._epoch_batches = None if self._is_endless else self._epoch_batches
         self.epoch, self.batch = state["epoch"], state["batch"]
-        self.is_rebuilt, self._made_anew = state["rebuilt"], state["made_anew"]
+        self.is_rebuilt, self._recreated = state["rebuilt"], state["made_anew"]
         if self.is_rebuilt and not within:
             self.unexpected = ()  # another loader in each epoch, as in a curriculum
         is_another = not within and (self.is_rebuilt or not is_of_kind)
         self._pending = None if is_another else dict(state)
-        anew = () if within else self._made_anew
+        anew = () if within else self._recreated
         saved = state["generators"].items()
         self._generators = {n: each for n, each in saved if n in self._private and n not in anew}
         self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
@@ -219,15 +221,17 @@ class Source(ABC):
         Raises:
             DataPositionError: the geometry changed, and it is not allowed or cannot be followed.
         """
-        return fit_boundary(state, self._geometry(), allowed=self.allowed_changes, where=self.name)
+        return fit_at_epoch_start(
+            state, self._geometry(), allowed=self.allowed_changes, where=self.name
+        )
 
-    def _crossed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A place inside an epoch that another kind of loader began, as a place of this one.
 
         Raises:
             DataPositionError: it cannot be found by this kind.
         """
-        refuse(state, self.kind, where=self.name)
+        refuse_kind(state, self.kind, where=self.name)
 
     def comparable_state(self) -> dict[str, Any]:
         """What two equal runs have in common: the state, without how far ahead workers are."""
@@ -241,24 +245,51 @@ class Source(ABC):
         return {"num_batches": self.num_batches, "generators": sorted(self._private)}
 
     def _state(self) -> dict[str, Any]:
-        # An epoch whose end nobody has seen is not over, whatever its length says. Some samplers draw there.
+        # An epoch is over when its end was seen, whatever its length says: some samplers draw there.
         return {
             "kind": self.kind,
             "epoch": self.epoch,
             "batch": self.batch,
             "endless": self._is_endless,
             "rebuilt": self.is_rebuilt,
-            "made_anew": self._made_anew,
+            "made_anew": self._recreated,
             "geometry": self._geometry(),
             "generators": {name: generator_state(g) for name, g in self._private.items()},
         }
 
 
-def announce_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
-    holders = [loader, *(sampler for _, sampler in samplers_of(loader))]
-    holders.append(getattr(loader, "dataset", None))
-    for holder in holders:
-        set_epoch = getattr(holder, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+# Loaders of frameworks that fetch one batch ahead of the step.
+_AHEAD = "ahead"
+
+
+def user_objects(source: Source) -> dict[str, Holder]:
+    """The objects of user classes in the main process that a loader calls, by name.
+
+    An object with ``state_dict`` is saved with the position, as are random generators. What
+    ``set_epoch`` sets follows from the epoch.
+
+    Args:
+        source: the training loader.
+    """
+    loader = source.loader
+    itself = loader if isinstance(loader, IterableDataset) else None
+    given = {
+        "dataset": getattr(loader, "dataset", itself),
+        "collate_fn": getattr(loader, "collate_fn", None),
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": getattr(loader, "batch_sampler", None),
+    }
+    found: dict[str, Holder] = {}
+    for name, each in given.items():
+        value = each
+        while type(value) is Subset:
+            value = value.dataset
+        value = getattr(value, "__self__", value)
+        if is_user_object(value) and not isinstance(value, Stateful):
+            found[f"{source.name}.{name}"] = Holder(
+                value,
+                left_out=attributes_set_in(value, "set_epoch"),
+                has_generators=False,
+                is_read_ahead=source.kind == _AHEAD,
+            )
+    return found

@@ -13,18 +13,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.kinds import (
+from resumekit.data.discovery import (
     INNER,
-    forget_iteration,
+    announce_epoch,
+    has_estimated_length,
     has_own_state,
     is_hugging_face,
     is_stateful_data_loader,
-    length_is_a_guess,
+    reset_iteration,
     shallow_copy,
 )
-from resumekit.data.map_source import MapSource
-from resumekit.data.replay import first_dimension
-from resumekit.data.source import Source, announce_epoch
+from resumekit.data.iterable import first_dimension
+from resumekit.data.map_style import MapSource
+from resumekit.data.source import Source
 from resumekit.state import Fidelity
 
 
@@ -36,10 +37,9 @@ class StatefulMapSource(MapSource):
 
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
-        forget_iteration(self._copy)
+        reset_iteration(self._copy)
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the checkpoint stood."""
         if not self.loader.persistent_workers:
             # torchdata 0.11 stateful_dataloader.py keeps every iterator, not only that of
             # persistent workers.
@@ -65,12 +65,10 @@ class StatefulSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The batches of one epoch, or None: the length of an iterable dataset is only a guess."""
-        return None if length_is_a_guess(self.loader) else super().num_batches
+        return None if has_estimated_length(self.loader) else super().num_batches
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position comes back, and on what condition."""
         workers = getattr(self.loader, "num_workers", 0)
         if workers:
             return Fidelity.EQUIVALENT, (
@@ -83,7 +81,6 @@ class StatefulSource(Source):
         )
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the loader's own state says."""
         announce_epoch(self._iterated, epoch)
         pending, self._pending = self._pending, None
         self.epoch, self.batch = epoch, 0
@@ -104,11 +101,6 @@ class StatefulSource(Source):
         self._rng.load_state_dict(settled)
 
     def next_batch(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: the epoch has no more.
-        """
         assert self._iterator is not None
         batch = next(self._iterator)
         self.batch += 1
@@ -116,7 +108,6 @@ class StatefulSource(Source):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and the loader's own state there."""
         if self._pending is not None:
             return dict(self._pending)
         # A loader that was never iterated has no place yet, and torchdata's would draw a seed to
@@ -125,7 +116,7 @@ class StatefulSource(Source):
         return {**self._state(), "loader": own}
 
 
-def keeps_its_own_place(loader: Any) -> bool:
+def restores_itself(loader: Any) -> bool:
     """Whether a loader's own state brings back its place exactly, by its own word at least."""
     if hasattr(loader, INNER) or not has_own_state(loader) or is_hugging_face(loader):
         return False

@@ -9,20 +9,31 @@ first sample.
 from __future__ import annotations
 
 import copy
+import dis
+import gc
+import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 from resumekit.capture import Holder, UserState, content_digest
-from resumekit.data.still_read import still_read
+
 
 # Makes the user state of some objects, without what other components of the run save.
-Follow: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
+MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
+
 
 _MAX_MARKED = 32  # objects that are looked at before and after every batch
+
+
 _MAX_DIGESTED_BYTES = 8 * 2**20  # of what the stream has read before its first sample
+
+
 _PLAIN = (bool, int, float, str, type(None))
+
+
 _SIZED = (list, dict, set, deque)
 
 
@@ -66,7 +77,7 @@ class StreamObjects:
         self._by_training = set()
         self._num_batches = 0
         self._changed = None
-        self._marks = self._look()
+        self._marks = self._snapshot()
 
     def before_batch(self) -> None:
         """The stream is asked for a batch: what changed since the last one, training did."""
@@ -86,7 +97,7 @@ class StreamObjects:
                 self._by_stream |= _difference(self._first, self._state.digests())
                 self._is_first_epoch = False
             has_changed = bool(self._by_training)  # after the epoch began, before the first read
-            self._read = [] if has_changed else still_read(iterator)
+            self._read = [] if has_changed else still_readable(iterator)
             self._read_digest = None if has_changed else self._digest_of_read()
             if self._read_digest is None:
                 self._read = []  # nothing is to live longer because of this
@@ -117,10 +128,10 @@ class StreamObjects:
 
     def _marked(self) -> set[str]:
         """The paths of what looks different now than at the last call."""
-        former, self._marks = self._marks, self._look()
+        former, self._marks = self._marks, self._snapshot()
         return set() if former in (None, self._marks) else _difference(former or {}, self._marks)
 
-    def _look(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         """Plain attributes, which other objects there are, and lengths: in microseconds."""
         marks: dict[str, Any] = {}
         for path, each in islice(self._state.objects.items(), _MAX_MARKED):
@@ -137,3 +148,97 @@ def _mark(value: Any) -> Any:
 
 def _difference(former: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return {path for path in {*former, *now} if former.get(path) != now.get(path)}
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+
+_NAMED = frozenset((*dis.haslocal, *dis.hasfree))
+
+
+def still_readable(iterator: Any) -> list[Any]:
+    """The objects that an iterator can still read from.
+
+    Of a generator, these are the local variables that the rest of its code uses, and what it
+    iterates; of other built-in iterators, what they iterate. Iterators and functions among them are
+    replaced by what they read, so that the result holds neither.
+
+    Args:
+        iterator: it is suspended, or was not started.
+    """
+    found: list[Any] = []
+    waiting, met = [iterator], dict[int, Any]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in met:
+            continue
+        met[id(value)] = value
+        parts = _parts(value)
+        if parts is None:
+            found.append(value)
+        else:
+            waiting += parts
+    return found
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What is read through an iterator or a function; None for any other object."""
+    if isinstance(value, types.GeneratorType):
+        return _read_by_generator(value)
+    if isinstance(value, types.CellType):
+        return gc.get_referents(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.BuiltinMethodType):  # of a list, or a function of a module
+        return [] if isinstance(value.__self__, types.ModuleType) else [value.__self__]
+    if isinstance(value, types.FunctionType):
+        return [*(value.__closure__ or ()), *(value.__defaults__ or ())]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    is_builtin = isinstance(value, Iterator) and not type(value).__dictoffset__
+    return gc.get_referents(value) if is_builtin else None
+
+
+def _read_by_generator(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
+    """The values on the stack of a generator, and those of its variables that it may use again."""
+    frame = generator.gi_frame
+    if frame is None:
+        return []  # it is over
+    values = frame.f_locals
+    unused = [each for name, each in values.items() if name not in _used_from(frame)]
+    # CPython 3.10 Objects/frameobject.c frame_traverse and 3.11 to 3.13 Python/frame.c
+    # _PyFrame_Traverse visit each variable, cell and stack entry, and these:
+    machinery = (frame, values, frame.f_code, frame.f_globals, frame.f_builtins, frame.f_back)
+    read: list[Any] = []
+    for each in (*gc.get_referents(generator), *gc.get_referents(frame)):
+        is_own_code = isinstance(each, types.FunctionType) and each.__code__ is frame.f_code
+        if is_own_code or any(each is part for part in machinery):
+            continue
+        index = next((i for i, other in enumerate(unused) if _holds(each, other)), None)
+        if index is None:
+            read.append(each)
+        else:
+            del unused[index]
+    return read
+
+
+def _used_from(frame: types.FrameType) -> set[str]:
+    """The variables that the code names where it may still come to."""
+    instructions = list(dis.get_instructions(frame.f_code))
+    first, former = frame.f_lasti, -1
+    while first != former:  # a jump back leads to the start of a loop
+        former = first
+        targets = (e.argval for e in instructions if e.offset >= former and e.opcode in _JUMPS)
+        first = min((former, *targets))
+    used: set[str] = set()
+    for each in instructions:
+        if each.offset >= first and each.opcode in _NAMED:
+            used.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
+    return used
+
+
+def _holds(referent: Any, value: Any) -> bool:
+    """Whether it is the value, or the cell of a variable that holds it."""
+    if isinstance(referent, types.CellType):
+        return any(each is value for each in gc.get_referents(referent))
+    return referent is value

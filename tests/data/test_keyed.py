@@ -29,7 +29,7 @@ from torch.utils.data import (
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
 from resumekit.data import DataPosition, open_source
-from resumekit.data.hidden import held_generators
+from resumekit.data.discovery import nested_generators
 from resumekit.data.keys import Keys, Purpose, RunSeed, index_bytes, seed_generators
 from resumekit.errors import (
     ConfigurationError,
@@ -597,10 +597,10 @@ def test_generators_are_found_in_code_and_the_global_ones_are_not_private() -> N
         def __getitem__(self, index: int) -> Any:
             return helper(index)
 
-    found = held_generators({"collate_fn": collate, "dataset": Calls()})
+    found = nested_generators({"collate_fn": collate, "dataset": Calls()})
     assert set(found) == {"collate_fn.hidden", "dataset.rng", "dataset.__getitem__.helper.SHARED"}
     public = {"random": random.uniform, "torch": torch.default_generator, "numpy": np.random.rand}
-    assert held_generators({"dataset": [public, np.random.mtrand._rand, random.random]}) == {}
+    assert nested_generators({"dataset": [public, np.random.mtrand._rand, random.random]}) == {}
 
 
 SHARED = torch.Generator()

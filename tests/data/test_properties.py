@@ -38,8 +38,8 @@ from torch.utils.data import (
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler, ResumableSampler
-from resumekit.data.repeats import Repeats
-from resumekit.data.sampler import Order
+from resumekit.data.keys import Repeats
+from resumekit.data.order import OrderDigest
 from resumekit.state import Progress
 
 
@@ -358,7 +358,7 @@ def in_parts(values: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def digest(parts: list[list[int]]) -> str:
-    order = Order()
+    order = OrderDigest()
     for part in parts:
         order.add(part)
     return order.hexdigest()

@@ -20,7 +20,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
-from resumekit.data.permutation import LONGEST, InOrder, Permutation, share_in_batches
+from resumekit.data.samplers import LONGEST, InOrder, Permutation, shard_by_batches
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000
@@ -319,7 +319,7 @@ def test_ranks_that_take_turns_over_batches_use_up_what_is_left(
     per_rank = -(-math.ceil((length - position) / size) // ranks)
     turns = [
         list(
-            share_in_batches(
+            shard_by_batches(
                 InOrder(length),
                 position=position,
                 batch_size=size,

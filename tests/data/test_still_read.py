@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.kinds import sample_iterator
-from resumekit.data.still_read import still_read
+from resumekit.data.discovery import sample_iterator
+from resumekit.data.stream_objects import still_readable
 
 SAMPLES = [1.5, 2.5, 3.5]
 
@@ -57,7 +57,7 @@ def test_a_generator_that_has_read_all_reads_its_own_values(body: Any) -> None:
     stream = Stream(body)
     iterator = iter(stream)
     next(iterator)
-    read = still_read(iterator)
+    read = still_readable(iterator)
     assert SAMPLES in read
     assert not reads(stream, read)
 
@@ -130,20 +130,20 @@ def test_a_generator_that_reads_on_is_known(body: Any) -> None:
     stream = Stream(body)
     iterator = iter(stream)
     next(iterator)
-    assert reads(stream, still_read(iterator))
+    assert reads(stream, still_readable(iterator))
 
 
 def test_a_closure_that_is_gone_counts_as_one_that_reads() -> None:
     stream = Stream(with_a_closure)
     iterator = iter(stream)
     next(iterator)
-    assert SAMPLES in still_read(iterator)
+    assert SAMPLES in still_readable(iterator)
 
 
 def test_a_generator_that_is_over_reads_nothing() -> None:
     iterator = iter(Stream(at_start))
     assert list(iterator) == SAMPLES
-    assert still_read(iterator) == []
+    assert still_readable(iterator) == []
 
 
 def test_the_iterator_of_a_dataset_is_found_in_the_one_of_its_loader() -> None:

@@ -3,48 +3,59 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.capture import RngState
-from resumekit.data.content import Contents
-from resumekit.data.fetches import FetchTape, Playback
-from resumekit.data.hidden import held_generators
-from resumekit.data.kinds import (
+from resumekit.data.discovery import (
     INNER,
-    around,
+    announce_epoch,
+    has_estimated_length,
     is_hugging_face,
-    length_is_a_guess,
+    nested_generators,
+    rewrap,
     sample_iterator,
     shallow_copy,
     stream_loader,
 )
-from resumekit.data.patience import Patience, warn
-from resumekit.data.persistent import PersistentWorkers
-from resumekit.data.source import Source, announce_epoch
-from resumekit.data.stream_objects import Follow, StreamObjects
-from resumekit.data.user_objects import user_objects
+from resumekit.data.sampling import FetchRecorder, Playback
+from resumekit.data.source import Source, user_objects
+from resumekit.data.stream_objects import MakeUserState, StreamObjects
+from resumekit.data.workers import PersistentWorkers
 from resumekit.errors import DataPositionError
+from resumekit.log import logger
 from resumekit.state import Fidelity
+
 
 _CONDITION = (
     "the used batches of an epoch are made once more; as long as nothing but random numbers, what "
     "it was built with and set_epoch() shapes the dataset"
 )
+
+
 _OTHER_BATCHES = (
     "drawn through again, the loader gave other batches than those that were used, so samples may "
     "come twice or never; let nothing but random numbers and set_epoch() shape the dataset, and "
     "hold its generators as attributes"
 )
+
+
 _READ_LATER = "while the stream may read it: let __iter__ read it before the first yield"
+
+
 _UNKNOWN = (
     "is drawn through again from the start of the epoch; exact only when nothing but random "
     "numbers of this process shapes it; a torch DataLoader over an IterableDataset is exact"
 )
+
 
 # Iterating them draws no random number and changes nothing.
 _SEQUENCES = (range, list, tuple, np.ndarray, torch.Tensor)
@@ -66,7 +77,7 @@ class ReplaySource(Source):
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
         self._stream = stream_loader(loader)
-        self._held = _held_generators(loader, self._stream)
+        self._held = _stream_generators(loader, self._stream)
         self._persistent: PersistentWorkers | None = None
         self._iterated = self._copied(loader)
         workers = 0 if self._stream is None else self._stream.num_workers
@@ -74,8 +85,8 @@ class ReplaySource(Source):
             self._private = _merged(self._private, self._held)
             self._rng = RngState(self._private)
         # A framework's loader may draw here although its workers do as well.
-        self._fetches = FetchTape() if not workers or hasattr(loader, INNER) else None
-        self._contents = Contents()
+        self._fetches = FetchRecorder() if not workers or hasattr(loader, INNER) else None
+        self._contents = BatchDigest()
         self._start: dict[str, Any] | None = None
         self._objects: StreamObjects | None = None
         self._watched: StreamObjects | None = None  # where training may change what is read
@@ -90,10 +101,9 @@ class ReplaySource(Source):
         inner = shallow_copy(self._stream)
         if _persists(inner) and isinstance(inner.dataset, IterableDataset):
             self._persistent = PersistentWorkers(inner, self.name)
-        return around(loader, inner) if hasattr(loader, INNER) else inner
+        return rewrap(loader, inner) if hasattr(loader, INNER) else inner
 
-    def follow_objects(self, follow: Follow) -> None:
-        """Takes what makes the user state of the objects that the loader calls."""
+    def follow_objects(self, follow: MakeUserState) -> None:
         # Persistent workers keep the objects that they got in the first epoch.
         if self._objects is None and self._persistent is None:
             objects = user_objects(self)
@@ -103,14 +113,12 @@ class ReplaySource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The batches of one epoch, or None: the length of an iterable dataset is only a guess."""
-        return None if length_is_a_guess(self.loader) else super().num_batches
+        return None if has_estimated_length(self.loader) else super().num_batches
 
     # ---------------------------------------------------------------- how exact it is
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and its random numbers come back, and on what condition."""
         if self._differs:
             return Fidelity.LOST, _OTHER_BATCHES
         if type(self.loader) in _SEQUENCES:
@@ -156,12 +164,11 @@ class ReplaySource(Source):
     # ---------------------------------------------------------------- an epoch
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or draws it through up to where the checkpoint stood."""
         pending, self._pending = self._pending, None
         if pending is not None and pending["epoch"] != epoch:
             pending = None
         if pending is not None and pending["workers"] and self._persistent is not None:
-            self._begin_workers_again(self._persistent, pending["workers"])
+            self._restart_workers(self._persistent, pending["workers"])
         used = pending["batch"] if pending is not None else 0
         if self._objects is not None:
             self._objects.begin(pending.get("objects") if pending is not None and used else None)
@@ -174,22 +181,22 @@ class ReplaySource(Source):
         self._iterator = iter(self._iterated)
         self.epoch, self.batch = epoch, 0
         self._at_end = self._ran_ahead = False
-        self._contents = Contents()
+        self._contents = BatchDigest()
         if self._fetches is not None:
             self._fetches.begin()
         if pending is not None and used:
-            self._draw_through(pending)
+            self._replay(pending)
 
-    def _begin_workers_again(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
+    def _restart_workers(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
         settled = self._rng.state_dict()
         self._rng.load_state_dict(state["birth"]["rng"])
-        workers.begin_again(state)
+        workers.restart(state)
         self._rng.load_state_dict(settled)
 
-    def _draw_through(self, pending: Mapping[str, Any]) -> None:
+    def _replay(self, pending: Mapping[str, Any]) -> None:
         num_batches = pending["batch"]
         playback = Playback(pending["fetches"] or {})
-        patience = Patience(f"drawing the used batches of {self.name!r} again", num_batches)
+        patience = ReplayProgress(f"drawing the used batches of {self.name!r} again", num_batches)
         for number in range(num_batches):
             playback.before(number)
             try:
@@ -210,11 +217,6 @@ class ReplaySource(Source):
             warn(f"the position in {self.name!r} is lost: {_OTHER_BATCHES}")
 
     def next_batch(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: the epoch has no more.
-        """
         assert self._iterator is not None
         if self._watched is not None:
             self._watched.before_batch()
@@ -235,14 +237,12 @@ class ReplaySource(Source):
         return batch
 
     def end_epoch(self) -> None:
-        """Moves the place to the start of the next epoch."""
         self._ran_ahead = self._persistent is not None and self.begun and not self._at_end
         super().end_epoch()
 
     # ---------------------------------------------------------------- what is saved
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and all that the epoch is to be drawn through again from."""
         if self._pending is not None:
             return dict(self._pending)
         state = self._state()
@@ -286,7 +286,7 @@ def first_dimension(batch: Any) -> int:
     return int(shape[0]) if shape is not None and len(shape) else 1
 
 
-def _held_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str, Any]:
+def _stream_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str, Any]:
     """The generators that a stream and the function that collates it hold, however deep."""
     dataset = loader if stream is None else stream.dataset
     if not isinstance(dataset, IterableDataset):
@@ -294,10 +294,142 @@ def _held_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str, A
     holders = {"dataset": dataset, "dataset.__iter__": getattr(type(dataset), "__iter__", None)}
     if stream is not None:
         holders["collate_fn"] = stream.collate_fn
-    held = held_generators(holders).items()
+    held = nested_generators(holders).items()
     return {name: each for name, each in held if not isinstance(each, random.SystemRandom)}
 
 
 def _merged(private: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
     known = {id(generator) for generator in private.values()}
     return {**private, **{name: each for name, each in held.items() if id(each) not in known}}
+
+
+# Of anything larger the first and the last part are taken: another order shows in any of them.
+_WHOLE_BYTES = 64 * 1024
+
+
+_MAX_DEPTH = 16
+
+
+class BatchDigest:
+    """A running digest of batches of any make.
+
+    Tensors on the CPU, arrays, numbers and text count with their values; tensors elsewhere with
+    their shapes, because to read them would wait for the device; other objects with their class.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, batch: Any) -> None:
+        """Takes in one batch."""
+        self._add(batch, 0)
+
+    def hexdigest(self) -> str:
+        """The digest of all batches so far."""
+        return self._digest.hexdigest()
+
+    def _add(self, value: Any, depth: int) -> None:
+        self._text(type(value).__qualname__)
+        if depth > _MAX_DEPTH:
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._array(value)
+        elif isinstance(value, (bool, int, float, str, type(None), np.generic)):
+            self._text(repr(value))
+        elif isinstance(value, (bytes, bytearray)):
+            self._bytes(np.frombuffer(value, dtype=np.uint8))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._text(repr(key))
+                self._add(item, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            self._text(str(len(value)))
+            for item in value:
+                self._add(item, depth + 1)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self._text(f"{tensor.dtype}{tuple(tensor.shape)}")
+        plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+        if tensor.device.type == "cpu" and plain and tensor.numel():
+            flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+            self._bytes(flat.view(torch.uint8).numpy())
+
+    def _array(self, array: np.ndarray[Any, Any]) -> None:
+        self._text(f"{array.dtype}{array.shape}")
+        if array.dtype.hasobject:
+            for item in array.flat:
+                self._add(item, _MAX_DEPTH)
+        elif array.size:
+            self._bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+    def _text(self, text: str) -> None:
+        self._digest.update(text.encode() + b"\0")
+
+    def _bytes(self, data: np.ndarray[Any, Any]) -> None:
+        if len(data) > _WHOLE_BYTES:
+            half = _WHOLE_BYTES // 2
+            self._digest.update(data[:half].data)
+            data = data[-half:]
+        self._digest.update(data.data)
+
+
+_FIRST_SECONDS = 1.0
+
+
+class ReplayProgress:
+    """Says on standard error how far a count is, once it has taken longer than a second.
+
+    On a terminal one line is written again every second; elsewhere a line follows whenever the time
+    has doubled. Rank 0 only.
+
+    Args:
+        what: what is being done, e.g. ``"drawing through the used batches again"``.
+        total: how many there are.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._began = time.monotonic()
+        self._next_seconds = _FIRST_SECONDS
+        self._printed = False
+
+    def at(self, count: int) -> None:
+        """So many are done."""
+        seconds = time.monotonic() - self._began
+        if seconds < self._next_seconds:
+            return
+        left = seconds / count * (self._total - count)
+        share = f"{count} of {self._total} ({100 * count // self._total}%)"
+        self._tell(f"{self._what}: {share}, about {left:.0f} s left")
+        self._next_seconds = seconds + 1 if sys.stderr.isatty() else 2 * seconds
+
+    def done(self) -> None:
+        """All are done."""
+        if self._printed:
+            seconds = time.monotonic() - self._began
+            self._tell(f"{self._what}: {self._total}, {seconds:.0f} s", last=True)
+
+    def _tell(self, message: str, *, last: bool = False) -> None:
+        self._printed = True
+        if _rank() == 0:
+            terminal = sys.stderr.isatty()
+            begin, end = ("\r\033[K", "\n" if last else "") if terminal else ("", "\n")
+            sys.stderr.write(f"{begin}resumekit: {message}{end}")
+            sys.stderr.flush()
+
+
+def warn(message: str) -> None:
+    """A warning about this rank's own data."""
+    on_rank = f"rank {_rank()}: " if _num_ranks() > 1 else ""
+    logger.warning("%s%s", on_rank, message)
+
+
+def _rank() -> int:
+    return dist.get_rank() if _num_ranks() > 1 else 0
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

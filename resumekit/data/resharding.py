@@ -1,9 +1,4 @@
-"""An epoch that goes on with another batch size or another number of ranks.
-
-The ranks take turns over one order, so what they used of it together is its beginning, up to the
-place that a checkpoint holds. Whoever can draw the order again can share out the rest of it anew,
-among any number of ranks and in batches of any size.
-"""
+"""Resumes inside an epoch with another batch size or another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +8,36 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from resumekit.data.between_epochs import sampler_setting
-from resumekit.data.inheritance import (
-    inherited_order,
+from resumekit.capture import states_of_new_rank
+from resumekit.data.loader_changes import (
+    RANKS,
+    free_geometry,
+    inherited_order_message,
     inherits_order,
     is_reshared,
-    of_the_order,
+    sampler_setting,
 )
-from resumekit.data.orders import DRAWN, IN_ORDER, NAMED, Batching, draw_again
-from resumekit.data.sampler import Begin, Order, PassBatches, PassSamples, WayIn, require_order
+from resumekit.data.order import (
+    DRAWN,
+    IN_ORDER,
+    NAMED,
+    Batching,
+    Jump,
+    OrderDigest,
+    Seeker,
+    SkipBatches,
+    SkipSamples,
+    redraw_order,
+    require_order,
+)
 from resumekit.errors import DataPositionError
+from resumekit.layout import WorldChange
 
 BATCH_SIZE, WORLD_SIZE = "batch_size", "world_size"
+
+
 _NOUNS = {BATCH_SIZE: "batch_size", WORLD_SIZE: "number of ranks"}
+
 
 # What may differ in a loader's geometry when that change is allowed.
 _FOLLOWS = {
@@ -33,12 +45,9 @@ _FOLLOWS = {
     WORLD_SIZE: frozenset({"num_replicas", "samples_per_rank", "num_batches", "generators"}),
 }
 
-# A place that came from a job with another number of ranks carries both numbers under this key.
-RANKS = "ranks"
-
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedPosition:
     """A loader's place as this run's loader can take it up.
 
     Args:
@@ -104,7 +113,7 @@ def require_allowed(
     )
 
 
-def fit(
+def fit_position(
     state: Mapping[str, Any],
     geometry: Mapping[str, Any],
     batching: Batching,
@@ -112,7 +121,7 @@ def fit(
     live_name: Mapping[str, Any],
     allowed: frozenset[str],
     where: str,
-) -> Fitted:
+) -> FittedPosition:
     """A map-style loader's place, expressed in this run's geometry.
 
     Args:
@@ -128,11 +137,13 @@ def fit(
     """
     needed = needed_changes(state, geometry)
     inherits = inherits_order(state, live_name, where)
-    free = of_the_order(state, geometry) if inherits else frozenset[str]()
+    free = free_geometry(state, geometry) if inherits else frozenset[str]()
     require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
     under_way = state["batch"] > 0
     if not needed and not inherits:
-        return Fitted(dict(state), num_batches=_num_batches(state, batching) if under_way else None)
+        return FittedPosition(
+            dict(state), num_batches=_num_batches(state, batching) if under_way else None
+        )
     moved = {key: value for key, value in state.items() if key != RANKS}
     moved["geometry"] = dict(geometry)
     place = f"from sample {state['samples']} of epoch {state['epoch']} on"
@@ -141,12 +152,12 @@ def fit(
         before, now = _values(change, state, geometry)
         words.append(f"{where}: {_NOUNS[change]} was {before}, this run's {now} is used {place}")
     if inherits:
-        words.append(inherited_order(state, live_name, where))
+        words.append(inherited_order_message(state, live_name, where))
         moved["reshared"] = True
     if inherits or WORLD_SIZE in needed:
         _keep_known_generators(moved, geometry["generators"])
     if not under_way:
-        return Fitted(moved, needed, tuple(words))
+        return FittedPosition(moved, needed, tuple(words))
     if batching.sampler is None:
         hidden = f"the batch sampler {batching.hidden_in}"
         _refuse(where, hidden, "torch's own BatchSampler", needed, state)
@@ -159,7 +170,7 @@ def fit(
     if needed:
         per_step = batching.batch_size * batching.num_replicas
         moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
-    return Fitted(moved, needed, tuple(words), _num_batches(moved, batching), free)
+    return FittedPosition(moved, needed, tuple(words), _num_batches(moved, batching), free)
 
 
 def follow(
@@ -184,7 +195,7 @@ def follow(
     return moved
 
 
-def fit_boundary(
+def fit_at_epoch_start(
     state: Mapping[str, Any],
     geometry: Mapping[str, Any],
     *,
@@ -294,13 +305,13 @@ def used_here(state: Mapping[str, Any]) -> int:
 # ---------------------------------------------------------------- the way to the place
 
 
-def way_in(
+def find_seeker(
     state: Mapping[str, Any],
     batching: Batching,
     live_name: Callable[[], Mapping[str, Any]],
     *,
     where: str,
-) -> WayIn:
+) -> Seeker:
     """How to begin the epoch at a place.
 
     Args:
@@ -312,9 +323,9 @@ def way_in(
     digest = state["used"]["digest"]
     is_turn = batching.by_batches and not is_reshared(state)
     if batching.sampler is None or state["draws"] or is_turn:
-        return PassBatches(where, state["batch"], digest)
+        return SkipBatches(where, state["batch"], digest)
     if is_reshared(state) or batching.has_random_access:
-        return Begin(
+        return Jump(
             lambda: _rest_of_epoch(state, batching, live_name(), where=where),
             batching.batch_sampler,
         )
@@ -322,7 +333,7 @@ def way_in(
     is_known = {then["kind"], now["kind"]} <= NAMED
     if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
         _require_same_order(then, now, where)
-    return PassSamples(where, used_here(state), digest, batching.batch_sampler)
+    return SkipSamples(where, used_here(state), digest, batching.batch_sampler)
 
 
 def _rest_of_epoch(
@@ -335,15 +346,15 @@ def _rest_of_epoch(
         _require_same_order(name, live_name, where)
     if is_same_kind and batching.has_random_access:
         return batching.sampler.iterate_from(position)  # type: ignore[no-any-return]
-    order = draw_again(name, state["start"])
+    order = redraw_order(name, state["start"])
     if used["digest"] is not None:
-        digest = Order()
-        digest.add(order[_places(used, position)])
+        digest = OrderDigest()
+        digest.add(order[_used_positions(used, position)])
         require_order(where, digest, used["digest"], f"{position} samples")
     return batching.share(order, position)
 
 
-def _places(used: Mapping[str, Any], position: int) -> Any:
+def _used_positions(used: Mapping[str, Any], position: int) -> Any:
     """Where in the order stands what one rank used."""
     places = np.arange(used["since"], position)
     turns = (places - used["since"]) // used["in_a_row"]
@@ -368,3 +379,84 @@ def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: 
 
 def _listed(name: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in name.items())
+
+
+def resplit_positions(
+    states: Mapping[int, Mapping[str, Any]], change: WorldChange
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """This rank's place in every loader, marked with both numbers of ranks, and no remarks.
+
+    The place itself is the same on all ranks, because it is that of the whole job; what follows
+    from it for a loader shows when the loader is opened. A rank that existed keeps the random
+    states of its own workers and generators.
+
+    Args:
+        states: the places of some former ranks, rank 0 among them.
+        change: the numbers of ranks.
+
+    Raises:
+        DataPositionError: the former ranks were not at one place.
+    """
+    for rank, state in states.items():
+        _require_same_position(states[0], state, rank)
+    own = states[change.model_rank]
+    others = {rank: state for rank, state in states.items() if rank != change.model_rank}
+    mark = {RANKS: [change.former_world_size, change.world_size]}
+    places = {}
+    for name, place in own.items():
+        counterparts = {change.model_rank: place, **{rank: s[name] for rank, s in others.items()}}
+        if change.is_new:
+            place = _for_new_rank(place, counterparts, change.rank)
+        if RANKS in place:  # from an earlier change that this loader has not followed yet
+            mark = {RANKS: [place[RANKS][0], change.world_size]}
+        places[name] = {**place, **mark}
+    return places, ()
+
+
+def _require_same_position(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    for name in sorted({*first, *other}):
+        places = [_position_text(state.get(name)) for state in (first, other)]
+        if places[0] != places[1]:
+            raise DataPositionError(
+                name,
+                found=f"rank 0 was at {places[0]}, rank {rank} at {places[1]}",
+                expected="all ranks at one place, to share out the rest",
+                remedy="Continue with as many ranks as in the checkpoint",
+            )
+
+
+def _position_text(state: Mapping[str, Any] | None) -> str:
+    if state is None:
+        return "no place"
+    place = f"batch {state['batch']} of epoch {state['epoch']}"
+    return f"{place}, sample {state['samples']}" if "samples" in state else place
+
+
+def _for_new_rank(
+    place: Mapping[str, Any], counterparts: Mapping[int, Mapping[str, Any]], rank: int
+) -> dict[str, Any]:
+    """A place with random states that no other rank has."""
+    found = dict(place)
+    if place.get("generators"):
+        found["generators"], _ = _renewed(counterparts, "generators", rank)
+    if "workers" in place:
+        found["workers"] = {}
+    if place.get("before"):
+        before = {each: state["before"] for each, state in counterparts.items()}
+        generators, _ = _renewed(before, "generators", rank)
+        common = {
+            each: {k: v for k, v in state.items() if k not in ("generators", "cuda")}
+            for each, state in before.items()
+        }
+        renewed, _ = states_of_new_rank(common, rank)
+        found["before"] = {**place["before"], **renewed, "generators": generators}
+    if "inner" in place:
+        inner = {each: state["inner"] for each, state in counterparts.items()}
+        found["inner"] = _for_new_rank(place["inner"], inner, rank)
+    return found
+
+
+def _renewed(
+    states: Mapping[int, Mapping[str, Any]], key: str, rank: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    return states_of_new_rank({each: state[key] for each, state in states.items()}, rank)

@@ -11,26 +11,32 @@ from typing import Any
 from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
-from resumekit.data.between_epochs import followed_changes, sampler_setting
-from resumekit.data.crossing import fetched_from, out_of
-from resumekit.data.elastic import fit, way_in
-from resumekit.data.generators import private_generators
-from resumekit.data.inheritance import CROSSED, is_reshared
-from resumekit.data.orders import Batching, order_name
-from resumekit.data.sampler import EpochStart, PaddingIndices, RecordingSampler, Seek
-from resumekit.data.source import Source, announce_epoch
-from resumekit.data.tape import (
+from resumekit.data.discovery import announce_epoch, private_generators
+from resumekit.data.loader_changes import (
+    FRAMEWORK_CHANGED,
+    followed_changes,
+    is_reshared,
+    refetched,
+    sampler_setting,
+    unwrapped_position,
+)
+from resumekit.data.order import Batching, order_name
+from resumekit.data.resharding import find_seeker, fit_position
+from resumekit.data.sampling import EpochStart, RecordingSampler, Seek
+from resumekit.data.source import Source
+from resumekit.data.workers import (
+    BatchWithState,
     Padding,
-    Taped,
-    TapingCollate,
-    TapingInit,
+    PaddingIndices,
+    RecordingCollate,
+    RestoringInit,
     WorkerRandomState,
     padded,
 )
 from resumekit.state import Fidelity
 
 # What cannot be followed for ever, or not at all.
-DRAWS_AS_IT_GOES = (
+DRAWS_LAZILY = (
     "draws from a global generator as it goes, in turns with the training step, in an epoch that "
     "is too long to keep all of its states; draw the whole order when the epoch begins, or from a "
     "generator that is an attribute of the sampler"
@@ -38,7 +44,7 @@ DRAWS_AS_IT_GOES = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class BatchMark:
     """What of a place changes with each batch: quick to take, and a state can be made of it later.
 
     Args:
@@ -79,7 +85,7 @@ class MapSource(Source):
         self._samples = 0  # used in this epoch, by all ranks that share its order
         self._since = 0  # where this rank's share of it began
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
-        self._has_crossed = False  # the epoch under way was begun under another framework
+        self._framework_changed = False  # the epoch under way was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, WorkerRandomState] = {}
@@ -94,7 +100,6 @@ class MapSource(Source):
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and the random numbers in it come back, and why not."""
         workers = self.loader.num_workers
         if workers and not getattr(self.loader, "in_order", True):
             return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
@@ -102,7 +107,7 @@ class MapSource(Source):
             what = "random numbers in workers of a MapDataPipe with batch_size=None"
             return Fidelity.LOST, f"{what}; a Dataset is exact"
         if self._sampler.tape is not None and self._sampler.tape.overflowed:
-            return Fidelity.LOST, f"the sampler {DRAWS_AS_IT_GOES}"
+            return Fidelity.LOST, f"the sampler {DRAWS_LAZILY}"
         hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
         if hidden:
             return Fidelity.LOST, f"{', '.join(hidden)} lives in the workers; use num_workers=0"
@@ -111,7 +116,7 @@ class MapSource(Source):
                 f"num_workers was {self._former_workers} and is {workers}, so samples draw other "
                 "random numbers, if they draw any; exact with randomness='keyed'"
             )
-        if self._has_crossed and not workers:
+        if self._framework_changed and not workers:
             return Fidelity.EQUIVALENT, (
                 "the framework that began the epoch fetches batches at other moments, so samples "
                 "draw other random numbers, if they draw any; exact with randomness='keyed'"
@@ -119,11 +124,10 @@ class MapSource(Source):
         return Fidelity.EXACT, ""
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the checkpoint stood."""
         announce_epoch(self.loader, epoch)
         pending, self._pending = self._pending, None
         if pending is not None and pending["epoch"] == epoch:
-            self._begin_again(pending)
+            self._continue_epoch(pending)
         else:
             self._begin_fresh()
         self.epoch = epoch
@@ -132,12 +136,12 @@ class MapSource(Source):
         if self._copy._iterator is None:
             self._before = self._rng.state_dict()
             self._workers = {}
-            self._attach_tape({}, num_padding=0)
+            self._attach_worker_states({}, num_padding=0)
         self.batch = self._samples = self._since = 0
         self._inherited, self._epoch_batches = {}, None
         self._iterator = iter(self._copy)
 
-    def _begin_again(self, pending: Mapping[str, Any]) -> None:
+    def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
         self.batch = pending["batch"]
         self._before = pending["before"]
@@ -146,9 +150,9 @@ class MapSource(Source):
         }
         way = None
         if self.batch:
-            way = way_in(pending, self._batching, self._order_name, where=self.name)
+            way = find_seeker(pending, self._batching, self._order_name, where=self.name)
             self._samples = pending["samples"]
-            start, num_padding = self._start_again(pending), self._num_padding()
+            start, num_padding = self._epoch_start(pending), self._num_padding()
         elif self._workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
             # that the interrupted run's did not draw here.
@@ -159,22 +163,21 @@ class MapSource(Source):
         eager = self.loader.num_workers == 0
         draws = pending["draws"] if self.batch else {}
         self._sampler.seek(Seek(start, way, num_padding, eager, self.batch, draws))
-        self._attach_tape(self._workers, num_padding)
+        self._attach_worker_states(self._workers, num_padding)
         if self._before is not None:
             self._rng.load_state_dict(self._before)
         self._iterator = iter(self._copy)
-        self._drop_padding(num_padding)
-        self._attach_tape({}, num_padding=0)
+        self._discard_padding(num_padding)
+        self._attach_worker_states({}, num_padding=0)
         if "ahead" in pending:
             # What fetches ahead has seen the end of the epoch before it handed out the last batch.
             left = iter(()) if self.used_up else self._iterator
-            self._iterator = fetched_from(pending["ahead"], left)
+            self._iterator = refetched(pending["ahead"], left)
 
-    def _crossed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The same place without the framework that had prepared the loader."""
-        return out_of(state, self.kind, where=self.name)
+    def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return unwrapped_position(state, self.kind, where=self.name)
 
-    def _start_again(self, pending: Mapping[str, Any]) -> EpochStart:
+    def _epoch_start(self, pending: Mapping[str, Any]) -> EpochStart:
         """What the loader's own sampler is to draw the epoch under way from."""
         if is_reshared(pending):
             self._since = pending["samples"]
@@ -182,7 +185,7 @@ class MapSource(Source):
             return EpochStart()
         return EpochStart(**(pending["start"] or {}))
 
-    def _drop_padding(self, num_padding: int) -> None:
+    def _discard_padding(self, num_padding: int) -> None:
         # Each padding that is taken out lets the loader ask the sampler for one more batch: after
         # the last one it is as far ahead as it was in the interrupted run.
         assert self._iterator is not None
@@ -204,22 +207,17 @@ class MapSource(Source):
         # MapDataPipe their shares, where it sees one.
         return self._collates or not isinstance(self.loader.dataset, MapDataPipe)
 
-    def _attach_tape(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
+    def _attach_worker_states(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
         """Gives the workers that start next their recorded states."""
         if self.loader.num_workers:
-            self._copy.collate_fn = TapingCollate(self.loader.collate_fn, num_padding)
-            self._copy.worker_init_fn = TapingInit(self.loader.worker_init_fn, states)
+            self._copy.collate_fn = RecordingCollate(self.loader.collate_fn, num_padding)
+            self._copy.worker_init_fn = RestoringInit(self.loader.worker_init_fn, states)
             dataset: Any = self.loader.dataset
             if num_padding:
                 dataset = padded(dataset, collates=self._collates)
             self._copy.__dict__["dataset"] = dataset
 
     def next_batch(self) -> Any:
-        """The next batch as the user's loader would give it.
-
-        Raises:
-            StopIteration: the epoch has no more.
-        """
         assert self._iterator is not None
         batch = next(self._iterator)
         self.indices = self._sampler.drawn.popleft()
@@ -228,13 +226,12 @@ class MapSource(Source):
         self.num_samples = len(self.indices) if self._collates else 1
         self._samples += self.num_samples * self._batching.num_replicas
         self.batch += 1
-        if isinstance(batch, Taped):
+        if isinstance(batch, BatchWithState):
             self._workers[batch.worker] = batch.state
             return batch.batch
         return batch
 
     def end_epoch(self) -> None:
-        """Moves the place to the start of the next epoch."""
         self._finish_prefetched()
         super().end_epoch()
 
@@ -249,17 +246,16 @@ class MapSource(Source):
             return
         self._sampler.stop()
         for batch in self._iterator:
-            if isinstance(batch, Taped):
+            if isinstance(batch, BatchWithState):
                 self._workers[batch.worker] = batch.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and all that is needed to draw from there."""
         return dict(self._pending) if self._pending is not None else self.state_at(self.mark())
 
-    def mark(self) -> Mark:
+    def mark(self) -> BatchMark:
         """The place of the next batch, for ``state_at`` as long as this epoch is under way."""
         sampler = self._sampler
-        return Mark(
+        return BatchMark(
             batch=self.batch,
             samples=self._samples,
             digest=None if self._batching.has_random_access else sampler.order.hexdigest(),
@@ -268,7 +264,7 @@ class MapSource(Source):
             draws={} if sampler.tape is None else sampler.tape.state_dict(),
         )
 
-    def state_at(self, mark: Mark) -> dict[str, Any]:
+    def state_at(self, mark: BatchMark) -> dict[str, Any]:
         """What ``state_dict`` would have given when the mark was taken."""
         under_way = mark.batch > 0
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
@@ -286,7 +282,7 @@ class MapSource(Source):
             "workers": {worker: vars(random) for worker, random in workers.items()},
         }
 
-    def _epoch_state(self, mark: Mark) -> dict[str, Any]:
+    def _epoch_state(self, mark: BatchMark) -> dict[str, Any]:
         """What names the order of the epoch under way, and what this rank used of it."""
         sampler, batching = self._sampler, self._batching
         return {
@@ -304,7 +300,7 @@ class MapSource(Source):
         }
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        fitted = fit(
+        fitted = fit_position(
             state,
             self._geometry(),
             self._batching,
@@ -312,7 +308,10 @@ class MapSource(Source):
             allowed=self.allowed_changes,
             where=self.name,
         )
-        self._former_workers, self._has_crossed = state["num_workers"], CROSSED in state
+        self._former_workers, self._framework_changed = (
+            state["num_workers"],
+            FRAMEWORK_CHANGED in state,
+        )
         self.changed, self.changes, self.free = fitted.changes, fitted.words, fitted.free
         if not state["batch"]:
             live = self._geometry(), sampler_setting(self._order_name())

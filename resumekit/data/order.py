@@ -1,15 +1,17 @@
-"""The order of an epoch: what names it, how it is drawn again, and how it is shared out."""
+"""The order of an epoch: its name, redrawing it, sharding it among ranks, and seeking in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,16 +22,30 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.data.kinds import is_seeded_by_epoch, shares_whole_batches
-from resumekit.data.permutation import EpochOrder, share, share_in_batches, share_length
-from resumekit.data.resumable import RandomAccess, draw
+from resumekit.data.discovery import is_seeded_by_epoch, shards_whole_batches
+from resumekit.data.samplers import (
+    EpochOrder,
+    RandomAccess,
+    draw,
+    shard_by_batches,
+    shard_length,
+    share,
+)
+from resumekit.errors import DataPositionError
 
 # A sampler whose order no other process can draw. Under the other kinds, everything that an order
 # depends on stands in its name or, for "drawn", in the random state at the epoch's start.
 UNKNOWN = "unknown"
+
+
 IN_ORDER, SEEDED, DRAWN, KEYED = "in order", "seeded", "drawn", "keyed"
+
+
 SEEDED_BY_EPOCH = "seeded by epoch"
+
+
 NAMED = frozenset({IN_ORDER, SEEDED, SEEDED_BY_EPOCH, DRAWN, KEYED})
+
 
 # They draw their order when an epoch begins, or from a generator of their own.
 _DRAW_AT_START = {
@@ -70,7 +86,7 @@ class Batching:
         given: Any = loader.batch_sampler
         if given is None:
             return cls(loader.sampler, None, *_replicas(loader.sampler))
-        if shares_whole_batches(given):
+        if shards_whole_batches(given):
             inner = given.batch_sampler
             if type(inner) is BatchSampler and _replicas(inner.sampler) == (1, 0):
                 turn = given.num_processes, given.process_index
@@ -111,15 +127,15 @@ class Batching:
         if self.by_batches:
             whole = self.num_batches(num_left)
             drop_last = self.batch_sampler is not None and self.batch_sampler.drop_last
-            return share_length(whole, num_replicas=self.num_replicas, drop_last=drop_last)
-        num_mine = share_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
+            return shard_length(whole, num_replicas=self.num_replicas, drop_last=drop_last)
+        num_mine = shard_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
         return self.num_batches(num_mine)
 
     def share(self, order: EpochOrder, position: int) -> Iterator[int]:
         """This rank's part of what is left of an order."""
         turn = {"num_replicas": self.num_replicas, "replica": self.replica}
         if self.by_batches:
-            return share_in_batches(
+            return shard_by_batches(
                 order,
                 position=position,
                 batch_size=self.batch_size,
@@ -173,16 +189,16 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
 
 
-def may_draw_as_it_goes(sampler: Any) -> bool:
+def may_draw_lazily(sampler: Any) -> bool:
     """Whether a sampler may draw from the global generators between two batches."""
     method = getattr(type(sampler), "__iter__", None)
     if method is BatchSampler.__iter__:
-        return may_draw_as_it_goes(sampler.sampler)
+        return may_draw_lazily(sampler.sampler)
     is_known = method in _DRAW_AT_START or is_seeded_by_epoch(sampler)
     return not is_known and not isinstance(sampler, RandomAccess)
 
 
-def draw_again(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> EpochOrder:
+def redraw_order(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> EpochOrder:
     """The order of that name, of a kind in ``NAMED``.
 
     Args:
@@ -227,3 +243,159 @@ def _permutation(length: int, generator: torch.Generator | None) -> EpochOrder:
     indices = iter(RandomSampler(range(length), generator=generator))
     # At its own end the sampler would draw another permutation; it is not asked to come there.
     return np.fromiter(islice(indices, length), dtype=np.int64, count=length)
+
+
+@dataclass
+class OrderDigest:
+    """A running digest of the indices that were delivered, in their order."""
+
+    _digest: Any = field(default_factory=xxhash.xxh3_128)
+
+    def add(self, indices: Any) -> None:
+        """Takes in the indices of one batch, or of several in a row."""
+        self._digest.update(_index_bytes(indices))
+
+    def hexdigest(self) -> str:
+        """The digest of all indices so far."""
+        return str(self._digest.hexdigest())
+
+
+def _index_bytes(indices: Any) -> bytes:
+    """The bytes of each index after the other, however they come in batches."""
+    if hasattr(indices, "tolist"):
+        indices = indices.tolist()
+    if not isinstance(indices, (list, tuple)):
+        indices = [indices]
+    try:
+        return array("q", indices).tobytes()
+    except (TypeError, OverflowError):
+        return b"".join(map(_one_index_bytes, indices))
+
+
+def _one_index_bytes(index: Any) -> bytes:
+    if isinstance(index, (list, tuple)):  # one index of a loader that does not collate
+        return _index_bytes(index)
+    try:
+        return array("q", [index]).tobytes()
+    except (TypeError, OverflowError):
+        return repr(index).encode() + b"\n"
+
+
+# The indices that are passed over at once.
+_CHUNK = 1 << 16
+
+
+class Seeker(Protocol):
+    """How an epoch is begun at a place: ``rest`` gives the batches from there on."""
+
+    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
+        """The batches that are left.
+
+        Args:
+            drawn: the user's sampler, at the start of the epoch.
+            order: takes in what is passed over.
+
+        Raises:
+            DataPositionError: the place is not in the epoch that the sampler gives.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SkipBatches:
+    """Draws batches until the place is reached, which any sampler can do.
+
+    Args:
+        where: the loader's name, for errors.
+        num_batches: the batches that were used.
+        digest: of their indices.
+    """
+
+    where: str
+    num_batches: int
+    digest: str | None
+
+    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
+        for number in range(self.num_batches):
+            try:
+                order.add(next(drawn))
+            except StopIteration:
+                raise _too_short(self.where, number, self.num_batches, "batches") from None
+        require_order(self.where, order, self.digest, f"{self.num_batches} batches")
+        return drawn
+
+
+@dataclass(frozen=True)
+class SkipSamples:
+    """Draws single indices until the place is reached: fast, and whatever the batch size was.
+
+    Args:
+        where: the loader's name, for errors.
+        num_samples: the samples that this rank used.
+        digest: of their indices.
+        batching: the loader's batch sampler; None for a loader that does not collate.
+    """
+
+    where: str
+    num_samples: int
+    digest: str | None
+    batching: BatchSampler | None
+
+    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
+        indices = drawn if self.batching is None else iter(self.batching.sampler)
+        left = self.num_samples
+        while left:
+            passed = list(islice(indices, min(left, _CHUNK)))
+            if not passed:
+                used = self.num_samples
+                raise _too_short(self.where, used - left, used, "samples")
+            order.add(passed)
+            left -= len(passed)
+        require_order(self.where, order, self.digest, f"{self.num_samples} samples")
+        if self.batching is not None and self.num_samples % self.batching.batch_size:
+            # The last batch was short: the interrupted run has seen the end, where some draw.
+            indices = chain([*islice(indices, 1)], indices)
+        return in_batches(indices, self.batching)
+
+
+@dataclass(frozen=True)
+class Jump:
+    """Goes to the place at once.
+
+    Args:
+        indices: gives this rank's indices from there on.
+        batching: the loader's batch sampler; None for a loader that does not collate.
+    """
+
+    indices: Callable[[], Iterator[int]]
+    batching: BatchSampler | None
+
+    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
+        return in_batches(self.indices(), self.batching)
+
+
+def in_batches(indices: Iterator[int], batching: BatchSampler | None) -> Iterator[Any]:
+    """The indices in batches as this batch sampler makes them, or one by one without it."""
+    if batching is None:
+        return indices
+    return iter(BatchSampler(indices, batching.batch_size, batching.drop_last))
+
+
+def require_order(where: str, order: OrderDigest, digest: str | None, what: str) -> None:
+    """Raises DataPositionError unless what was passed over is what the interrupted run used."""
+    if digest is not None and order.hexdigest() != digest:
+        raise DataPositionError(
+            where,
+            found=f"the sampler gives another order for the first {what}",
+            expected="the order of the interrupted run",
+            remedy="Draw the whole order when the epoch begins, or from a generator that is an "
+            "attribute of the sampler",
+        )
+
+
+def _too_short(where: str, found: int, expected: int, unit: str) -> DataPositionError:
+    return DataPositionError(
+        where,
+        found=f"an epoch of {found} {unit}",
+        expected=f"at least the {expected} that were already used",
+    )

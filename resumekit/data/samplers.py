@@ -1,43 +1,193 @@
-"""A permutation of [0, n) that is known by its name alone, and read at any place.
-
-A generalised Feistel network: a number below ``a * b`` is a pair of digits, and each round adds to
-one digit a keyed hash of the other. Whatever the hash, each round can be undone, so the whole is a
-bijection of [0, a * b). Where it leaves [0, n), it is applied again until it comes back in ("cycle
-walking"), which is rare, because ``a * b`` is at most ``sqrt(n)`` larger than ``n``.
-
-Only whole-number arithmetic modulo 2**64 is used: the order is the same on every machine and in
-every version of NumPy. Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains",
-CT-RSA 2002.
-"""
+"""Drop-in samplers that start at any position of an epoch at once, however long it is."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+import os
+from collections.abc import Iterator, Sized
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, Sampler
 
 from resumekit.errors import ConfigurationError
 
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """A sampler that can begin an epoch at any place; one of your own is sought in like ours."""
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """This rank's indices from where all ranks together have used ``position`` samples."""
+        ...
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values: equal for equal orders."""
+        ...
+
+
+class ResumableSampler(Sampler[int]):
+    """Every index once an epoch, in an order that seed, epoch and length name.
+
+    A drop-in for ``RandomSampler`` and, with ``shuffle=False``, for ``SequentialSampler``. It draws
+    from no generator and holds no permutation, so any place of an epoch is found at once.
+
+    Args:
+        data_source: what ``len()`` can be asked of.
+        shuffle: False gives 0, 1, 2, ...
+        seed: names the order, together with the epoch.
+    """
+
+    def __init__(self, data_source: Sized, *, shuffle: bool = True, seed: int = 0) -> None:
+        self.data_source = data_source
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch whose order the next iteration gives; the loops of resumekit call it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """The epoch's indices from a position on."""
+        return share(draw(self.order_name()), position=position)
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values."""
+        return name_of(len(self.data_source), self)
+
+
+class DistributedResumableSampler(DistributedSampler[int]):
+    """One rank's share of the order that seed, epoch and length name.
+
+    A drop-in for ``DistributedSampler``, which it also is for whoever asks. Ranks take turns, and
+    what cannot be divided is padded or dropped as there. The order is that of ``ResumableSampler``
+    with the same seed, whatever the number of ranks.
+
+    Args:
+        data_source: what ``len()`` can be asked of.
+        num_replicas: the ranks that share it; by default all of the job.
+        rank: this rank; by default the process's own.
+        shuffle: False gives 0, 1, 2, ...
+        seed: names the order, together with the epoch; the same on all ranks.
+        drop_last: leave out the tail that cannot be divided, instead of padding it.
+
+    Raises:
+        ConfigurationError: neither given nor known how many ranks there are.
+        ValueError: a rank outside of them.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if num_replicas is None:
+            num_replicas = _num_ranks()
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        super().__init__(
+            data_source,  # type: ignore[arg-type]  # torch asks for its length alone
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """This rank's indices from where all ranks together have used ``position`` samples."""
+        return share(
+            draw(self.order_name()),
+            position=position,
+            num_replicas=self.num_replicas,
+            replica=self.rank,
+            drop_last=self.drop_last,
+        )
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values: the same on every rank."""
+        return name_of(len(self.dataset), self)  # type: ignore[arg-type]
+
+
+def name_of(length: int, sampler: Any) -> dict[str, Any]:
+    """The name of the order that a sampler of this length gives in its epoch."""
+    if not sampler.shuffle:
+        return {"kind": "in order", "length": length}
+    return {
+        "kind": "keyed",
+        "version": VERSION,
+        "length": length,
+        "seed": int(sampler.seed),
+        "epoch": int(sampler.epoch),
+    }
+
+
+def draw(name: dict[str, Any]) -> EpochOrder:
+    """The order of that name, with access to any place."""
+    if name["kind"] == "in order":
+        return InOrder(name["length"])
+    return Permutation(name["length"], seed=name["seed"], epoch=name["epoch"])
+
+
+def _num_ranks() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    if announced > 1:
+        raise ConfigurationError(
+            "num_replicas",
+            found=f"torch.distributed is not initialised, while WORLD_SIZE={announced}",
+            expected="one process group over all ranks",
+            remedy="Call init_process_group before the sampler is made, or give num_replicas, rank",
+        )
+    return 1
+
+
 Positions = npt.NDArray[np.int64]
+
+
 Numbers = npt.NDArray[np.uint64]
+
 
 # Part of the name: another network is another permutation, and needs another number here.
 VERSION = 1
 
+
 # Few places need more rounds until every order is as likely as any other.
 _NUM_ROUNDS, _NUM_ROUNDS_SHORT, _SHORT = 8, 24, 1 << 16
+
+
 _HALF = np.uint64(32)
+
 
 # The mixing constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
 _SHIFT_1, _SHIFT_2 = np.uint64(30), np.uint64(27)
+
 
 # Each digit must fit into 32 bits: its hash is scaled by a 64-bit product.
 LONGEST = 2**62
+
 
 # The indices that are computed at once: a few arrays of this length stay in a processor's cache.
 CHUNK = 8192
@@ -144,7 +294,7 @@ class InOrder:
         return positions
 
 
-def share_length(num_left: int, *, num_replicas: int, drop_last: bool) -> int:
+def shard_length(num_left: int, *, num_replicas: int, drop_last: bool) -> int:
     """The samples of each rank when this many are shared out, as DistributedSampler counts."""
     return num_left // num_replicas if drop_last else -(-num_left // num_replicas)
 
@@ -170,7 +320,7 @@ def share(
         drop_last: leave out the tail.
     """
     length = len(order)
-    num_mine = share_length(
+    num_mine = shard_length(
         max(length - position, 0), num_replicas=num_replicas, drop_last=drop_last
     )
     for first in range(0, num_mine, CHUNK):
@@ -180,7 +330,7 @@ def share(
         yield from order[places].tolist()
 
 
-def share_in_batches(
+def shard_by_batches(
     order: EpochOrder,
     *,
     position: int,

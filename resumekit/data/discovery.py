@@ -1,0 +1,312 @@
+"""What a loader is made of: its kind, its samplers, and the random generators it holds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
+    holders = [loader, *(sampler for _, sampler in samplers_of(loader))]
+    holders.append(getattr(loader, "dataset", None))
+    for holder in holders:
+        set_epoch = getattr(holder, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+# Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
+# DataLoaderAdapter; transformers.Trainer iterates the same class.
+INNER = "base_dataloader"
+
+
+def is_stateful_data_loader(loader: Any) -> bool:
+    """Whether it is torchdata's; a subclass that iterates in its own way is not."""
+    known = _public("torchdata.stateful_dataloader", "StatefulDataLoader")
+    return known is not None and getattr(type(loader), "__iter__", None) is known.__iter__
+
+
+def is_dispatched(loader: Any) -> bool:
+    """Whether one rank draws the batches of all, and sends each its share."""
+    known = _public("accelerate.data_loader", "DataLoaderDispatcher")
+    return known is not None and isinstance(loader, known) and loader.state.num_processes > 1
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether it is a stream of Hugging Face ``datasets``."""
+    known = _public("datasets", "IterableDataset")
+    return known is not None and isinstance(dataset, known)
+
+
+def is_seeded_by_epoch(sampler: Any) -> bool:
+    """Whether it is Accelerate's sampler, which draws from a generator of its own.
+
+    accelerate 1.15 data_loader.py SeedableRandomSampler; a subclass that draws otherwise is not.
+    """
+    known = _public("accelerate.data_loader", "SeedableRandomSampler")
+    return known is not None and getattr(type(sampler), "__iter__", None) is known.__iter__
+
+
+def shards_whole_batches(batch_sampler: Any) -> bool:
+    """Whether it is Accelerate's, by which the ranks take turns over the batches of another one.
+
+    accelerate 1.15 data_loader.py BatchSamplerShard; one that splits each batch, or that leaves
+    some ranks with fewer batches, is not.
+    """
+    known = _public("accelerate.data_loader", "BatchSamplerShard")
+    is_known = (
+        known is not None and getattr(type(batch_sampler), "__iter__", None) is known.__iter__
+    )
+    if not is_known or batch_sampler.split_batches:
+        return False
+    return bool(batch_sampler.even_batches or batch_sampler.drop_last)
+
+
+def has_own_state(value: Any) -> bool:
+    """Whether it offers ``state_dict`` and ``load_state_dict``."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def has_estimated_length(loader: Any) -> bool:
+    """Whether nobody can know the number of batches: those of an iterable dataset."""
+    return isinstance(getattr(loader, "dataset", loader), IterableDataset)
+
+
+def stream_loader(loader: Any) -> DataLoader[Any] | None:
+    """The DataLoader that a loader is or holds, if its batches are to be drawn through again.
+
+    They are where its dataset is iterable, and where one rank draws for all.
+
+    None where it is not known how batches are drawn: a loader that iterates in its own way, and
+    torch's IterDataPipe, which is built anew, with other seeds, by every loader.
+    """
+    inner = getattr(loader, INNER, loader)
+    is_torch = getattr(type(inner), "__iter__", None) is DataLoader.__iter__
+    if not (is_torch or is_stateful_data_loader(inner)):
+        return None
+    dataset = inner.dataset
+    is_iterable = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
+    is_stream = is_iterable or is_dispatched(loader)
+    return inner if is_stream else None
+
+
+def sample_iterator(iterator: Any) -> Any:
+    """What gives the samples of an iterator over a torch DataLoader without workers.
+
+    Returns:
+        The dataset's iterator; the given one where it is of another kind.
+    """
+    # torch 2.13 utils/data/dataloader.py _SingleProcessDataLoaderIter.__init__ and
+    # utils/data/_utils/fetch.py _IterableDatasetFetcher.__init__.
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    return getattr(fetcher, "dataset_iter", iterator)
+
+
+def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader as if nobody had iterated it yet."""
+    copied = copy.copy(loader)
+    reset_iteration(copied)
+    return copied
+
+
+def reset_iteration(loader: DataLoader[Any]) -> None:
+    """Makes a copy of a loader begin anew, whatever the loader itself was asked before."""
+    loader.__dict__["_iterator"] = None
+    if is_stateful_data_loader(loader):
+        # torchdata 0.11 stateful_dataloader.py: the state to begin with, and whether there is an
+        # iterator already because its state was asked for.
+        loader.__dict__.update(next_iter_state=None, _initial_iter_for_state_dict=False)
+
+
+def rewrap(loader: Any, inner: Any) -> Any:
+    """A shallow copy of a framework's loader that draws from ``inner``."""
+    # Not copy.copy: accelerate 1.15 data_loader.py DataLoaderShard.__reduce__ would first build one
+    # from arguments that mean something else.
+    outer = object.__new__(type(loader))
+    vars(outer).update(vars(loader))
+    setattr(outer, INNER, inner)
+    return outer
+
+
+def _public(module: str, name: str) -> Any:
+    """A public class, if its module was imported: nobody has made one of its objects before."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+# The attributes by which loaders and samplers of torch and DeepSpeed hold one another.
+_NESTED = ("batch_sampler", "sampler", "data_sampler")
+
+
+# What the names of generators begin with from which samples draw, and not their order.
+DATASET_PREFIXES = ("dataset.", "collate_fn.")
+
+
+def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
+    """A place inside an epoch, without how far prefetching has drawn the epoch's order."""
+    if not state["batch"]:
+        return state
+    states = state["generators"]
+    of_samples = [name for name in states if name.startswith(DATASET_PREFIXES)]
+    return {**state, "generators": {name: states[name] for name in of_samples}}
+
+
+def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Every sampler that a loader draws from, outermost first, as ``(dotted name, object)``."""
+    seen: set[int] = set()
+    waiting = [("", loader)]
+    while waiting:
+        prefix, holder = waiting.pop(0)
+        for attribute in _NESTED:
+            held = getattr(holder, attribute, None)
+            if held is None or id(held) in seen:
+                continue
+            seen.add(id(held))
+            name = f"{prefix}{attribute}"
+            yield name, held
+            waiting.append((f"{name}.", held))
+
+
+def private_generators(holder: Any, prefix: str = "") -> dict[str, Any]:
+    """The generators among an object's own attributes, by dotted name."""
+    attributes = getattr(holder, "__dict__", {})
+    return {
+        f"{prefix}{name}": value
+        for name, value in attributes.items()
+        if isinstance(value, GENERATOR_TYPES)
+    }
+
+
+def loader_generators(loader: Any) -> dict[str, Any]:
+    """Every private generator that a loader draws from in this process, each once.
+
+    The dataset's own are among them only when the loader has no workers: in workers they are copies
+    that this process cannot see.
+    """
+    found = private_generators(loader)
+    for name, sampler in samplers_of(loader):
+        found.update(private_generators(sampler, f"{name}."))
+    if getattr(loader, "num_workers", 0) == 0:
+        found.update(private_generators(getattr(loader, "dataset", None), "dataset."))
+        found.update(private_generators(getattr(loader, "collate_fn", None), "collate_fn."))
+    unique: dict[int, str] = {}
+    for name, generator in found.items():
+        unique.setdefault(id(generator), name)
+    return {name: found[name] for name in unique.values()}
+
+
+def stateful_generators(loader: Any) -> dict[str, Any]:
+    """Those of them whose state can be taken out, of a loader that no loop of ours draws from."""
+    found = loader_generators(loader).items()
+    return {name: each for name, each in found if not isinstance(each, random.SystemRandom)}
+
+
+# A dataset may hold millions of records. What draws is near the top, and is looked at first.
+_MOST_OBJECTS = 2000
+
+
+_MOST_ITEMS = 50
+
+
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray)
+
+
+_OPAQUE = (type, ModuleType)
+
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+
+# What a loader, or a transform inside a dataset, is called by.
+_METHODS = ("__getitem__", "__getitems__", "__call__")
+
+
+def nested_generators(holders: Mapping[str, Any]) -> dict[str, Any]:
+    """Every private generator that is held somewhere below, by dotted name, each once.
+
+    Attributes, items of containers, closures, defaults and partial arguments are followed, and what
+    the code that gets a sample names in its own module. Nothing is called.
+
+    Args:
+        holders: what to look into, by name.
+    """
+    waiting = deque(holders.items())
+    seen = _global_generators()
+    found: dict[str, Any] = {}
+    while waiting and len(seen) < _MOST_OBJECTS:
+        name, value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATOR_TYPES):
+            found[name] = value
+        elif not isinstance(value, _OPAQUE):
+            waiting.extend((f"{name}.{part}", held) for part, held in _parts(value))
+    return found
+
+
+def _global_generators() -> set[int]:
+    """The three that keys do reach, under whatever name they are held."""
+    bound: tuple[Any, ...] = (random.seed, np.random.rand)
+    return {id(torch.default_generator), *(id(method.__self__) for method in bound)}
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), value[key]) for key in islice(value, _MOST_ITEMS))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((str(place), item) for place, item in enumerate(islice(value, _MOST_ITEMS)))
+    elif isinstance(value, functools.partial):
+        yield from _named(func=value.func, args=value.args, keywords=value.keywords)
+    elif isinstance(value, MethodType):
+        yield from _named(__self__=value.__self__, __func__=value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _parts_of_function(value)
+    else:
+        yield from dict(getattr(value, "__dict__", {})).items()
+        yield from _parts_of_class(type(value))
+
+
+def _parts_of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(value, GENERATOR_TYPES):
+                yield name, value
+    for name in _METHODS:
+        function = getattr(kind, name, None)
+        if isinstance(function, FunctionType):
+            yield name, function
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code, variables = function.__code__, function.__globals__
+    for name in code.co_names:
+        value = variables.get(name)
+        beside = isinstance(value, FunctionType) and value.__globals__ is variables
+        if beside or isinstance(value, GENERATOR_TYPES):
+            yield name, value
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from _named(defaults=function.__defaults__, keyword_defaults=function.__kwdefaults__)
+
+
+def _named(**parts: Any) -> Iterator[tuple[str, Any]]:
+    yield from parts.items()

@@ -1,0 +1,237 @@
+"""Several loaders in one loop: as long as the shortest (zip) or as the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from resumekit.data.source import Source
+from resumekit.errors import DataPositionError
+
+
+class Zipped:
+    """Loaders whose batches come together; their epoch ends with the shortest.
+
+    What the longer ones have left is left out, and all begin anew with the next epoch, as they
+    would in a loop over ``zip(a, b)``. Like there, the loaders before the shortest one make a batch
+    that nobody gets, before the end is seen.
+
+    Args:
+        sources: the loaders by name, in the order in which they are asked.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = dict(sources)
+
+    @property
+    def name(self) -> str:
+        """What errors call them."""
+        return ", ".join(self._sources)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(self._sources.values())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return max(source.epoch for source in self.sources)
+
+    @property
+    def batch(self) -> int:
+        """Its index in the epoch."""
+        return min(source.batch for source in self.sources)
+
+    @property
+    def num_batches(self) -> int | None:
+        lengths = [source.num_batches for source in self.sources]
+        known = [length for length in lengths if length is not None]
+        return min(known) if len(known) == len(lengths) else None
+
+    @property
+    def indices(self) -> list[Any]:
+        """The sample indices of the last batches, as far as the loaders tell."""
+        return [index for source in self.sources for index in _as_list(source.indices)]
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the last batches."""
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def begun(self) -> bool:
+        return all(source.begun for source in self.sources)
+
+    @property
+    def continues(self) -> bool:
+        return any(source.continues for source in self.sources)
+
+    @property
+    def used_up(self) -> bool:
+        return any(source.used_up for source in self.sources)
+
+    def begin(self, epoch: int) -> None:
+        """Starts the epoch, or continues it where the checkpoint stood.
+
+        Raises:
+            DataPositionError: the checkpoint holds a place in some of the loaders only.
+        """
+        continued = {name: source.continues for name, source in self._sources.items()}
+        if len(set(continued.values())) > 1:
+            raise DataPositionError(
+                self.name,
+                found=f"no place in {', '.join(n for n, known in continued.items() if not known)}",
+                expected="a place in each of the loaders",
+                remedy="Zip the loaders of the interrupted run; others may join at the next epoch",
+            )
+        for source in self.sources:
+            source.begin(epoch)
+
+    def prime(self) -> None:
+        """Fetches what is fetched ahead of the epoch's first batch: nothing."""
+
+    def next_batch(self) -> dict[str, Any]:
+        return {name: source.next_batch() for name, source in self._sources.items()}
+
+    def has_no_end(self) -> None:
+        for source in self.sources:
+            source.has_no_end()
+
+    def end_epoch(self) -> None:
+        for source in self.sources:
+            source.end_epoch()
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def _as_list(indices: Any) -> list[Any]:
+    if indices is None:
+        return []
+    return list(indices) if isinstance(indices, (list, tuple)) else [indices]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Loaders of which each step takes a batch, as long as the longest has one.
+
+    Args:
+        loaders: by name, in the order in which they are asked.
+        after_its_end: what a shorter one gives when it is used up: no more, and so None, or its
+            batches once more, in another order.
+    """
+
+    loaders: Mapping[str, Any]
+    after_its_end: Literal["nothing", "again"]
+
+
+class Longest(Zipped):
+    """Of a loader that is used up the epoch's other steps get None.
+
+    Its place is then the start of the next epoch.
+    """
+
+    @property
+    def epoch(self) -> int:
+        return min(source.epoch for source in self.sources)
+
+    @property
+    def batch(self) -> int:
+        return max(source.batch for source in self._under_way())
+
+    @property
+    def num_batches(self) -> int | None:
+        return _longest(self.sources)
+
+    @property
+    def begun(self) -> bool:
+        return any(source.begun for source in self.sources)
+
+    @property
+    def used_up(self) -> bool:
+        return all(source.used_up for source in self._under_way())
+
+    def begin(self, epoch: int) -> None:
+        is_continued = self.continues
+        for source in self.sources:
+            if source.continues or not is_continued:
+                source.begin(epoch)
+
+    def next_batch(self) -> dict[str, Any]:
+        batches: dict[str, Any] = dict.fromkeys(self.names)
+        over: list[Source] = []
+        under_way = {name: source for name, source in self._sources.items() if source.begun}
+        for name, source in under_way.items():
+            try:
+                batches[name] = source.next_batch()
+            except StopIteration:
+                over.append(source)
+        if len(over) == len(under_way):
+            raise StopIteration
+        for source in over:
+            source.end_epoch()
+            source.indices, source.num_samples = None, 0
+        return batches
+
+    def end_epoch(self) -> None:
+        epoch = self.epoch
+        for source in self.sources:
+            if source.epoch == epoch:
+                source.end_epoch()
+
+    def _under_way(self) -> list[Source]:
+        epoch = self.epoch
+        return [source for source in self.sources if source.epoch == epoch]
+
+
+class Cycling(Zipped):
+    """A loader that is used up begins again, within the epoch, until all were used up once.
+
+    All draw another order with the next epoch, wherever they are. A loader that has given fewer
+    batches than there were steps has begun again.
+    """
+
+    @property
+    def batch(self) -> int:
+        return max(source.batch for source in self.sources)
+
+    @property
+    def num_batches(self) -> int | None:
+        return _longest(self.sources)
+
+    @property
+    def used_up(self) -> bool:
+        steps = self.batch
+        return all(source.used_up or source.batch < steps for source in self.sources)
+
+    def next_batch(self) -> dict[str, Any]:
+        steps = self.batch
+        were_used_up = {name for name, each in self._sources.items() if each.batch < steps}
+        batches = {}
+        for name, source in self._sources.items():
+            try:
+                batches[name] = source.next_batch()
+            except StopIteration:
+                were_used_up.add(name)
+                if len(were_used_up) == len(self._sources):
+                    raise
+                batches[name] = self._restart(source)
+        return batches
+
+    def _restart(self, source: Source) -> Any:
+        epoch = source.epoch
+        source.end_epoch()
+        source.begin(epoch)
+        return source.next_batch()
+
+
+def _longest(sources: tuple[Source, ...]) -> int | None:
+    lengths = [source.num_batches for source in sources]
+    known = [length for length in lengths if length is not None]
+    return max(known) if len(known) == len(lengths) else None

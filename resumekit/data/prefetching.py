@@ -1,0 +1,363 @@
+"""Sources that take batches from an inner source before they hand them out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.data.discovery import INNER, announce_epoch, rewrap, without_prefetch
+from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
+from resumekit.data.map_style import BatchMark, MapSource
+from resumekit.data.resharding import follow
+from resumekit.data.source import Source
+from resumekit.data.stream_objects import MakeUserState
+from resumekit.errors import DataPositionError
+from resumekit.state import Fidelity
+
+
+class OuterSource(Source):
+    """Its place is that of the inner source before the first batch that was not handed out.
+
+    What was taken and not handed out stands in its state under ``ahead``: the random state that
+    each such batch was fetched from, so that a resume fetches it once more.
+
+    Args:
+        loader: what the user gave.
+        name: what the run calls it.
+        inner: the source that it draws from.
+    """
+
+    def __init__(self, loader: Any, name: str, inner: Source) -> None:
+        super().__init__(loader, name)
+        self._inner = inner
+
+    def follow_objects(self, follow: MakeUserState) -> None:
+        self._inner.follow_objects(follow)
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        return self._inner.fidelity
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        return {**self._inner.geometry, "outer": self._geometry()}
+
+    def end_epoch(self) -> None:
+        self._inner.end_epoch()  # before its iterator is closed: it sees how far the epoch came
+        super().end_epoch()
+
+    def drawn_again(self) -> tuple[Any, ...]:
+        return self._inner.drawn_again()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._pending is None:
+            self._inner.end_epoch()  # another loader begins an epoch
+
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        inner = self._inner
+        inner.allowed_changes = self.allowed_changes
+        inner.load_state_dict({**state["inner"], **{k: state[k] for k in (RANKS,) if k in state}})
+        self.changed, self.changes = inner.changed, inner.changes
+        self.unexpected = inner.unexpected
+        return follow(
+            {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
+            self._geometry(),
+            needed=inner.changed,
+            free=inner.free,
+            where=self.name,
+        )
+
+    def comparable_state(self) -> dict[str, Any]:
+        state = self.state_dict()
+        if not self._inner.keyed:
+            return state
+        return {**without_prefetch(state), "inner": without_prefetch(state["inner"])}
+
+
+@dataclass(frozen=True)
+class AskedAhead:
+    """How some frameworks draw from a loader without a length: see ``AheadSource``.
+
+    Args:
+        loader: the user's loader.
+    """
+
+    loader: Any
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """The batch that was asked for and not handed out yet, and where it came from.
+
+    Args:
+        batch: it.
+        place: the inner source's state before the fetch.
+        random: the random state before the fetch; None where samples draw from keys.
+        indices: the batch's sample indices.
+        num_samples: their number.
+    """
+
+    batch: Any
+    place: dict[str, Any]
+    random: dict[str, Any] | None
+    indices: Any
+    num_samples: int
+
+
+class AheadSource(OuterSource):
+    """Fetches the next batch before it hands one out, and so knows which is the last of an epoch.
+
+    The place is that of the batch that was fetched and not handed out. A resume fetches it once
+    more, from the random state that it was fetched from.
+
+    Args:
+        inner: the source that it draws from.
+    """
+
+    kind = "ahead"
+
+    def __init__(self, inner: Source) -> None:
+        super().__init__(inner.loader, inner.name, inner)
+        self._private, self._rng = inner._private, inner._rng
+        self._is_ahead = False  # of the epoch under way a batch was asked for
+        self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
+
+    @property
+    def keyed(self) -> bool:  # type: ignore[override]
+        """Whether samples draw from keys, and so not from the run's state."""
+        return self._inner.keyed
+
+    @property
+    def num_batches(self) -> int | None:
+        return None
+
+    @property
+    def used_up(self) -> bool:
+        if self._pending is not None:
+            return self.continues and not self._pending["ahead"]
+        return self.begun and self._is_ahead and self._fetched is None
+
+    def begin(self, epoch: int) -> None:
+        pending, self._pending = self._pending, None
+        again = pending is not None and pending["epoch"] == epoch and pending["batch"] > 0
+        self._inner.begin(epoch)
+        self._iterator = iter(())
+        self.epoch, self.batch = epoch, 0
+        self._is_ahead, self._fetched = again, None
+        if pending is not None and again:
+            self.batch = pending["batch"]
+            for random in pending["ahead"]:
+                if random is not None:
+                    self._rng.load_state_dict(random)
+                self._fetch()
+
+    def prime(self) -> None:
+        if not self._is_ahead:
+            self._is_ahead = True
+            self._fetch()
+
+    def next_batch(self) -> Any:
+        self.prime()
+        if self._fetched is None:
+            raise StopIteration
+        fetched = self._fetched
+        self._fetch()
+        self.indices, self.num_samples = fetched.indices, fetched.num_samples
+        self.batch += 1
+        return fetched.batch
+
+    def _fetch(self) -> None:
+        inner = self._inner
+        place, random = inner.state_dict(), None if inner.keyed else self._rng.state_dict()
+        self._fetched = None
+        with suppress(StopIteration):
+            batch = inner.next_batch()
+            self._fetched = _Fetched(batch, place, random, inner.indices, inner.num_samples)
+
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self._is_ahead, self._fetched = False, None
+
+    def close(self) -> None:
+        super().close()
+        self._inner.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:
+            return dict(self._pending)
+        fetched = self._fetched
+        return {
+            **self._state(),
+            "inner": self._inner.state_dict() if fetched is None else fetched.place,
+            "ahead": [] if fetched is None else [fetched.random],
+        }
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A batch that the outer loader has taken and not handed out yet, and where it came from.
+
+    Args:
+        place: the inner source's, before the fetch.
+        random: the random state before the fetch; None where samples draw from keys.
+        indices: the batch's sample indices.
+        num_samples: their number.
+    """
+
+    place: BatchMark
+    random: dict[str, Any] | None
+    indices: Any
+    num_samples: int
+
+
+class WrappedSource(OuterSource):
+    """A loader that draws from a map-style DataLoader and may be some batches ahead of the loop.
+
+    What counts is the place of the inner loader before the first batch that was not handed out. A
+    resume fetches the batches ahead once more, each from the random state that it was fetched from
+    before, and hands them to the outer loader. The user's loader is left as it is; a shallow copy
+    is iterated, around an inner loader of our own.
+
+    Args:
+        loader: the framework's loader.
+        name: what the run calls it.
+        open_inner: gives the source of the loader inside.
+    """
+
+    kind = WRAPPED
+    _inner: MapSource
+
+    def __init__(
+        self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
+    ) -> None:
+        inner = getattr(loader, INNER)
+        super().__init__(loader, name, open_inner(inner, name))
+        self._outer = rewrap(loader, _Feed(self, inner))
+        self._ahead: deque[Fetched] = deque()
+        self._again: deque[Any] = deque()  # batches fetched anew, for the outer loader to take
+        self._continues = False  # the epoch under way was begun by another process
+        self._settled: dict[str, Any] = {}  # the random state that it continues from
+
+    def begin(self, epoch: int) -> None:
+        announce_epoch(self._outer, epoch)
+        pending, self._pending = self._pending, None
+        self._ahead.clear()
+        self.epoch, self.batch = epoch, 0
+        self._continues = False
+        if pending is not None and pending["epoch"] == epoch and pending["batch"] > 0:
+            self._continue_epoch(pending)
+        else:
+            self._epoch_batches = None
+        self._iterator = iter(()) if self._is_at_end(pending) else iter(self._outer)
+
+    def _is_at_end(self, pending: Mapping[str, Any] | None) -> bool:
+        """Whether nothing is left, and the inner loader has come to its end."""
+        if self.epoch_batches is None or not 0 < self.epoch_batches <= self.batch:
+            return False
+        # An outer loader that has handed out everything has seen the end of the inner one.
+        return pending is None or FRAMEWORK_CHANGED not in pending["inner"]
+
+    def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
+        """Fetches anew what was ahead; the generators are set afterwards."""
+        self._continues = True
+        self.batch = pending["batch"]
+        if self._is_at_end(pending):
+            return
+        self._inner.begin(self.epoch)
+        for random in pending["ahead"]:
+            if self._inner.used_up:
+                break  # batches are larger now, and fewer
+            if random is not None:
+                self._rng.load_state_dict(random)
+            self._again.append(self._fetch())
+
+    def next_batch(self) -> Any:
+        assert self._iterator is not None
+        if self._continues:
+            self._settled = self._rng.state_dict()
+        batch = next(self._iterator)
+        if not self._ahead:
+            raise DataPositionError(
+                self.name,
+                found=f"a batch of {type(self.loader).__name__} that this rank did not draw",
+                expected="one batch from its inner loader for each that it hands out",
+            )
+        handed_out = self._ahead.popleft()
+        self.indices, self.num_samples = handed_out.indices, handed_out.num_samples
+        self.batch += 1
+        return batch
+
+    def _begin_inner(self) -> None:
+        """The outer loader makes its iterator, at its own first batch."""
+        if self._continues:
+            # What it drew or synchronised just now, it did in the interrupted run as well.
+            self._rng.load_state_dict(self._settled)
+            self._continues = False
+        else:
+            self._inner.begin(self.epoch)
+
+    def _take(self) -> Any:
+        """The next batch for the outer loader."""
+        return self._again.popleft() if self._again else self._fetch()
+
+    def _fetch(self) -> Any:
+        place = self._inner.mark()
+        random = None if self._inner.keyed else self._rng.state_dict()
+        batch = self._inner.next_batch()
+        fetched = Fetched(place, random, self._inner.indices, self._inner.num_samples)
+        self._ahead.append(fetched)
+        return batch
+
+    def end_epoch(self) -> None:
+        self._ahead.clear()
+        super().end_epoch()
+
+    def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        inner = {id(generator): name for name, generator in self._inner.private.items()}
+        names = {inner[id(each)]: name for name, each in self._private.items() if id(each) in inner}
+        return wrapped_position(state, self._inner.kind, self._geometry(), names, where=self.name)
+
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        fitted = super()._fitted(state)
+        self._epoch_batches = self._inner._epoch_batches
+        return fitted
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:
+            return dict(self._pending)
+        inner = self._inner
+        return {
+            **self._state(),
+            "inner": inner.state_at(self._ahead[0].place) if self._ahead else inner.state_dict(),
+            "ahead": [fetched.random for fetched in self._ahead],
+        }
+
+
+class _Feed:
+    """What the outer loader takes for its inner one: the same, but every batch comes from us.
+
+    It does not keep the source alive: workers of a loader that goes in a cycle of references are
+    waited for, 5 seconds each. torch 2.13 utils/data/dataloader.py ``_shutdown_workers``.
+    """
+
+    def __init__(self, source: WrappedSource, loader: Any) -> None:
+        self._source = weakref.proxy(source)
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._source._begin_inner()
+        return self
+
+    def __next__(self) -> Any:
+        return self._source._take()

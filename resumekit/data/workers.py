@@ -1,0 +1,411 @@
+"""RNG states of DataLoader workers: recorded with each batch, restored on a resume."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, MapDataPipe, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory as _pin
+
+from resumekit.capture import PYTHON_WORDS, NumpyState, PythonState
+from resumekit.data.discovery import announce_epoch
+from resumekit.errors import DataPositionError
+
+
+class PaddingIndices(list[int]):
+    """An empty index batch that only advances the workers' turn."""
+
+
+# random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.
+_PYTHON = struct.Struct("<2500s?d")
+
+
+_PYTHON_VERSION = 3
+
+
+# The twister's key, then its position, and half of a pair of normal numbers, if there is one.
+_NUMPY = struct.Struct("<2496sqqd")
+
+
+_TWISTER = "MT19937"
+
+
+_CUDA = "cuda:"
+
+
+class StateReader:
+    """Reads the state of each global generator of this process; draws nothing."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = PythonState(), NumpyState()
+
+    def read(self, *, devices: bool = True) -> dict[str, bytes]:
+        """The states, by name.
+
+        Args:
+            devices: whether the CUDA devices' are among them, once CUDA is in use.
+        """
+        python, numpy = self._python.read(), self._numpy.read()
+        half = python["gauss_next"]
+        states = {"python": _PYTHON.pack(python["words"], half is not None, half or 0.0)}
+        if numpy["bit_generator"] == _TWISTER:  # a user may have put another in its place
+            states["numpy"] = _pack_numpy(numpy)
+        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
+            for index, generator in enumerate(torch.cuda.default_generators):
+                states[f"{_CUDA}{index}"] = generator.get_state().numpy().tobytes()
+        return states
+
+
+def read_states(*, devices: bool = True) -> dict[str, bytes]:
+    """The same, once."""
+    return StateReader().read(devices=devices)
+
+
+def write_states(states: Mapping[str, bytes]) -> None:
+    """Sets the generators that are named; leaves the others as they are."""
+    for name, state in states.items():
+        if name == "python":
+            words, has_half, half = _PYTHON.unpack(state)
+            half = half if has_half else None
+            random.setstate((_PYTHON_VERSION, PYTHON_WORDS.unpack(words), half))
+        elif name == "numpy":
+            key, *rest = _NUMPY.unpack(state)
+            np.random.set_state((_TWISTER, np.frombuffer(key, dtype=np.uint32).copy(), *rest))
+        elif name == "torch":
+            torch.default_generator.set_state(_tensor(state))
+        else:
+            torch.cuda.set_rng_state(_tensor(state), int(name.removeprefix(_CUDA)))
+
+
+def _pack_numpy(state: Mapping[str, Any]) -> bytes:
+    inner = state["state"]
+    return _NUMPY.pack(inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"])
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class WorkerRandomState:
+    """The global generators of one worker process, as bytes: number by number they ship slowly."""
+
+    states: dict[str, bytes]
+
+    def restore(self) -> None:
+        """Sets this process's generators to the state."""
+        write_states(self.states)
+
+
+@dataclass
+class BatchWithState:
+    """A batch with the id and the random state of the worker that made it."""
+
+    batch: Any
+    worker: int
+    state: WorkerRandomState
+
+    def pin_memory(self, device: str | None = None) -> BatchWithState:
+        """The same with its tensors in pinned memory; called by the loader's pinning thread."""
+        pinned = _pin(self.batch, device)  # type: ignore[no-untyped-call]
+        return BatchWithState(pinned, self.worker, self.state)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What comes back for an empty index batch; it carries no data and is dropped."""
+
+
+class PaddedDataset:
+    """Stands for a dataset in workers that start with padding, and passes over that.
+
+    Args:
+        dataset: the user's own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return None if isinstance(index, PaddingIndices) else self.dataset[index]
+
+
+class PaddedBatches(PaddedDataset):
+    """The same for a dataset that gives whole batches; it is not to be asked for one of no samples.
+
+    torch 2.13 utils/data/_utils/fetch.py _MapDatasetFetcher asks for whole batches where it can.
+    """
+
+    def __getitems__(self, indices: Any) -> Any:
+        return [] if isinstance(indices, PaddingIndices) else self.dataset.__getitems__(indices)
+
+
+def padded(dataset: Any, *, collates: bool) -> Any:
+    """A dataset for workers that start with padding, which the user's own never sees.
+
+    Args:
+        dataset: the user's own.
+        collates: whether the loader makes batches of samples. Where it asks for them one by one,
+            padding is a list of no samples anyway.
+    """
+    if not collates:
+        return PaddedDataset(dataset)
+    gives_batches = getattr(dataset, "__getitems__", None) and not isinstance(dataset, MapDataPipe)
+    return PaddedBatches(dataset) if gives_batches else dataset
+
+
+class RecordingCollate:
+    """The user's collate function, with the worker's random state beside its result.
+
+    Args:
+        collate: the user's own.
+        num_padded: the workers, counted from 0, whose first index batch is empty padding.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], num_padded: int = 0) -> None:
+        self.collate = collate
+        self.num_padded = num_padded
+        self._padding_seen = False
+        self._reader: StateReader | None = None  # in a worker; it is not to be pickled
+
+    def __call__(self, samples: Any) -> Any:
+        info = get_worker_info()
+        if info is None:
+            return self.collate(samples)
+        if self._reader is None:
+            self._reader = StateReader()
+        if info.id < self.num_padded and not self._padding_seen:
+            self._padding_seen = True
+            return Padding()
+        batch = self.collate(samples)
+        return BatchWithState(batch, info.id, WorkerRandomState(self._reader.read(devices=False)))
+
+
+class RestoringInit:
+    """The user's ``worker_init_fn``, after which a worker continues from its recorded state.
+
+    Args:
+        init: the user's own, or None.
+        states: by worker id; a worker that is not named keeps its ordinary seed.
+    """
+
+    def __init__(
+        self, init: Callable[[int], Any] | None, states: dict[int, WorkerRandomState]
+    ) -> None:
+        self.init = init
+        self.states = states
+
+    def __call__(self, worker_id: int) -> None:
+        # torch 2.13 utils/data/_utils/worker.py WorkerInfo: frozen, and made by _worker_loop from
+        # the loader's dataset, where user code looks for its own.
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, PaddedDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.init is not None:
+            self.init(worker_id)
+        state = self.states.get(worker_id)
+        if state is not None:
+            state.restore()
+
+
+_HEADER = struct.Struct("<qQ")  # how often the worker has begun an epoch; the digest of the rest
+
+
+_START, _LATEST = range(2)  # the two rows of a worker
+
+
+# A worker that starts by spawning imports torch before it begins.
+_TIMEOUT_SECONDS = 120.0
+
+
+_POLL_SECONDS = 0.001
+
+
+class SharedStates:
+    """What the workers leave for the main process: a table in shared memory, two rows for each."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._sizes = {name: len(state) for name, state in read_states(devices=False).items()}
+        width = _HEADER.size + sum(self._sizes.values())
+        self._memory = torch.zeros((num_workers, 2, width), dtype=torch.uint8)
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch 2.13
+
+    def leave(self, worker: int, row: int, count: int) -> None:
+        """Writes the random state of this process, a worker's."""
+        state = b"".join(read_states(devices=False).values())
+        written = _HEADER.pack(count, xxhash.xxh3_64_intdigest(state)) + state
+        self._memory[worker, row].numpy()[:] = np.frombuffer(written, dtype=np.uint8)
+
+    def read(self, worker: int, row: int) -> tuple[int, bytes]:
+        """What stands in the row; a count of 0 where nothing does, or not all of it yet."""
+        written = self._memory[worker, row].numpy().tobytes()
+        count, digest = _HEADER.unpack_from(written)
+        state = written[_HEADER.size :]
+        return (count, state) if digest == xxhash.xxh3_64_intdigest(state) else (0, b"")
+
+    def restore(self, state: bytes) -> None:
+        """Sets the random state of this process."""
+        states, at = {}, 0
+        for name, size in self._sizes.items():
+            states[name] = state[at : at + size]
+            at += size
+        write_states(states)
+
+
+@dataclass
+class _Tracked:
+    dataset: Any
+    board: SharedStates
+    count: int = 0  # how often this worker has begun an epoch
+    revived: Mapping[int, bytes] | None = None  # what its second epoch begins with, by worker
+
+
+class TrackedDataset:
+    """Stands for a dataset in the workers: is, gives and takes whatever the dataset does."""
+
+    _watch: _Tracked
+
+    def __init__(self, watch: _Tracked) -> None:
+        object.__setattr__(self, "_watch", watch)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(object.__getattribute__(self, "_watch").dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_watch").dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._watch.dataset, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._watch.dataset, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return TrackedDataset, (object.__getattribute__(self, "_watch"),)
+
+    def __len__(self) -> int:
+        return len(self._watch.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator: the dataset's own __iter__ has to run when the worker asks for it.
+        watch, info = self._watch, get_worker_info()
+        assert info is not None, "only workers iterate it"
+        watch.count += 1
+        if watch.count == 2 and watch.revived is not None:
+            watch.board.restore(watch.revived[info.id])
+        watch.board.leave(info.id, _START, watch.count)
+        return _TrackedIterator(iter(watch.dataset), watch, info.id)
+
+
+class _TrackedIterator:
+    def __init__(self, inner: Iterator[Any], watch: _Tracked, worker: int) -> None:
+        self._inner = inner
+        self._watch = watch
+        self._worker = worker
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._watch.board.leave(self._worker, _LATEST, self._watch.count)
+            raise
+
+
+@dataclass
+class _TrackedCollate:
+    """The user's collate function; it may draw, also for the last samples of an epoch."""
+
+    collate: Callable[[Any], Any]
+    watch: _Tracked
+
+    def __call__(self, samples: Any) -> Any:
+        batch, info = self.collate(samples), get_worker_info()
+        if info is not None:
+            self.watch.board.leave(info.id, _LATEST, self.watch.count)
+        return batch
+
+
+class PersistentWorkers:
+    """Follows the persistent workers of a loader over an iterable dataset.
+
+    Args:
+        loader: a shallow copy of the user's loader without an iterator; its dataset and its collate
+            function are replaced.
+        where: the loader's name, for errors.
+    """
+
+    def __init__(self, loader: DataLoader[Any], where: str) -> None:
+        self._loader = loader
+        self._where = where
+        self._watch = _Tracked(loader.dataset, SharedStates(loader.num_workers))
+        self._birth: dict[str, Any] | None = None
+        self._count = 0  # how often the workers were told to begin
+        loader.__dict__["dataset"] = TrackedDataset(self._watch)
+        loader.collate_fn = _TrackedCollate(loader.collate_fn, self._watch)
+
+    def begin(self, epoch: int, rng: dict[str, Any]) -> None:
+        """An epoch is about to begin, in workers that are started now or go on.
+
+        Args:
+            epoch: the epoch.
+            rng: the random state of this process.
+        """
+        if self._birth is None:
+            self._birth = {"epoch": epoch, "rng": rng}
+        self._count += 1
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Starts the workers as they were started in the interrupted run.
+
+        They begin, and drop, an epoch from the random state and under the epoch's number that the
+        first workers had: a dataset may keep what it was then. What they begin next starts from the
+        states in the checkpoint. The caller has set the random state to ``state["birth"]["rng"]``.
+        """
+        self._birth = dict(state["birth"])
+        self._watch.revived = {int(worker): each for worker, each in state["states"].items()}
+        announce_epoch(self._loader, self._birth["epoch"])
+        iter(self._loader)
+        self._count = 1
+
+    def state_dict(self, *, under_way: bool) -> dict[str, Any]:
+        """What the workers of a resumed run are to begin with.
+
+        Args:
+            under_way: in the middle of an epoch, which they began from these states; else they have
+                ended one, and begin the next from where they are.
+        """
+        states: dict[int, bytes] = {}
+        for worker in range(self._loader.num_workers):
+            states[worker] = self._start(worker) if under_way else self._rest(worker)
+        return {"birth": self._birth, "states": states}
+
+    def _start(self, worker: int) -> bytes:
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while True:
+            count, state = self._watch.board.read(worker, _START)
+            if count == self._count:
+                return state
+            if time.monotonic() > deadline:
+                raise DataPositionError(
+                    self._where,
+                    found=f"worker {worker} has not begun the epoch",
+                    expected=f"within {_TIMEOUT_SECONDS:.0f} seconds",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _rest(self, worker: int) -> bytes:
+        return self._watch.board.read(worker, _LATEST)[1]
