@@ -33,7 +33,13 @@ from resumekit.capture.user_state.walk import (
 )
 from resumekit.errors import StateMismatchError
 from resumekit.layout import WorldChange
-from resumekit.state import CaptureLine, Fidelity, SharingPattern, StateComponent
+from resumekit.state import (
+    CaptureLine,
+    ComponentState,
+    Fidelity,
+    SharingPattern,
+    StateComponent,
+)
 
 _FIELDS = ("slots", "nodes", "first", "lost")
 _NUM_NAMED = 3
@@ -59,7 +65,7 @@ class _Changes(NamedTuple):
     copies: dict[str, dict[str, str]]
 
 
-class UserState:
+class UserState(ComponentState):
     """What the attributes of a user's objects hold, where it is not what the script made.
 
     The state of the objects when this is made is the baseline. At a save, what differs from it is
@@ -311,9 +317,11 @@ class UserState:
         """What one former rank had."""
         return dict(states[change.model_rank]), ()
 
-    def put_back_with_random(self) -> None:
-        """The last moment to restore: the engine sets the RNG state, the first batch follows."""
+    def after_rng_restore(self) -> None:
+        """Restores at the last moment: the first batch follows."""
         self.restore_now()
+
+    put_back_with_random = after_rng_restore
 
     def restore_now(self) -> tuple[str, ...]:
         """Sets the saved values in the live objects, once; also takes note of what training finds.
