@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from resumekit.requirements import installed_version, require
 
-require("lightning", under="pytorch-lightning")
+require("lightning")
 
 
 def _is_lightning() -> bool:

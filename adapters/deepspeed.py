@@ -13,7 +13,7 @@ Several engines, as in a GAN: ``Checkpointer({"D": engine_d, "G": engine_g}, "ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,15 @@ from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture import REMEDIES
 from resumekit.data import Feed
 from resumekit.errors import ConfigurationError
-from resumekit.frameworks.deepspeed import engine_components, require_resumable
-from resumekit.frameworks.deepspeed_steps import EngineSteps, has_leftover_gradients
-from resumekit.run import checked_extras, require_order
+from resumekit.frameworks.deepspeed import (
+    engine_components,
+    engine_faults,
+    has_leftover_gradients,
+    is_within_window,
+    require_resumable,
+)
+from resumekit.requirements import check_tested
+from resumekit.run import Options, checked_extras, require_order
 from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 
 if TYPE_CHECKING:
@@ -47,9 +53,9 @@ _LEFTOVER = (
 
 
 class Checkpointer(_Checkpointer):
-    """A Checkpointer for a DeepSpeed engine, or several; made after ``deepspeed.initialize``.
+    """A Checkpointer for one or several DeepSpeed engines, made after ``deepspeed.initialize``.
 
-    It takes each engine's module, optimizer, lr_scheduler and counters, at ZeRO stages 0 to 3. One
+    It saves each engine's module, optimizer, lr_scheduler and counters, at ZeRO stages 0 to 3. One
     engine is stored under the names of the slots, several under the names that you give, e.g.
     ``model/generator``. ``step()`` is optional: ``engine.global_steps`` shows when an optimizer
     step was taken. With several engines an iteration of the loop counts as one step when at least
@@ -64,8 +70,9 @@ class Checkpointer(_Checkpointer):
         **options: see ``resumekit.run.options.Options``.
 
     Raises:
-        ConfigurationError: something else than engines, one engine twice, or an engine that uses
-            something that cannot be resumed yet.
+        ConfigurationError: an argument is no engine, or the same engine twice, or an engine uses a
+            feature that cannot be resumed yet.
+        InexactError: ``strict=True``, and this version of DeepSpeed lacks what the adapter needs.
     """
 
     def __init__(
@@ -80,8 +87,14 @@ class Checkpointer(_Checkpointer):
     ) -> None:
         require_order(engine, directory, call='Checkpointer(engine, "runs/a")')
         extras = checked_extras(extras)
-        engines = _by_name(engine)
-        self._engines = engines
+        self._engines = engines = _by_name(engine)
+        check_tested(
+            "deepspeed",
+            "torch",
+            found=[fault for each in engines.values() for fault in engine_faults(each)],
+            strict=Options.from_keywords(options).strict,
+            warns=next(iter(engines.values())).global_rank == 0,
+        )
         self._steps = EngineSteps(engines.values())
         super().__init__(
             directory,
@@ -129,6 +142,45 @@ class Checkpointer(_Checkpointer):
             if has_leftover_gradients(engine):
                 key = f"{Slot.MODEL.value}/{name}" if name else Slot.MODEL.value
                 yield CaptureLine(f"{key}/gradients", Fidelity.LOST, _LEFTOVER)
+
+
+class EngineSteps:
+    """Tells from the counters of a run's engines when an optimizer step is complete.
+
+    A step is complete when an engine has stepped since the last one that was counted and no engine
+    is inside an accumulation window. Engines may step at different frequencies: a generator that is
+    trained in every fifth batch has nothing accumulated in between.
+
+    Args:
+        engines: what ``deepspeed.initialize`` returns first.
+    """
+
+    def __init__(self, engines: Iterable[Any]) -> None:
+        self._engines = tuple(engines)
+        self.forget()
+        self.begin_iteration()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a step was completed since ``forget``."""
+        return self._now() != self._counted and not self.is_within_window
+
+    @property
+    def is_within_window(self) -> bool:
+        """Whether an engine has accumulated gradients for a step that it has not taken yet."""
+        begun = self._at_start.items()
+        return any(is_within_window(engine, steps_before=steps) for engine, steps in begun)
+
+    def forget(self) -> None:
+        """Counts the steps taken so far."""
+        self._counted = self._now()
+
+    def begin_iteration(self) -> None:
+        """The loop gets a batch."""
+        self._at_start = self._now()
+
+    def _now(self) -> dict[Any, int]:
+        return {each: each.global_steps for each in self._engines}
 
 
 def _by_name(given: Any) -> dict[str, Any]:

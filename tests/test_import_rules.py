@@ -85,7 +85,6 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     # Test files inherit it. It is loaded when it is asked for, and pytest with it.
     ("resumekit/testing/suite.py", TEST_RUNNER),
     ("resumekit/frameworks/deepspeed", NUMERICS | {"deepspeed"}),
-    ("resumekit/frameworks/zero", NUMERICS | {"deepspeed"}),
     ("resumekit/", NUMERICS),
 )
 # Lightning comes in two packages; transformers brings safetensors, and trains peft's adapters.

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from resumekit.errors import MissingDependencyError
-from resumekit.requirements import MINIMUM_VERSIONS, installed_version, require
+from resumekit.errors import InexactError, MissingDependencyError
+from resumekit.requirements import (
+    MINIMUM_VERSIONS,
+    TESTED_VERSIONS,
+    PrivateName,
+    check_tested,
+    faults,
+    installed_version,
+    require,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,3 +99,106 @@ def test_the_extras_ask_for_the_versions_in_the_table() -> None:
         asked = dict(re.split(">=", requirement) for requirement in extras[framework])
         assert asked[framework] == minimum
         assert all(MINIMUM_VERSIONS[name] == least for name, least in asked.items())
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [re.split("==|;", line)[:2] for line in lines if "==" in line]
+    newest: dict[str, str] = {}
+    for name, pinned in pins:  # the line for the newest Python comes first
+        newest.setdefault(name, pinned.strip())
+    assert {name: newest[name] for name in TESTED_VERSIONS} == TESTED_VERSIONS
+
+
+# ---------------------------------------------------------------- private names
+
+
+class Loop:
+    def __init__(self) -> None:
+        self._count = 3
+        self.inner: Any = None
+
+    def _advance(self, batch: int, *, last: bool = False) -> None: ...
+
+    @property
+    def _fixed(self) -> int:
+        return 1
+
+    @property
+    def _stubborn(self) -> object:
+        return object()
+
+    @_stubborn.setter
+    def _stubborn(self, value: object) -> None: ...
+
+
+SOURCE = "a 1.0 loop.py Loop"
+WRONG = {
+    "missing": (PrivateName("_missing", SOURCE), "Loop._missing is missing (a 1.0 loop.py Loop)"),
+    "missing below": (PrivateName("inner._x", SOURCE), "Loop.inner._x is missing"),
+    "other parameters": (PrivateName("_advance", SOURCE, ("step",)), "_advance takes batch, last"),
+    "not to be set": (PrivateName("_fixed", SOURCE, is_written=True), "_fixed cannot be set"),
+    "not read back": (PrivateName("_stubborn", SOURCE, is_written=True), "_stubborn cannot be set"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_probe_finds_a_private_name_that_is_not_as_in_the_source(wrong: str) -> None:
+    name, found = WRONG[wrong]
+    (fault,) = faults(Loop(), [name])
+    assert fault.startswith(found)
+
+
+def test_the_probe_accepts_names_that_are_as_in_the_source_and_changes_nothing() -> None:
+    loop = Loop()
+    before = dict(vars(loop))
+    names = (
+        PrivateName("_count", SOURCE, is_written=True),
+        PrivateName("_advance", SOURCE, ("batch",)),
+        PrivateName("_not_in_all_versions", SOURCE, is_written=True, is_optional=True),
+    )
+    assert not list(faults(loop, names))
+    assert vars(loop) == before
+
+
+def test_a_private_attribute_is_read_back_when_it_is_written() -> None:
+    loop, count = Loop(), PrivateName("_count", SOURCE, is_written=True)
+    count.write(loop, 5)
+    assert count.of(loop) == 5
+    with pytest.raises(InexactError, match=r"Loop\._stubborn: another value than was set"):
+        PrivateName("_stubborn", SOURCE, is_written=True).write(loop, 5)
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "strict", "expected"),
+    [
+        ("1.15.0", (), True, []),
+        ("1.15", (), True, []),
+        ("1.16.0", (), True, ["accelerate 1.16.0: newer than the tested version"]),
+        ("1.15.0", ("A.b is missing",), False, ["a resume may not be exact: A.b is missing"]),
+        ("1.16.0", ("A.b is missing",), False, ["a resume may not be exact: A.b is missing"]),
+    ],
+)
+def test_a_newer_version_or_changed_names_are_one_warning(
+    version: str,
+    found: tuple[str, ...],
+    strict: bool,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _install(tmp_path, "accelerate", version)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logging.getLogger("resumekit"), "propagate", True)
+    caplog.set_level(logging.INFO, "resumekit")
+    check_tested("accelerate", found=found, strict=strict, warns=False)
+    assert not caplog.messages
+    check_tested("accelerate", found=found, strict=strict, warns=True)
+    assert len(caplog.messages) == len(expected)
+    assert all(map(str.startswith, caplog.messages, expected))
+
+
+def test_strict_refuses_changed_names_on_every_rank() -> None:
+    with pytest.raises(InexactError, match=r"A\.b is missing, expected the names of accelerate==1"):
+        check_tested("accelerate", found=["A.b is missing"], strict=True, warns=False)

@@ -1,16 +1,10 @@
 """ZeRO's partitions by parameter name: fp32 weights and moments, where each rank has them.
 
-ZeRO lays the parameters of a group behind one another and cuts the whole into equal pieces (stages
-1 and 2), or cuts each parameter (stage 3). Either way a rank has a stretch of some parameters, and
-the optimizer steps on flat tensors of such stretches. Stored as stretches of named tensors they fit
-any number of ranks, any stage, and a plain optimizer.
-
-Relied on, deepspeed 0.19: ``_hp_mapping`` of a parameter (utils/tensor_fragment.py) and
-``update_lp_params`` at stages 1 and 2 (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py);
-at stage 3 ``fp16_groups``, ``sub_group_to_group_id``, ``fp32_partitioned_groups_flat``
-(runtime/zero/stage3.py), ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``partition_numel``
-(runtime/zero/partition_parameters.py);
-``fp16_groups``, ``fp32_groups`` (runtime/fp16/unfused_optimizer.py) in bf16 and fp16 without ZeRO.
+ZeRO concatenates the parameters of a group and cuts the whole into equal partitions (stages 1 and
+2), or partitions each parameter (stage 3). Either way a rank has a shard of some parameters, and
+the optimizer steps on flat tensors of such shards. Stored as shards of named tensors they fit any
+number of ranks, any stage, and a plain optimizer. ``_private.py`` lists what DeepSpeed does not
+document.
 """
 
 from __future__ import annotations
@@ -38,23 +32,24 @@ from resumekit.capture import (
     is_host_step,
     refuse,
 )
-from resumekit.requirements import require
+from resumekit.frameworks.deepspeed._private import (
+    FRAGMENT,
+    IS_LINKED,
+    LINK,
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_UnfusedOptimizer,
+    comm,
+)
 from resumekit.serialization import WHOLE, FlatPart, local_part, part_like
-
-require("deepspeed")
-
-from deepspeed import comm  # noqa: E402
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # noqa: E402
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
 
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PARTITIONING = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Shard:
     """What this rank has of a parameter that the optimizer trains.
 
     Args:
@@ -65,7 +60,7 @@ class Stretch:
         begin: the first of them in the parameter.
         numel: how many there are; 0 where this rank has nothing of it.
         copies: as in ``FlatPart``.
-        position: its name where it is in no module; DeepSpeed takes such ones without ZeRO alone.
+        fallback_name: of a parameter that is in no module, which only works without ZeRO.
     """
 
     shape: torch.Size
@@ -75,7 +70,7 @@ class Stretch:
     begin: int
     numel: int
     copies: str | None = None
-    position: str = ""
+    fallback_name: str = ""
 
     def of(self, memory: Tensor) -> FlatPart:
         """The part of a tensor that is as long as ``flat``: the weights or a moment of them."""
@@ -84,7 +79,7 @@ class Stretch:
 
 
 def is_by_name(engine: Any) -> bool:
-    """Whether the engine's optimizer keeps what can be told apart by parameter and by element."""
+    """Whether the optimizer's state can be saved by parameter name and element."""
     zero = engine.optimizer
     inner = getattr(zero, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or not inherits_load(inner):
@@ -101,67 +96,60 @@ def is_by_name(engine: Any) -> bool:
     )
 
 
-def stretches(engine: Any) -> dict[str, Stretch]:
-    """This rank's stretch of every parameter that is trained, by name, in the optimizer's order."""
+def shards(engine: Any) -> dict[str, Shard]:
+    """This rank's shard of every parameter that is trained, by name, in the optimizer's order."""
     found = _trained(engine.optimizer)
     return {_name_of(engine, p, each): each for p, each in found}
 
 
-def _trained(zero: Any) -> Iterator[tuple[Any, Stretch]]:
-    if _cuts_parameters(zero):
-        return _of_cut_parameters(zero)
-    return _of_whole_parameters(zero) if _cuts_nothing(zero) else _of_cut_groups(zero)
+def _trained(zero: Any) -> Iterator[tuple[Any, Shard]]:
+    if _partitions_parameters(zero):
+        return _shards_of_parameters(zero)
+    return _whole_parameters(zero) if _keeps_whole(zero) else _shards_of_groups(zero)
 
 
-def _name_of(engine: Any, parameter: Any, stretch: Stretch) -> str:
+def _name_of(engine: Any, parameter: Any, shard: Shard) -> str:
     raw = engine.param_names.get(parameter)
-    return stretch.position if raw is None else clean_name(engine.module, raw)
+    return shard.fallback_name if raw is None else clean_name(engine.module, raw)
 
 
-def _cuts_parameters(zero: Any) -> bool:
+def _partitions_parameters(zero: Any) -> bool:
     return isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
 
 
-def _cuts_nothing(zero: Any) -> bool:
+def _keeps_whole(zero: Any) -> bool:
     return isinstance(zero, FP16_UnfusedOptimizer)
 
 
-def _of_whole_parameters(zero: Any) -> Iterator[tuple[Any, Stretch]]:
+def _whole_parameters(zero: Any) -> Iterator[tuple[Any, Shard]]:
     for number, parameters in enumerate(zero.fp16_groups):
         pairs = zip(parameters, zero.fp32_groups[number], strict=True)
-        for place, (parameter, weights) in enumerate(pairs):
-            shape, numel, position = (
-                parameter.shape,
-                parameter.numel(),
-                f"group{number}.param{place}",
-            )
-            stretch = Stretch(shape, number, weights, 0, 0, numel, copies=WHOLE, position=position)
-            yield parameter, stretch
+        for index, (parameter, weights) in enumerate(pairs):
+            shape, numel = parameter.shape, parameter.numel()
+            name = f"group{number}.param{index}"
+            yield parameter, Shard(shape, number, weights, 0, 0, numel, WHOLE, name)
 
 
-def _of_cut_groups(zero: Any) -> Iterator[tuple[Any, Stretch]]:
+def _shards_of_groups(zero: Any) -> Iterator[tuple[Any, Shard]]:
     groups = zero.bf16_groups if isinstance(zero, BF16_Optimizer) else zero.bit16_groups
     for number, parameters in enumerate(groups):
         (flat,) = zero.optimizer.param_groups[number]["params"]
         for parameter in parameters:
-            place = parameter._hp_mapping
-            if place is None:
-                yield parameter, Stretch(parameter.shape, number, flat, 0, 0, 0)
+            fragment = FRAGMENT.of(parameter)
+            if fragment is None:
+                yield parameter, Shard(parameter.shape, number, flat, 0, 0, 0)
                 continue
-            here, there = place.hp_fragment_address, place.lp_fragment_address
-            yield (
-                parameter,
-                Stretch(parameter.shape, number, flat, here.start, there.start, here.numel),
-            )
+            here, begin = fragment.hp_fragment_address, fragment.lp_fragment_address.start
+            yield parameter, Shard(parameter.shape, number, flat, here.start, begin, here.numel)
 
 
-def _of_cut_parameters(zero: Any) -> Iterator[tuple[Any, Stretch]]:
+def _shards_of_parameters(zero: Any) -> Iterator[tuple[Any, Shard]]:
     for number, parameters in enumerate(zero.fp16_groups):
         flat, offset = zero.fp32_partitioned_groups_flat[number], 0
         group = zero.sub_group_to_group_id[number]
         for parameter in parameters:
             begin, numel = _own_elements(parameter)
-            yield parameter, Stretch(parameter.ds_shape, group, flat, offset, begin, numel)
+            yield parameter, Shard(parameter.ds_shape, group, flat, offset, begin, numel)
             offset += parameter.partition_numel()
 
 
@@ -173,10 +161,10 @@ def _own_elements(parameter: Any) -> tuple[int, int]:
 
 
 class ZeroModelState(FlatModelState):
-    """The module under ZeRO: what is trained, as the fp32 weights; everything else as it is.
+    """The module under ZeRO: trained parameters as fp32 weights, everything else as it is.
 
-    In bf16 and fp16 the module's own weights are those, rounded. Loading them is completed by
-    ``after_resume``, which is collective.
+    In bf16 and fp16 the module's own weights are the rounded fp32 ones. ``after_resume``, which is
+    collective, completes the load.
     """
 
     def __init__(self, engine: Any, *, key: str = "model") -> None:
@@ -185,13 +173,15 @@ class ZeroModelState(FlatModelState):
         super().__init__(engine.module, key=key)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Copies every value into this rank's live memory; the ranks have not met yet."""
-        if _cuts_parameters(self._engine.optimizer):
-            # All parameters become placeholders. deepspeed 0.19 runtime/zero/stage3.py.
-            self._engine.optimizer.checkpoint_event_prologue()
+        """Copies every value into this rank's live memory; without collectives."""
+        zero = self._engine.optimizer
+        if _partitions_parameters(zero):
+            zero.checkpoint_event_prologue()  # all parameters become placeholders
         super().load_state_dict(state)
-        if _cuts_parameters(self._engine.optimizer):
-            self._round_parts()
+        if _partitions_parameters(zero):
+            for parameter, each in _shards_of_parameters(zero):
+                rounded = parameter.ds_tensor.data.narrow(0, 0, each.numel)
+                rounded.copy_(each.of(each.flat).local)
         self._is_loaded = True
         return ()
 
@@ -201,17 +191,17 @@ class ZeroModelState(FlatModelState):
             return ()
         self._is_loaded = False
         zero = self._engine.optimizer
-        if _cuts_parameters(zero):
+        if _partitions_parameters(zero):
             zero.checkpoint_event_epilogue()
-        elif _cuts_nothing(zero):
-            for parameter, each in _of_whole_parameters(zero):
+        elif _keeps_whole(zero):
+            for parameter, each in _whole_parameters(zero):
                 parameter.data.copy_(each.flat.data)
         else:
             zero.update_lp_params()
         return ()
 
     def fingerprint(self) -> dict[str, Any]:
-        """As of a plain module; in 16 bits, which tensors are and which are not."""
+        """As of a plain module; in bf16 and fp16 also which tensors stay in fp32."""
         module, lower = self._engine.module, _LOWER.get(self._engine.get_data_types()[0])
         if lower is None:
             return super().fingerprint()
@@ -219,12 +209,8 @@ class ZeroModelState(FlatModelState):
         in_fp32 = [clean_name(module, raw) for raw, t in tensors if t.dtype == torch.float32]
         return {**super().fingerprint(), TRAINED_IN: lower, IN_FP32: in_fp32}
 
-    def _round_parts(self) -> None:
-        for parameter, each in _of_cut_parameters(self._engine.optimizer):
-            parameter.ds_tensor.data.narrow(0, 0, each.numel).copy_(each.of(each.flat).local)
-
     def _parts(self) -> dict[str, FlatPart]:
-        module, trained = self._engine.module, stretches(self._engine)
+        module, trained = self._engine.module, shards(self._engine)
         parts: dict[int, FlatPart] = {}
         found: dict[str, FlatPart] = {}
         for raw, parameter in module.named_parameters(remove_duplicate=False):
@@ -250,12 +236,12 @@ class ZeroOptimizerState(OptimizerState):
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """The values by parameter name, moments as live stretches.
+        """The values by parameter name, moments as live shards.
 
-        What parameters have in common under ZeRO, each gets by itself: without ZeRO it counts its
-        steps in place.
+        A value that the parameters of a flat tensor share is given to each: a plain optimizer
+        counts the steps of each parameter in place.
         """
-        found = stretches(self._engine)
+        found = shards(self._engine)
         state = {}
         for name, each in found.items():
             values = self.optimizer.state.get(each.flat, {})
@@ -278,12 +264,7 @@ class ZeroOptimizerState(OptimizerState):
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: as for a plain optimizer; or parameters that ZeRO steps as one had
-                counts of steps of their own.
-        """
+        """As of a plain optimizer; parameters that ZeRO steps together need equal step counts."""
         super().check_state_dict(state)
         refuse(
             self.key,
@@ -292,13 +273,13 @@ class ZeroOptimizerState(OptimizerState):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Makes the live state that of the checkpoint, each rank its own part."""
+        """Copies this rank's shard into the live state."""
         restore = Restorer()
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             for name, value in hyperparameters(saved).items():
                 group[name] = restore(group.get(name), value)
         restored: dict[Tensor, dict[str, Any]] = {}
-        for name, each in stretches(self._engine).items():
+        for name, each in shards(self._engine).items():
             values = restored.setdefault(each.flat, {})
             for key, value in state["state"].get(name, {}).items():
                 if _is_moment(value, each.shape, key):
@@ -315,24 +296,24 @@ class ZeroOptimizerState(OptimizerState):
         return ()
 
     def trained_parameters(self) -> list[Tensor]:
-        """The parameters that the script knows, not their fp32 weights."""
+        """The module's parameters, not their fp32 weights."""
         return [parameter for parameter, _ in _trained(self._engine.optimizer)]
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The fp32 weights of the parameters that are not in the module."""
-        found = stretches(self._engine)
-        return {name: each.flat for name, each in found.items() if name == each.position}
+        found = shards(self._engine)
+        return {name: each.flat for name, each in found.items() if name == each.fallback_name}
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-        """Each saved moment with the stretch of its parameter."""
-        for name, each in stretches(self._engine).items():
+        """Each saved moment with this rank's shard of its parameter."""
+        for name, each in shards(self._engine).items():
             for key, value in state["state"].get(name, {}).items():
                 if _is_moment(value, each.shape, key):
                     yield value, each.of(each.flat)
 
     def replicated_state(self) -> dict[str, Any]:
-        """What must be alike on all ranks that hold it: the moments where nothing is cut."""
-        given, found = self.state_dict()["state"], stretches(self._engine)
+        """The moments that are not partitioned."""
+        given, found = self.state_dict()["state"], shards(self._engine)
         return {"state": {name: v for name, v in given.items() if found[name].copies is not None}}
 
     def fingerprint(self) -> dict[str, Any]:
@@ -345,17 +326,17 @@ class ZeroOptimizerState(OptimizerState):
             ],
         }
 
-    def _moment(self, each: Stretch, key: str, dtype: torch.dtype) -> Tensor:
-        """Memory for a moment of all that a flat tensor holds: the live one where that fits."""
+    def _moment(self, each: Shard, key: str, dtype: torch.dtype) -> Tensor:
+        """The memory of a moment as long as a flat tensor: the live one where it fits."""
         live = self.optimizer.state.get(each.flat, {}).get(key)
         if isinstance(live, Tensor) and live.shape == each.flat.shape and live.dtype == dtype:
             return live
         return torch.zeros_like(each.flat, dtype=dtype, requires_grad=False)
 
-    def _single(self, each: Stretch, key: str, value: Any) -> Any:
-        """A value that all parameters in a flat tensor have in common, in the live one if it fits.
+    def _single(self, each: Shard, key: str, value: Any) -> Any:
+        """A value that all parameters of a flat tensor share, in the live one where it fits.
 
-        Flat tensors do not share it: the optimizer counts steps in place.
+        Flat tensors do not share it with each other: the optimizer counts steps in place.
         """
         live = self.optimizer.state.get(each.flat, {}).get(key)
         if fits(live, value):
@@ -365,13 +346,13 @@ class ZeroOptimizerState(OptimizerState):
 
     def _names(self) -> list[list[str]]:
         names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
-        for name, each in stretches(self._engine).items():
+        for name, each in shards(self._engine).items():
             names[each.group].append(name)
         return names
 
     def _uneven(self, state: Mapping[str, Any]) -> Iterator[Mismatch]:
         first: dict[Tensor, str] = {}
-        for name, each in stretches(self._engine).items():
+        for name, each in shards(self._engine).items():
             other = first.setdefault(each.flat, name)
             values, partner = (state["state"].get(which, {}) for which in (name, other))
             if values.keys() != partner.keys() or not all(
@@ -386,12 +367,11 @@ class ZeroOptimizerState(OptimizerState):
 
     def _link(self) -> None:
         """Lets ``deepspeed.utils.safe_get_full_optimizer_state`` see what was loaded."""
-        # deepspeed 0.19 runtime/zero/stage_1_and_2.py, bf16_optimizer.py: else at the next step.
         zero = self._engine.optimizer
-        if hasattr(zero, "_hp_optimizer_states_linked"):
-            zero._hp_optimizer_states_linked = False
+        if not _partitions_parameters(zero) and not _keeps_whole(zero):
+            IS_LINKED.write(zero, False)
             if self.optimizer.state:
-                zero._lazy_init_hp_params_optimizer_state()
+                LINK.of(zero)()
 
 
 def _is_moment(value: Any, shape: torch.Size, key: str = "") -> bool:

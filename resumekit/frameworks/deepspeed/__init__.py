@@ -1,7 +1,7 @@
-"""A DeepSpeed engine's state, without pickle: by parameter name wherever it can be told apart.
+"""A DeepSpeed engine's state, without pickle and by parameter name wherever that is possible.
 
-What cannot, DeepSpeed assembles and loads. Several adapters have such an engine: the user's script
-made it, or their framework did.
+Where it is not, DeepSpeed itself assembles and loads the state. The user's script has made the
+engine, or a framework such as Accelerate or Lightning.
 """
 
 from __future__ import annotations
@@ -29,18 +29,38 @@ from resumekit.capture import (
     state_components,
 )
 from resumekit.errors import ConfigurationError
-from resumekit.frameworks.zero import ZeroModelState, ZeroOptimizerState, is_by_name
-from resumekit.requirements import require
-from resumekit.state import SharingPattern, Slot, StateComponent
+from resumekit.frameworks.deepspeed._private import (
+    CHECKPOINT_ENGINE,
+    GRADIENT_NORM,
+    HAS_REDUCED,
+    IS_COMPACT,
+    IS_MANAGED,
+    NUM_UNMANAGED,
+    PARAM_SHAPES,
+    SAVES_PARTITIONS,
+    SET_BOUNDARY,
+    CheckpointEngine,
+    DeepSpeedEngine,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    DynamicLossScaler,
+    FP16_UnfusedOptimizer,
+    LossScaler,
+    ZeroStageEnum,
+    engine_faults,
+    fragment_address,
+)
+from resumekit.frameworks.deepspeed.zero import ZeroModelState, ZeroOptimizerState, is_by_name
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
-require("deepspeed")
-
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer  # noqa: E402
-from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: E402
-from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
+__all__ = [
+    "dynamic_scaler",
+    "engine_components",
+    "engine_faults",
+    "has_leftover_gradients",
+    "is_within_window",
+    "require_resumable",
+]
 
 _TAG = "resumekit"
 _COUNTERS_KEY = f"{Slot.CALLBACKS.value}/deepspeed"
@@ -74,7 +94,7 @@ _REFUSED = {
 def engine_components(
     engine: Any, *, lr_scheduler: Any = None, ema: Any = None, name: str = ""
 ) -> Iterator[StateComponent]:
-    """The engine's state, weights and moments as under every other adapter where that is possible.
+    """The engine's state; weights and moments as under every other adapter where possible.
 
     Args:
         engine: what ``deepspeed.initialize`` returns first; see ``require_resumable``.
@@ -83,32 +103,30 @@ def engine_components(
         name: of the engine, where a run has several: the keys become ``model/<name>``, ...
     """
 
-    def key_of(slot: Slot) -> str:
-        return f"{slot.value}/{name}" if name else slot.value
+    def key_of(slot: str) -> str:
+        return f"{slot}/{name}" if name else slot
 
     def named(given: Any) -> Any:
         return {name: given} if name and given is not None else given
 
-    replicated, per_rank = SharingPattern.REPLICATED, SharingPattern.PER_RANK
-    by_name = is_by_name(engine)
+    model, optimizer = key_of(Slot.MODEL.value), key_of(Slot.OPTIMIZER.value)
+    per_rank, by_name = SharingPattern.PER_RANK, is_by_name(engine)
     partitioned = engine.zero_optimization_partition_weights() and not by_name
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         yield from state_components(
             model=named(engine.module), optimizer=named(engine.optimizer), adopt=True
         )
     elif by_name:
-        model, optimizer = key_of(Slot.MODEL), key_of(Slot.OPTIMIZER)
         yield StateComponent(model, ZeroModelState(engine, key=model), SharingPattern.SHARDED)
         yield StateComponent(
             optimizer, ZeroOptimizerState(engine, key=optimizer), SharingPattern.SHARDED
         )
         scaler = dynamic_scaler(engine.optimizer)
         if scaler is not None:
-            key = key_of(Slot.GRAD_SCALER)
+            key = key_of(Slot.GRAD_SCALER.value)
             yield StateComponent(key, _LossScaler(scaler, key=key))
     else:
-        model, optimizer = key_of(Slot.MODEL), key_of(Slot.OPTIMIZER)
-        pattern = per_rank if partitioned else replicated
+        pattern = per_rank if partitioned else SharingPattern.REPLICATED
         yield StateComponent(model, _Model(engine, key=model), pattern)
         yield StateComponent(optimizer, _Optimizer(engine, key=optimizer), per_rank)
     yield from state_components(
@@ -122,7 +140,7 @@ def engine_components(
     if engine.world_size > 1:
         module = None if partitioned else named(engine.module)
         yield from rank_buffer_components(model=module, ema=ema)
-    counters = f"{_COUNTERS_KEY}/{name}" if name else _COUNTERS_KEY
+    counters = key_of(_COUNTERS_KEY)
     # A run that began under plain PyTorch has none.
     yield StateComponent(
         counters, _Counters(engine, key=counters), required=False, framework="DeepSpeed"
@@ -185,22 +203,20 @@ class _Counters(AttributeState):
         }
 
     def replicated_state(self) -> dict[str, Any]:
-        """Each rank has a norm of its own, which need not be the same bits."""
+        """Without the norm: it may differ by some bits between the ranks."""
         return {name: value for name, value in self.state_dict().items() if name != _NORM}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         remarks = super().load_state_dict(state)
         engine = self._engine
-        norm = state.get(_NORM)  # an older checkpoint has none
-        # deepspeed 0.19 runtime/engine.py get_global_grad_norm: it is set by the next step only.
-        engine._global_grad_norm = norm.clone() if isinstance(norm, torch.Tensor) else norm
-        window = self._window_at_start
-        saved = state.get(_WINDOW, window)
-        if state.get(_WINDOW_AT_START) == window:  # what differs now, the training has changed
+        norm = state[_NORM]
+        GRADIENT_NORM.write(engine, norm.clone() if isinstance(norm, torch.Tensor) else norm)
+        window, saved = self._window_at_start, state[_WINDOW]
+        if state[_WINDOW_AT_START] == window:  # what differs now, the training has changed
             in_one_step = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
             engine.set_train_batch_size(saved * in_one_step)
         elif saved != window:
-            # A save stands between two windows. They have another length, so a new one begins here.
+            # A save is between two accumulation windows. Their length differs, so a new one begins.
             engine.micro_steps -= engine.micro_steps % window
         return remarks
 
@@ -208,8 +224,8 @@ class _Counters(AttributeState):
         return {"config": self._engine.config}
 
 
-class _LossScaler:
-    """Where the dynamic loss scale of fp16 is; how it moves is the configuration's."""
+class _LossScaler(ComponentState):
+    """The dynamic loss scale of fp16; how it changes is in the configuration."""
 
     def __init__(self, scaler: Any, *, key: str) -> None:
         self._scaler = scaler
@@ -240,9 +256,9 @@ def dynamic_scaler(zero: Any) -> Any:
 
 
 class _Model(ModelState):
-    """The module beside an optimizer that only DeepSpeed can save.
+    """The module of an optimizer that only DeepSpeed can save.
 
-    At ZeRO stage 3 a parameter is this rank's partition of it, and loading is collective.
+    At ZeRO stage 3 a parameter is saved as this rank's partition, and loading is collective.
     """
 
     def __init__(self, engine: Any, *, key: str) -> None:
@@ -336,16 +352,16 @@ class _Optimizer(OptimizerState):
         """What decides which numbers stand where in a shard."""
         engine = self._engine
         stage = int(engine.zero_optimization_stage())
-        groups = engine._get_zero_param_shapes() if stage else ()
+        groups = PARAM_SHAPES.of(engine)() if stage else ()
         layout = {"class": class_name(self.optimizer), "ZeRO": f"stage {stage}"}
         for number, group in enumerate(groups):
-            for place, (name, shape) in enumerate(group.items()):
-                layout[name] = f"{tuple(shape)} at place {place} of group {number}"
+            for index, (name, shape) in enumerate(group.items()):
+                layout[name] = f"{tuple(shape)} at place {index} of group {number}"
         return layout
 
 
 class _InMemory(CheckpointEngine):  # type: ignore[misc]
-    """Keeps what DeepSpeed saves by file name, and gives it back."""
+    """Keeps what DeepSpeed saves in a dict by file name."""
 
     def __init__(self, files: dict[str, dict[str, Any]]) -> None:
         super().__init__()
@@ -364,15 +380,51 @@ class _InMemory(CheckpointEngine):  # type: ignore[misc]
 
 @contextmanager
 def _in_memory(engine: Any, files: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The folder to name to DeepSpeed, while ``files`` stand for what it saves and loads."""
-    own, writes = engine.checkpoint_engine, engine.save_non_zero_checkpoint
+    """The folder to give to DeepSpeed; it saves into and loads from ``files``."""
+    own, writes = CHECKPOINT_ENGINE.of(engine), SAVES_PARTITIONS.of(engine)
     with TemporaryDirectory(prefix="resumekit-") as folder:
         (Path(folder) / _TAG).mkdir()
         for name in files:  # it looks for a file before it asks for its content
             (Path(folder) / _TAG / name).touch()
-        # Every rank is to hand over what only some would write: each reads its own back.
-        engine.checkpoint_engine, engine.save_non_zero_checkpoint = _InMemory(files), True
         try:
+            CHECKPOINT_ENGINE.write(engine, _InMemory(files))
+            SAVES_PARTITIONS.write(engine, True)  # every rank, also those that would not write
             yield folder
         finally:
-            engine.checkpoint_engine, engine.save_non_zero_checkpoint = own, writes
+            CHECKPOINT_ENGINE.write(engine, own)
+            SAVES_PARTITIONS.write(engine, writes)
+
+
+def is_within_window(engine: Any, *, steps_before: int) -> bool:
+    """Whether an engine has accumulated gradients for a step that it has not taken yet.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returns first.
+        steps_before: its ``global_steps`` when the iteration of the loop began.
+    """
+    is_managed = IS_MANAGED.of(engine)
+    if is_managed is not None and not is_managed():
+        return bool(NUM_UNMANAGED.of(engine) > 0)
+    is_boundary = SET_BOUNDARY.of(engine)
+    if is_boundary is not None:
+        # By set_gradient_accumulation_boundary(); some loops reset it after the step.
+        return not (is_boundary or engine.global_steps > steps_before)
+    return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def has_leftover_gradients(engine: Any) -> bool:
+    """Whether ZeRO has gradients between two accumulation windows, and adds them to its next step.
+
+    The backward pass of another engine leaves them where it goes through this engine's parameters.
+    They are in private buffers, which no checkpoint has. Without ZeRO they are in ``.grad``.
+    """
+    zero = engine.optimizer
+    if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        return zero.micro_step_id > 0 or bool(HAS_REDUCED.of(zero))
+    if not isinstance(zero, DeepSpeedZeroOptimizer):
+        return False
+    if zero.cpu_offload:  # otherwise the next backward pass replaces them
+        return bool(zero.micro_step_id >= 0)
+    compact = filter(IS_COMPACT.of(zero), zero.averaged_gradients)
+    kept = [*zero.all_grad_tensors.values(), *map(zero.averaged_gradients.get, compact)]
+    return any(gradients is not None for gradients in kept)
