@@ -81,17 +81,17 @@ def has_own_state(value: Any) -> bool:
 
 
 def has_estimated_length(loader: Any) -> bool:
-    """Whether nobody can know the number of batches: those of an iterable dataset."""
+    """Whether the number of batches is unknown: those of an iterable dataset."""
     return isinstance(getattr(loader, "dataset", loader), IterableDataset)
 
 
 def stream_loader(loader: Any) -> DataLoader[Any] | None:
-    """The DataLoader that a loader is or holds, if its batches are to be drawn through again.
+    """The DataLoader that a loader is or holds, if its batches are to be replayed.
 
     They are where its dataset is iterable, and where one rank draws for all.
 
     None where it is not known how batches are drawn: a loader that iterates in its own way, and
-    torch's IterDataPipe, which is built anew, with other seeds, by every loader.
+    torch's IterDataPipe, which is rebuilt, with other seeds, by every loader.
     """
     inner = getattr(loader, INNER, loader)
     is_torch = getattr(type(inner), "__iter__", None) is DataLoader.__iter__
@@ -116,14 +116,14 @@ def sample_iterator(iterator: Any) -> Any:
 
 
 def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader as if nobody had iterated it yet."""
+    """The same loader as if it had never been iterated."""
     copied = copy.copy(loader)
     reset_iteration(copied)
     return copied
 
 
 def reset_iteration(loader: DataLoader[Any]) -> None:
-    """Makes a copy of a loader begin anew, whatever the loader itself was asked before."""
+    """Makes a copy of a loader restart, whatever the loader itself was asked before."""
     loader.__dict__["_iterator"] = None
     if is_stateful_data_loader(loader):
         # torchdata 0.11 stateful_dataloader.py: the state to begin with, and whether there is an
@@ -158,7 +158,7 @@ DATASET_PREFIXES = ("dataset.", "collate_fn.")
 
 
 def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
-    """A place inside an epoch, without how far prefetching has drawn the epoch's order."""
+    """A position inside an epoch, without how far prefetching has drawn the epoch's order."""
     if not state["batch"]:
         return state
     states = state["generators"]
@@ -270,7 +270,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((str(key), value[key]) for key in islice(value, _MOST_ITEMS))
     elif isinstance(value, _CONTAINERS):
-        yield from ((str(place), item) for place, item in enumerate(islice(value, _MOST_ITEMS)))
+        yield from (
+            (str(position), item) for position, item in enumerate(islice(value, _MOST_ITEMS))
+        )
     elif isinstance(value, functools.partial):
         yield from _named(func=value.func, args=value.args, keywords=value.keywords)
     elif isinstance(value, MethodType):

@@ -1,4 +1,4 @@
-"""An iterable is drawn through again, from where its epoch began up to where it was interrupted."""
+"""An iterable is replayed, from where its epoch began up to where it was interrupted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from resumekit.errors import DataPositionError
 from resumekit.log import logger
 from resumekit.state import Fidelity
 
-
 _CONDITION = (
     "the used batches of an epoch are made once more; as long as nothing but random numbers, what "
     "it was built with and set_epoch() shapes the dataset"
@@ -62,7 +61,7 @@ _SEQUENCES = (range, list, tuple, np.ndarray, torch.Tensor)
 
 
 class ReplaySource(Source):
-    """Any iterable: an epoch is begun again from its random state and drawn through to the place.
+    """Any iterable: an epoch is begun again from its RNG state and drawn through to the position.
 
     What the loader draws in this process, it draws again from the states that it drew from before;
     workers are started from the seed that they were started from, and persistent ones with the
@@ -188,10 +187,10 @@ class ReplaySource(Source):
             self._replay(pending)
 
     def _restart_workers(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
-        settled = self._rng.state_dict()
+        current = self._rng.state_dict()
         self._rng.load_state_dict(state["birth"]["rng"])
         workers.restart(state)
-        self._rng.load_state_dict(settled)
+        self._rng.load_state_dict(current)
 
     def _replay(self, pending: Mapping[str, Any]) -> None:
         num_batches = pending["batch"]

@@ -157,7 +157,7 @@ class KeyedBatch(list[Any]):
     Args:
         given: the indices as the user's sampler gave them.
         epoch: the epoch.
-        repeats: by place in the batch, how often an index came before in this epoch.
+        repeats: by position in the batch, how often an index came before in this epoch.
     """
 
     def __init__(self, given: Sequence[Any], epoch: int, repeats: Mapping[int, int]) -> None:
@@ -172,8 +172,8 @@ class KeyedBatch(list[Any]):
     def contents(self) -> list[bytes]:
         """What tells each sample from all others of the epoch."""
         contents = [index_bytes(index) for index in self]
-        for place, times in self.repeats.items():
-            contents[place] += b"#" + index_bytes(times)
+        for position, times in self.repeats.items():
+            contents[position] += b"#" + index_bytes(times)
         return contents
 
 
@@ -217,18 +217,18 @@ class KeyedSampler(RecordingSampler):
         return batches
 
     def _indices(
-        self, inner: Iterator[Any], place: tuple[int, Iterator[Any]] | None
+        self, inner: Iterator[Any], position: tuple[int, Iterator[Any]] | None
     ) -> Iterator[Any]:
-        for indices in super()._indices(inner, place):
+        for indices in super()._indices(inner, position):
             given = indices if self._collates else [indices]
             yield KeyedBatch(given, self._epoch, self._repeats.count(given))
 
     def _seek_position(self, inner: Iterator[Any]) -> tuple[int, Iterator[Any]]:
         order = self.order
         self.order = CountingDigest(order, self._repeats)
-        place = super()._seek_position(inner)
+        position = super()._seek_position(inner)
         self.order = order
-        return place
+        return position
 
 
 def _num_samples(loader: DataLoader[Any]) -> int:

@@ -31,7 +31,6 @@ from resumekit.data.samplers import DistributedResumableSampler, ResumableSample
 from resumekit.errors import DriftError, UnsupportedValueError
 from resumekit.state import ComponentState
 
-
 # The component that holds the seed; only a checkpoint of a keyed run has it.
 SEED = "data/seed"
 
@@ -205,9 +204,9 @@ class Repeats:
         self._times: dict[bytes, int] = {}
 
     def count(self, indices: Iterable[Any]) -> dict[int, int]:
-        """By place, how often an index came before, for those that did."""
-        counted = {place: self._count(index) for place, index in enumerate(indices)}
-        return {place: times for place, times in counted.items() if times}
+        """By position, how often an index came before, for those that did."""
+        counted = {position: self._count(index) for position, index in enumerate(indices)}
+        return {position: times for position, times in counted.items() if times}
 
     def _count(self, index: Any) -> int:
         first = 0

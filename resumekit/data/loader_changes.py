@@ -20,7 +20,7 @@ from resumekit.data.order import (
 )
 from resumekit.errors import DataPositionError
 
-# A place that came from a job with another number of ranks carries both numbers under this key.
+# A position that came from a job with another number of ranks carries both numbers under this key.
 RANKS = "ranks"
 
 
@@ -43,7 +43,7 @@ def followed_changes(
     """A line for each setting of the script that differs and is used from the next epoch on.
 
     Args:
-        state: the place that the checkpoint holds, between two epochs.
+        state: the saved position, between two epochs.
         geometry: that of this loader.
         sampler: its ``sampler_setting``.
         where: the loader's name.
@@ -98,7 +98,7 @@ def _order(sampler: Mapping[str, Any]) -> str:
     return f"that of a {sampler.get('sampler') or 'batch sampler'}"
 
 
-# Marks a place inside an epoch that was begun under another framework.
+# Marks a position inside an epoch that was begun under another framework.
 FRAMEWORK_CHANGED = "crossed"
 
 
@@ -121,13 +121,13 @@ def is_reshared(state: Mapping[str, Any]) -> bool:
 
 
 def inherits_order(state: Mapping[str, Any], live_name: Mapping[str, Any], where: str) -> bool:
-    """Whether the epoch goes on in an order that the loader's sampler draws in no epoch.
+    """Whether the epoch continues in an order that the loader's sampler draws in no epoch.
 
     Another seed of the same sampler is no such thing: that is a setting which was changed. So is
     another sampler under one framework, but for those by which frameworks shuffle.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         live_name: the name of the order that the loader's own sampler gives.
         where: the loader's name, for errors.
 
@@ -204,15 +204,15 @@ _SHARED = ("epoch", "batch", "endless", "rebuilt", "made_anew", RANKS)
 
 
 def unwrapped_position(state: Mapping[str, Any], kind: str, *, where: str) -> dict[str, Any]:
-    """The place of a loader that a framework had prepared, for the loader without the framework.
+    """The position of a loader that a framework had prepared, for the loader without the framework.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         kind: of the source that is to take it.
         where: the loader's name, for errors.
 
     Raises:
-        DataPositionError: it is no place of such a loader.
+        DataPositionError: it is no position of such a loader.
     """
     inner = state.get("inner")
     if state["kind"] != WRAPPED or inner is None or inner["kind"] != kind:
@@ -234,17 +234,17 @@ def wrapped_position(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """The place of a loader, for the same one when a framework has prepared it; nothing is ahead.
+    """The position of a plain loader, as that of the same loader inside a framework's loader.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         kind: of the source of the loader inside.
         geometry: of the loader around it.
         names: what the loader around it calls the generators of the one inside.
         where: the loader's name, for errors.
 
     Raises:
-        DataPositionError: it is no place of such a loader.
+        DataPositionError: it is no position of such a loader.
     """
     if state["kind"] != kind:
         refuse_kind(state, WRAPPED, where=where)
@@ -260,7 +260,7 @@ def wrapped_position(
 
 
 def refuse_kind(state: Mapping[str, Any], kind: str, *, where: str) -> NoReturn:
-    """A place inside an epoch is not one that a source of this kind can find."""
+    """A position inside an epoch is not one that a source of this kind can find."""
     raise DataPositionError(
         where,
         found=_KINDS.get(kind, f"a {kind} loader"),
@@ -276,20 +276,20 @@ def _described(state: Mapping[str, Any]) -> str:
 
 
 def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    # Private generators are those of the place itself, and move when the batch is fetched again.
+    # Private generators are those of the position itself, and move when the batch is fetched again.
     return [{**state, "generators": {}} for state in states if state is not None]
 
 
 def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; the first ones each from one of these random states, which is then put back.
+    """The batches; the first ones each from one of these RNG states, which is then put back.
 
     These are the batches that a framework had fetched ahead.
     """
     rng = RngState()
     for state in states:
-        settled = rng.state_dict()
+        current = rng.state_dict()
         rng.load_state_dict(state)
         fetched = list(islice(batches, 1))
-        rng.load_state_dict(settled)
+        rng.load_state_dict(current)
         yield from fetched
     yield from batches

@@ -45,14 +45,14 @@ DRAWS_LAZILY = (
 
 @dataclass(frozen=True)
 class BatchMark:
-    """What of a place changes with each batch: quick to take, and a state can be made of it later.
+    """The part of a position that changes with each batch; ``state_at`` makes a state of it.
 
     Args:
         batch: the index of the next batch in the epoch.
         samples: used in the epoch, by all ranks that share its order.
         digest: of the indices that were used; None where the order has a name.
         generators: the states of the private generators, by name.
-        workers: the random states of the workers, by id.
+        workers: the RNG states of the workers, by id.
         draws: what a sampler that draws as it goes drew from.
     """
 
@@ -68,7 +68,7 @@ class MapSource(Source):
     """A map-style DataLoader. The user's loader is left as it is; a shallow copy is iterated.
 
     The copy's index sampler is a RecordingSampler. With workers, its collate function and
-    ``worker_init_fn`` carry the workers' random states (see ``tape``).
+    ``worker_init_fn`` carry the workers' RNG states (see ``tape``).
     """
 
     kind = "map"
@@ -85,7 +85,7 @@ class MapSource(Source):
         self._samples = 0  # used in this epoch, by all ranks that share its order
         self._since = 0  # where this rank's share of it began
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
-        self._framework_changed = False  # the epoch under way was begun under another framework
+        self._framework_changed = False  # the current epoch was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, WorkerRandomState] = {}
@@ -148,9 +148,9 @@ class MapSource(Source):
         self._workers = {
             int(worker): WorkerRandomState(**state) for worker, state in pending["workers"].items()
         }
-        way = None
+        seeker = None
         if self.batch:
-            way = find_seeker(pending, self._batching, self._order_name, where=self.name)
+            seeker = find_seeker(pending, self._batching, self._order_name, where=self.name)
             self._samples = pending["samples"]
             start, num_padding = self._epoch_start(pending), self._num_padding()
         elif self._workers:
@@ -162,7 +162,7 @@ class MapSource(Source):
             return
         eager = self.loader.num_workers == 0
         draws = pending["draws"] if self.batch else {}
-        self._sampler.seek(Seek(start, way, num_padding, eager, self.batch, draws))
+        self._sampler.seek(Seek(start, seeker, num_padding, eager, self.batch, draws))
         self._attach_worker_states(self._workers, num_padding)
         if self._before is not None:
             self._rng.load_state_dict(self._before)
@@ -170,7 +170,7 @@ class MapSource(Source):
         self._discard_padding(num_padding)
         self._attach_worker_states({}, num_padding=0)
         if "ahead" in pending:
-            # What fetches ahead has seen the end of the epoch before it handed out the last batch.
+            # What fetches ahead has seen the end of the epoch before it delivered the last batch.
             left = iter(()) if self.used_up else self._iterator
             self._iterator = refetched(pending["ahead"], left)
 
@@ -178,7 +178,7 @@ class MapSource(Source):
         return unwrapped_position(state, self.kind, where=self.name)
 
     def _epoch_start(self, pending: Mapping[str, Any]) -> EpochStart:
-        """What the loader's own sampler is to draw the epoch under way from."""
+        """What the loader's own sampler is to draw the current epoch from."""
         if is_reshared(pending):
             self._since = pending["samples"]
             self._inherited = {key: pending[key] for key in ("order_name", "start")}
@@ -236,7 +236,7 @@ class MapSource(Source):
         super().end_epoch()
 
     def _finish_prefetched(self) -> None:
-        """Lets persistent workers make what they were asked for; they go on from the state after.
+        """Lets persistent workers finish their prefetched batches; their RNG continues from there.
 
         When an epoch is left before its end, torch drops these batches at the next one's start.
         torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter._reset.
@@ -253,7 +253,7 @@ class MapSource(Source):
         return dict(self._pending) if self._pending is not None else self.state_at(self.mark())
 
     def mark(self) -> BatchMark:
-        """The place of the next batch, for ``state_at`` as long as this epoch is under way."""
+        """The position of the next batch, for ``state_at`` during this epoch."""
         sampler = self._sampler
         return BatchMark(
             batch=self.batch,
@@ -283,7 +283,7 @@ class MapSource(Source):
         }
 
     def _epoch_state(self, mark: BatchMark) -> dict[str, Any]:
-        """What names the order of the epoch under way, and what this rank used of it."""
+        """What names the order of the current epoch, and what this rank used of it."""
         sampler, batching = self._sampler, self._batching
         return {
             "order_name": sampler.order_name,

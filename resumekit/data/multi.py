@@ -13,9 +13,9 @@ from resumekit.errors import DataPositionError
 class Zipped:
     """Loaders whose batches come together; their epoch ends with the shortest.
 
-    What the longer ones have left is left out, and all begin anew with the next epoch, as they
+    What the longer ones have left is left out, and all restart with the next epoch, as they
     would in a loop over ``zip(a, b)``. Like there, the loaders before the shortest one make a batch
-    that nobody gets, before the end is seen.
+    that is dropped, before the end is seen.
 
     Args:
         sources: the loaders by name, in the order in which they are asked.
@@ -55,7 +55,7 @@ class Zipped:
 
     @property
     def indices(self) -> list[Any]:
-        """The sample indices of the last batches, as far as the loaders tell."""
+        """The sample indices of the last batches, as far as they are known."""
         return [index for source in self.sources for index in _as_list(source.indices)]
 
     @property
@@ -79,7 +79,7 @@ class Zipped:
         """Starts the epoch, or continues it where the checkpoint stood.
 
         Raises:
-            DataPositionError: the checkpoint holds a place in some of the loaders only.
+            DataPositionError: the checkpoint holds a position in some of the loaders only.
         """
         continued = {name: source.continues for name, source in self._sources.items()}
         if len(set(continued.values())) > 1:
@@ -134,7 +134,7 @@ class Together:
 class Longest(Zipped):
     """Of a loader that is used up the epoch's other steps get None.
 
-    Its place is then the start of the next epoch.
+    Its position is then the start of the next epoch.
     """
 
     @property

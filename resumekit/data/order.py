@@ -34,7 +34,7 @@ from resumekit.data.samplers import (
 from resumekit.errors import DataPositionError
 
 # A sampler whose order no other process can draw. Under the other kinds, everything that an order
-# depends on stands in its name or, for "drawn", in the random state at the epoch's start.
+# depends on stands in its name or, for "drawn", in the RNG state at the epoch's start.
 UNKNOWN = "unknown"
 
 
@@ -97,7 +97,7 @@ class Batching:
 
     @cached_property
     def has_random_access(self) -> bool:
-        """Whether an epoch can be begun at any place without drawing its order."""
+        """Whether an epoch can be begun at any position without drawing its order."""
         is_there = self.sampler is not None and not self.by_batches
         return is_there and isinstance(self.sampler, RandomAccess)
 
@@ -203,7 +203,7 @@ def redraw_order(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> Ep
 
     Args:
         name: from ``order_name``.
-        start: the random state at the epoch's start; needed for one that was drawn.
+        start: the RNG state at the epoch's start; needed for one that was drawn.
     """
     if name["kind"] == SEEDED:
         # torch's own code shuffles, for one rank that takes all.
@@ -226,7 +226,7 @@ def redraw_order(name: Mapping[str, Any], start: Mapping[str, Any] | None) -> Ep
 
 
 def _drawn(length: int, name: str | None, state: Mapping[str, Any]) -> EpochOrder:
-    """What a RandomSampler drew when this was the random state, and its generator had this name."""
+    """What a RandomSampler drew when this was the RNG state, and its generator had this name."""
     before = torch.default_generator.get_state()
     generator = None
     if name is None:
@@ -286,7 +286,7 @@ _CHUNK = 1 << 16
 
 
 class Seeker(Protocol):
-    """How an epoch is begun at a place: ``rest`` gives the batches from there on."""
+    """How an epoch is begun at a position: ``rest`` gives the batches from there on."""
 
     def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
         """The batches that are left.
@@ -296,14 +296,14 @@ class Seeker(Protocol):
             order: takes in what is passed over.
 
         Raises:
-            DataPositionError: the place is not in the epoch that the sampler gives.
+            DataPositionError: the position is not in the epoch that the sampler gives.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SkipBatches:
-    """Draws batches until the place is reached, which any sampler can do.
+    """Draws batches until the position is reached, which any sampler can do.
 
     Args:
         where: the loader's name, for errors.
@@ -327,7 +327,7 @@ class SkipBatches:
 
 @dataclass(frozen=True)
 class SkipSamples:
-    """Draws single indices until the place is reached: fast, and whatever the batch size was.
+    """Draws single indices until the position is reached: fast, and whatever the batch size was.
 
     Args:
         where: the loader's name, for errors.
@@ -360,7 +360,7 @@ class SkipSamples:
 
 @dataclass(frozen=True)
 class Jump:
-    """Goes to the place at once.
+    """Goes to the position at once.
 
     Args:
         indices: gives this rank's indices from there on.

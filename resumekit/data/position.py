@@ -27,7 +27,6 @@ from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.layout import WorldChange
 from resumekit.state import ComponentState, Fidelity
 
-
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
 
@@ -109,7 +108,7 @@ class DataPosition(ComponentState):
         Args:
             loader: the loader.
             name: what the run calls it.
-            ahead: whether it is asked for a batch more than is handed out.
+            ahead: whether it is asked for a batch more than is delivered.
 
         Raises:
             ConfigurationError: another loader of this name is in the middle of an epoch.
@@ -121,10 +120,12 @@ class DataPosition(ComponentState):
                 known.is_rebuilt = False
             return known
         if known is not None and (known.begun or self._opened_in[name] == self._num_epochs):
-            place = f"after batch {known.batch} of the first one" if known.begun else "in one epoch"
+            position = (
+                f"after batch {known.batch} of the first one" if known.begun else "in one epoch"
+            )
             raise ConfigurationError(
                 f"batches(name={name!r})",
-                found=f"a second loader under one name, {place}",
+                found=f"a second loader under one name, {position}",
                 expected="the loader that the epoch was begun with",
                 remedy="Give each loader its own name=; a new one may take over with a new epoch",
             )
@@ -171,7 +172,7 @@ class DataPosition(ComponentState):
         return fidelity, f"{reason}; randomness='keyed' does not reach it: a stream has no indices"
 
     def drawn_again(self) -> list[Any]:
-        """The private generators that are in place already: an order was drawn from them again."""
+        """The private generators that are restored already, because the order was drawn again."""
         return [each for source in self.sources.values() for each in source.drawn_again()]
 
     def end_epoch(self, names: Collection[str]) -> None:
@@ -209,7 +210,7 @@ class DataPosition(ComponentState):
         self._in_checkpoint = frozenset(state)
 
     def require_known(self, names: Sequence[str]) -> None:
-        """Returns when the checkpoint, if there was one, holds a place of these loaders.
+        """Returns when the checkpoint, if there was one, holds a position of these loaders.
 
         Raises:
             DataPositionError: it holds those of others only.
@@ -327,7 +328,7 @@ class ExistingObjects:
 
 
 def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A loader's place without what is known about its being built in every epoch."""
+    """A loader's position without what is known about its being built in every epoch."""
     return {key: value for key, value in state.items() if key not in ("rebuilt", "made_anew")}
 
 

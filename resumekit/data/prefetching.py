@@ -1,4 +1,4 @@
-"""Sources that take batches from an inner source before they hand them out."""
+"""Sources that take batches from an inner source before they deliver them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from resumekit.state import Fidelity
 
 
 class OuterSource(Source):
-    """Its place is that of the inner source before the first batch that was not handed out.
+    """Its position is that of the inner source before the first batch that was not delivered.
 
-    What was taken and not handed out stands in its state under ``ahead``: the random state that
+    What was taken and not delivered stands in its state under ``ahead``: the RNG state that
     each such batch was fetched from, so that a resume fetches it once more.
 
     Args:
@@ -92,28 +92,28 @@ class AskedAhead:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """The batch that was asked for and not handed out yet, and where it came from.
+    """The batch that was asked for and not delivered yet, and where it came from.
 
     Args:
         batch: it.
-        place: the inner source's state before the fetch.
-        random: the random state before the fetch; None where samples draw from keys.
+        position: the inner source's state before the fetch.
+        random: the RNG state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
     """
 
     batch: Any
-    place: dict[str, Any]
+    position: dict[str, Any]
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
 
 
 class AheadSource(OuterSource):
-    """Fetches the next batch before it hands one out, and so knows which is the last of an epoch.
+    """Fetches the next batch before it delivers one, and so knows which is the last of an epoch.
 
-    The place is that of the batch that was fetched and not handed out. A resume fetches it once
-    more, from the random state that it was fetched from.
+    The position is that of the batch that was fetched and not delivered. A resume fetches it once
+    more, from the RNG state that it was fetched from.
 
     Args:
         inner: the source that it draws from.
@@ -124,7 +124,7 @@ class AheadSource(OuterSource):
     def __init__(self, inner: Source) -> None:
         super().__init__(inner.loader, inner.name, inner)
         self._private, self._rng = inner._private, inner._rng
-        self._is_ahead = False  # of the epoch under way a batch was asked for
+        self._is_ahead = False  # of the current epoch a batch was asked for
         self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
 
     @property
@@ -173,11 +173,11 @@ class AheadSource(OuterSource):
 
     def _fetch(self) -> None:
         inner = self._inner
-        place, random = inner.state_dict(), None if inner.keyed else self._rng.state_dict()
+        position, random = inner.state_dict(), None if inner.keyed else self._rng.state_dict()
         self._fetched = None
         with suppress(StopIteration):
             batch = inner.next_batch()
-            self._fetched = _Fetched(batch, place, random, inner.indices, inner.num_samples)
+            self._fetched = _Fetched(batch, position, random, inner.indices, inner.num_samples)
 
     def end_epoch(self) -> None:
         super().end_epoch()
@@ -193,23 +193,23 @@ class AheadSource(OuterSource):
         fetched = self._fetched
         return {
             **self._state(),
-            "inner": self._inner.state_dict() if fetched is None else fetched.place,
+            "inner": self._inner.state_dict() if fetched is None else fetched.position,
             "ahead": [] if fetched is None else [fetched.random],
         }
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A batch that the outer loader has taken and not handed out yet, and where it came from.
+    """A batch that the outer loader has taken and not delivered yet, and where it came from.
 
     Args:
-        place: the inner source's, before the fetch.
-        random: the random state before the fetch; None where samples draw from keys.
+        position: the inner source's, before the fetch.
+        random: the RNG state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
     """
 
-    place: BatchMark
+    position: BatchMark
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
@@ -218,8 +218,8 @@ class Fetched:
 class WrappedSource(OuterSource):
     """A loader that draws from a map-style DataLoader and may be some batches ahead of the loop.
 
-    What counts is the place of the inner loader before the first batch that was not handed out. A
-    resume fetches the batches ahead once more, each from the random state that it was fetched from
+    What counts is the position of the inner loader before the first batch that was not delivered. A
+    resume fetches the batches ahead once more, each from the RNG state that it was fetched from
     before, and hands them to the outer loader. The user's loader is left as it is; a shallow copy
     is iterated, around an inner loader of our own.
 
@@ -239,9 +239,9 @@ class WrappedSource(OuterSource):
         super().__init__(loader, name, open_inner(inner, name))
         self._outer = rewrap(loader, _Feed(self, inner))
         self._ahead: deque[Fetched] = deque()
-        self._again: deque[Any] = deque()  # batches fetched anew, for the outer loader to take
-        self._continues = False  # the epoch under way was begun by another process
-        self._settled: dict[str, Any] = {}  # the random state that it continues from
+        self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
+        self._continues = False  # the current epoch was begun by another process
+        self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self._outer, epoch)
@@ -259,11 +259,11 @@ class WrappedSource(OuterSource):
         """Whether nothing is left, and the inner loader has come to its end."""
         if self.epoch_batches is None or not 0 < self.epoch_batches <= self.batch:
             return False
-        # An outer loader that has handed out everything has seen the end of the inner one.
+        # An outer loader that has delivered everything has seen the end of the inner one.
         return pending is None or FRAMEWORK_CHANGED not in pending["inner"]
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
-        """Fetches anew what was ahead; the generators are set afterwards."""
+        """Fetches the prefetched batches once more; the generators are set afterwards."""
         self._continues = True
         self.batch = pending["batch"]
         if self._is_at_end(pending):
@@ -279,7 +279,7 @@ class WrappedSource(OuterSource):
     def next_batch(self) -> Any:
         assert self._iterator is not None
         if self._continues:
-            self._settled = self._rng.state_dict()
+            self._current_rng = self._rng.state_dict()
         batch = next(self._iterator)
         if not self._ahead:
             raise DataPositionError(
@@ -296,7 +296,7 @@ class WrappedSource(OuterSource):
         """The outer loader makes its iterator, at its own first batch."""
         if self._continues:
             # What it drew or synchronised just now, it did in the interrupted run as well.
-            self._rng.load_state_dict(self._settled)
+            self._rng.load_state_dict(self._current_rng)
             self._continues = False
         else:
             self._inner.begin(self.epoch)
@@ -306,10 +306,10 @@ class WrappedSource(OuterSource):
         return self._again.popleft() if self._again else self._fetch()
 
     def _fetch(self) -> Any:
-        place = self._inner.mark()
+        position = self._inner.mark()
         random = None if self._inner.keyed else self._rng.state_dict()
         batch = self._inner.next_batch()
-        fetched = Fetched(place, random, self._inner.indices, self._inner.num_samples)
+        fetched = Fetched(position, random, self._inner.indices, self._inner.num_samples)
         self._ahead.append(fetched)
         return batch
 
@@ -333,7 +333,7 @@ class WrappedSource(OuterSource):
         inner = self._inner
         return {
             **self._state(),
-            "inner": inner.state_at(self._ahead[0].place) if self._ahead else inner.state_dict(),
+            "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
             "ahead": [fetched.random for fetched in self._ahead],
         }
 

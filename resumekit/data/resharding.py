@@ -48,13 +48,13 @@ _FOLLOWS = {
 
 @dataclass(frozen=True)
 class FittedPosition:
-    """A loader's place as this run's loader can take it up.
+    """A loader's position as this run's loader can take it up.
 
     Args:
-        state: the place, in this loader's geometry.
+        state: the position, in this loader's geometry.
         changes: the names of what changed.
         words: the same in words.
-        num_batches: the batches of the epoch under way, None where they are as many as ever.
+        num_batches: the batches of the current epoch, None where they are as many as ever.
         free: what of the geometry may be another one, because the sampler is another one.
     """
 
@@ -85,7 +85,7 @@ def require_allowed(
     """Raises DataPositionError when a loader's geometry changed in a way that is not allowed.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         geometry: this loader's geometry.
         needed: the changes that this kind of loader may follow.
         allowed: those that the user allows.
@@ -122,10 +122,10 @@ def fit_position(
     allowed: frozenset[str],
     where: str,
 ) -> FittedPosition:
-    """A map-style loader's place, expressed in this run's geometry.
+    """A map-style loader's position, expressed in this run's geometry.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         geometry: this loader's geometry.
         batching: how it takes its order apart.
         live_name: the name of the order that its own sampler gives.
@@ -146,11 +146,11 @@ def fit_position(
         )
     moved = {key: value for key, value in state.items() if key != RANKS}
     moved["geometry"] = dict(geometry)
-    place = f"from sample {state['samples']} of epoch {state['epoch']} on"
+    position = f"from sample {state['samples']} of epoch {state['epoch']} on"
     words = []
     for change in needed:
         before, now = _values(change, state, geometry)
-        words.append(f"{where}: {_NOUNS[change]} was {before}, this run's {now} is used {place}")
+        words.append(f"{where}: {_NOUNS[change]} was {before}, this run's {now} is used {position}")
     if inherits:
         words.append(inherited_order_message(state, live_name, where))
         moved["reshared"] = True
@@ -181,7 +181,7 @@ def follow(
     free: frozenset[str] = frozenset(),
     where: str,
 ) -> dict[str, Any]:
-    """The place of a loader around another one, which followed these changes already.
+    """The position of a loader around another one, which followed these changes already.
 
     Raises:
         DataPositionError: something else changed.
@@ -202,10 +202,10 @@ def fit_at_epoch_start(
     allowed: frozenset[str],
     where: str,
 ) -> dict[str, Any]:
-    """The place of a loader whose order nobody else can draw: it may only change between epochs.
+    """The position of a loader whose order nobody else can draw: it may only change between epochs.
 
     Args:
-        state: the place that the checkpoint holds.
+        state: the saved position.
         geometry: this loader's geometry.
         allowed: the changes that the user allows.
         where: the loader's name, for errors.
@@ -283,7 +283,7 @@ def _keep_known_generators(moved: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
-    """The batches of the epoch under way, used or not, where that can be told."""
+    """The batches of the current epoch, used or not, where that can be told."""
     if batching.sampler is None:
         return None
     if is_reshared(state):
@@ -298,11 +298,11 @@ def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
 
 
 def used_here(state: Mapping[str, Any]) -> int:
-    """The samples that one rank used in the epoch under way."""
+    """The samples that one rank used in the current epoch."""
     return int(state["samples"]) // int(state["geometry"]["num_replicas"])
 
 
-# ---------------------------------------------------------------- the way to the place
+# ---------------------------------------------------------------- the way to the position
 
 
 def find_seeker(
@@ -312,10 +312,10 @@ def find_seeker(
     *,
     where: str,
 ) -> Seeker:
-    """How to begin the epoch at a place.
+    """How to begin the epoch at a position.
 
     Args:
-        state: the place, in this loader's geometry.
+        state: the position, in this loader's geometry.
         batching: how the loader takes its order apart.
         live_name: gives the name of the order that its sampler is about to give.
         where: the loader's name, for errors.
@@ -339,7 +339,7 @@ def find_seeker(
 def _rest_of_epoch(
     state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], *, where: str
 ) -> Iterator[int]:
-    """This rank's indices of the rest of the epoch under way."""
+    """This rank's indices of the rest of the current epoch."""
     name, position, used = state["order_name"], state["samples"], state["used"]
     is_same_kind = name["kind"] == live_name["kind"]
     if not is_reshared(state) or (is_same_kind and name["kind"] != DRAWN):
@@ -356,9 +356,9 @@ def _rest_of_epoch(
 
 def _used_positions(used: Mapping[str, Any], position: int) -> Any:
     """Where in the order stands what one rank used."""
-    places = np.arange(used["since"], position)
-    turns = (places - used["since"]) // used["in_a_row"]
-    return places[turns % used["num_replicas"] == used["replica"]]
+    positions = np.arange(used["since"], position)
+    turns = (positions - used["since"]) // used["in_a_row"]
+    return positions[turns % used["num_replicas"] == used["replica"]]
 
 
 def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
@@ -384,42 +384,45 @@ def _listed(name: Mapping[str, Any]) -> str:
 def resplit_positions(
     states: Mapping[int, Mapping[str, Any]], change: WorldChange
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """This rank's place in every loader, marked with both numbers of ranks, and no remarks.
+    """This rank's position in every loader, marked with both numbers of ranks, and no remarks.
 
-    The place itself is the same on all ranks, because it is that of the whole job; what follows
+    The position itself is the same on all ranks, because it is that of the whole job; what follows
     from it for a loader shows when the loader is opened. A rank that existed keeps the random
     states of its own workers and generators.
 
     Args:
-        states: the places of some former ranks, rank 0 among them.
+        states: the positions of some former ranks, rank 0 among them.
         change: the numbers of ranks.
 
     Raises:
-        DataPositionError: the former ranks were not at one place.
+        DataPositionError: the former ranks were not at one position.
     """
     for rank, state in states.items():
         _require_same_position(states[0], state, rank)
     own = states[change.model_rank]
     others = {rank: state for rank, state in states.items() if rank != change.model_rank}
     mark = {RANKS: [change.former_world_size, change.world_size]}
-    places = {}
-    for name, place in own.items():
-        counterparts = {change.model_rank: place, **{rank: s[name] for rank, s in others.items()}}
+    positions = {}
+    for name, position in own.items():
+        counterparts = {
+            change.model_rank: position,
+            **{rank: s[name] for rank, s in others.items()},
+        }
         if change.is_new:
-            place = _for_new_rank(place, counterparts, change.rank)
-        if RANKS in place:  # from an earlier change that this loader has not followed yet
-            mark = {RANKS: [place[RANKS][0], change.world_size]}
-        places[name] = {**place, **mark}
-    return places, ()
+            position = _for_new_rank(position, counterparts, change.rank)
+        if RANKS in position:  # from an earlier change that this loader has not followed yet
+            mark = {RANKS: [position[RANKS][0], change.world_size]}
+        positions[name] = {**position, **mark}
+    return positions, ()
 
 
 def _require_same_position(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     for name in sorted({*first, *other}):
-        places = [_position_text(state.get(name)) for state in (first, other)]
-        if places[0] != places[1]:
+        positions = [_position_text(state.get(name)) for state in (first, other)]
+        if positions[0] != positions[1]:
             raise DataPositionError(
                 name,
-                found=f"rank 0 was at {places[0]}, rank {rank} at {places[1]}",
+                found=f"rank 0 was at {positions[0]}, rank {rank} at {positions[1]}",
                 expected="all ranks at one place, to share out the rest",
                 remedy="Continue with as many ranks as in the checkpoint",
             )
@@ -428,20 +431,20 @@ def _require_same_position(first: Mapping[str, Any], other: Mapping[str, Any], r
 def _position_text(state: Mapping[str, Any] | None) -> str:
     if state is None:
         return "no place"
-    place = f"batch {state['batch']} of epoch {state['epoch']}"
-    return f"{place}, sample {state['samples']}" if "samples" in state else place
+    position = f"batch {state['batch']} of epoch {state['epoch']}"
+    return f"{position}, sample {state['samples']}" if "samples" in state else position
 
 
 def _for_new_rank(
-    place: Mapping[str, Any], counterparts: Mapping[int, Mapping[str, Any]], rank: int
+    position: Mapping[str, Any], counterparts: Mapping[int, Mapping[str, Any]], rank: int
 ) -> dict[str, Any]:
-    """A place with random states that no other rank has."""
-    found = dict(place)
-    if place.get("generators"):
+    """A position with RNG states that no other rank has."""
+    found = dict(position)
+    if position.get("generators"):
         found["generators"], _ = _renewed(counterparts, "generators", rank)
-    if "workers" in place:
+    if "workers" in position:
         found["workers"] = {}
-    if place.get("before"):
+    if position.get("before"):
         before = {each: state["before"] for each, state in counterparts.items()}
         generators, _ = _renewed(before, "generators", rank)
         common = {
@@ -449,10 +452,10 @@ def _for_new_rank(
             for each, state in before.items()
         }
         renewed, _ = states_of_new_rank(common, rank)
-        found["before"] = {**place["before"], **renewed, "generators": generators}
-    if "inner" in place:
+        found["before"] = {**position["before"], **renewed, "generators": generators}
+    if "inner" in position:
         inner = {each: state["inner"] for each, state in counterparts.items()}
-        found["inner"] = _for_new_rank(place["inner"], inner, rank)
+        found["inner"] = _for_new_rank(position["inner"], inner, rank)
     return found
 
 

@@ -18,7 +18,7 @@ from resumekit.errors import ConfigurationError
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """A sampler that can begin an epoch at any place; one of your own is sought in like ours."""
+    """A sampler that can begin an epoch at any position; one of your own is sought in like ours."""
 
     def iterate_from(self, position: int) -> Iterator[int]:
         """This rank's indices from where all ranks together have used ``position`` samples."""
@@ -33,7 +33,7 @@ class ResumableSampler(Sampler[int]):
     """Every index once an epoch, in an order that seed, epoch and length name.
 
     A drop-in for ``RandomSampler`` and, with ``shuffle=False``, for ``SequentialSampler``. It draws
-    from no generator and holds no permutation, so any place of an epoch is found at once.
+    from no generator and holds no permutation, so any position of an epoch is found at once.
 
     Args:
         data_source: what ``len()`` can be asked of.
@@ -141,7 +141,7 @@ def name_of(length: int, sampler: Any) -> dict[str, Any]:
 
 
 def draw(name: dict[str, Any]) -> EpochOrder:
-    """The order of that name, with access to any place."""
+    """The order of that name, with access to any position."""
     if name["kind"] == "in order":
         return InOrder(name["length"])
     return Permutation(name["length"], seed=name["seed"], epoch=name["epoch"])
@@ -171,7 +171,7 @@ Numbers = npt.NDArray[np.uint64]
 VERSION = 1
 
 
-# Few places need more rounds until every order is as likely as any other.
+# Few positions need more rounds until every order is as likely as any other.
 _NUM_ROUNDS, _NUM_ROUNDS_SHORT, _SHORT = 8, 24, 1 << 16
 
 
@@ -194,7 +194,7 @@ CHUNK = 8192
 
 
 class EpochOrder(Protocol):
-    """The order of an epoch, read at any places: ``order[positions]`` gives their indices."""
+    """The order of an epoch, read at any positions: ``order[positions]`` gives their indices."""
 
     def __len__(self) -> int: ...
 
@@ -325,9 +325,9 @@ def share(
     )
     for first in range(0, num_mine, CHUNK):
         turns = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
-        places = position + replica + turns * num_replicas
-        places[places >= length] %= length
-        yield from order[places].tolist()
+        positions = position + replica + turns * num_replicas
+        positions[positions >= length] %= length
+        yield from order[positions].tolist()
 
 
 def shard_by_batches(
@@ -355,5 +355,5 @@ def shard_by_batches(
     length = len(order)
     for number in range(num_batches):
         first = position + (number * num_replicas + replica) * batch_size
-        places = np.arange(first, first + batch_size, dtype=np.int64)
-        yield from order[places % length].tolist()
+        positions = np.arange(first, first + batch_size, dtype=np.int64)
+        yield from order[positions % length].tolist()

@@ -20,7 +20,7 @@ from resumekit.data.workers import PaddingIndices, StateReader, write_states
 
 @dataclass
 class EpochStart:
-    """The random state at the two moments at which a sampler may draw its order.
+    """The RNG state at the two moments at which a sampler may draw its order.
 
     A sampler whose ``__iter__`` is a plain function draws when the iterator is made; one written
     as a generator draws at the first ``next``. In between the loader draws its workers' seed.
@@ -43,17 +43,17 @@ class Seek:
     """Where in an epoch to begin.
 
     Args:
-        start: the random state to draw the epoch's order from.
-        way_in: how to get to the place; None is the start of the epoch.
+        start: the RNG state to draw the epoch's order from.
+        way_in: how to get to the position; None is the start of the epoch.
         num_padding: the empty batches to yield first, which keep each worker's turn.
         eager: whether to go there when the iterator is made. A loader without workers asks its
-            sampler only for the first batch, when the generators stand at the settled point.
+            sampler only for the first batch, when the generators stand at the safe point.
         num_batches: the batches that were used.
-        draws: the random states that a sampler drew from which draws as it goes.
+        draws: the RNG states that a sampler drew from which draws as it goes.
     """
 
     start: EpochStart
-    find_seeker: Seeker | None = None
+    seeker: Seeker | None = None
     num_padding: int = 0
     eager: bool = False
     num_batches: int = 0
@@ -66,11 +66,11 @@ class Seek:
 
 
 class RecordingSampler:
-    """Yields what ``inner`` yields, remembers what it drew from, and can be sent to a place.
+    """Yields what ``inner`` yields, remembers what it drew from, and can be sent to a position.
 
     Args:
         inner: the user's batch sampler, or sampler for a loader that does not collate.
-        rng: the random state that the order may be drawn from.
+        rng: the RNG state that the order may be drawn from.
         describe: gives the name of the order that ``inner`` is about to draw.
     """
 
@@ -106,7 +106,7 @@ class RecordingSampler:
         self._stopped = False
         seek, after = self._seek, None
         if seek is not None and seek.keeps_worker_seed:
-            # The loader draws its workers' seed next. It must find the random state that this very
+            # The loader draws its workers' seed next. It must find the RNG state that this very
             # call left behind in the interrupted run, while the order is drawn from another one.
             iter(self.inner)
             after = self._rng.state_dict()
@@ -114,15 +114,15 @@ class RecordingSampler:
             self._rng.load_state_dict(seek.start.at_iter)
         self.start = EpochStart(at_iter=self._rng.state_dict())
         inner = iter(self.inner)
-        place = self._seek_position(inner) if seek is not None and seek.eager else None
+        position = self._seek_position(inner) if seek is not None and seek.eager else None
         if after is not None:
             self._rng.load_state_dict(after)
-        return self._indices(inner, place)
+        return self._indices(inner, position)
 
     def _indices(
-        self, inner: Iterator[Any], place: tuple[int, Iterator[Any]] | None
+        self, inner: Iterator[Any], position: tuple[int, Iterator[Any]] | None
     ) -> Iterator[Any]:
-        num_padding, rest = self._seek_position(inner) if place is None else place
+        num_padding, rest = self._seek_position(inner) if position is None else position
         for _ in range(num_padding):
             padding = PaddingIndices()
             self.drawn.append(padding)
@@ -145,9 +145,9 @@ class RecordingSampler:
         if self.tape is not None:
             self.tape.begin()
             inner = RecordedDraws(inner, self.tape, Playback({} if seek is None else seek.draws))
-        if seek is None or seek.find_seeker is None:
+        if seek is None or seek.seeker is None:
             return 0, inner
-        rest = seek.find_seeker.rest(inner, self.order)
+        rest = seek.seeker.rest(inner, self.order)
         if isinstance(inner, RecordedDraws) and rest is not inner:
             rest = inner.followed_by(rest, seek.num_batches)
         return seek.num_padding, rest
@@ -160,8 +160,8 @@ MAX_BYTES = 64 * 1024 * 1024
 class _Records:
     """The states of one generator, in two arrays that grow; what was read of them stays as it is.
 
-    A loader that fetches ahead takes the state of its place before every fetch, and keeps it for a
-    while. Each is a view of these arrays, so an epoch of many records costs no copies.
+    A prefetching loader takes the state of its position before every fetch and keeps it. Each is a
+    view of these arrays, so an epoch of many records costs no copies.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class FetchRecorder:
 
 
 class Playback:
-    """Sets, before each fetch, the random states that it was made from.
+    """Sets, before each fetch, the RNG states that it was made from.
 
     Args:
         recorded: what ``FetchRecorder.state_dict`` gave.

@@ -18,16 +18,16 @@ from resumekit.state import Fidelity, Stateful
 
 
 class Source(ABC):
-    """A training loader and the place of its next batch.
+    """A training loader and the position of its next batch.
 
     Attributes:
         name: what the run calls this loader.
         epoch: the epoch of the next batch.
         batch: its index in the epoch.
-        indices: the sample indices of the last batch, None where the loader does not tell.
+        indices: the sample indices of the last batch, None where it is unknown.
         num_samples: the number of samples in the last batch.
         allowed_changes: what of the loader's geometry the user allows to change.
-        changed: which of it did change, once a checkpoint's place was taken.
+        changed: which of it did change, once a checkpoint's position was taken.
         changes: the same in words, and generators whose seed the script has changed.
         unexpected: lines on what else of the loader the script has changed between two epochs.
         free: what of its geometry goes with its sampler, where that is another one now.
@@ -51,19 +51,19 @@ class Source(ABC):
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
         self._recreated: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
-        self._epoch_batches: int | None = None  # of the epoch under way, if not as many as ever
+        self._epoch_batches: int | None = None  # of the current epoch, if not as many as ever
         self._length_in = -1  # the epoch for which the loader was asked its length last
         self._length: int | None = None
         self._private = loader_generators(loader)
         self._rng = RngState(self._private)  # all that the order may be drawn from
         self._iterator: Iterator[Any] | None = None
-        self._pending: dict[str, Any] | None = None  # the place to find when the epoch begins
-        self._generators: dict[str, Any] | None = None  # the generators' state at that place
+        self._pending: dict[str, Any] | None = None  # the position to find when the epoch begins
+        self._generators: dict[str, Any] | None = None  # the generators' state at that position
 
     @property
     @abstractmethod
     def fidelity(self) -> tuple[Fidelity, str]:
-        """How exactly the position and the random numbers in it come back, and why not."""
+        """How exactly the position and its RNG states are restored, and why not."""
 
     @abstractmethod
     def begin(self, epoch: int) -> None:
@@ -85,7 +85,7 @@ class Source(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch and all that is needed to draw from there."""
+        """The position of the next batch, with all that a resume needs."""
 
     @property
     def num_batches(self) -> int | None:
@@ -99,7 +99,7 @@ class Source(ABC):
 
     @property
     def epoch_batches(self) -> int | None:
-        """The batches of the epoch under way; they may differ after a change of geometry."""
+        """The batches of the current epoch; they may differ after a change of geometry."""
         if self._epoch_batches is not None:
             return self._epoch_batches
         if self._is_endless or not self.begun:
@@ -125,17 +125,17 @@ class Source(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether an epoch is under way in this process."""
+        """Whether an epoch has begun in this process."""
         return self._iterator is not None
 
     @property
     def continues(self) -> bool:
-        """Whether ``begin`` will go on inside an epoch that another process began."""
+        """Whether ``begin`` continues inside an epoch that another process began."""
         return self._pending is not None and self._pending["batch"] > 0
 
     @property
     def used_up(self) -> bool:
-        """Whether the epoch under way is known to have no more batches."""
+        """Whether the current epoch is known to have no more batches."""
         if not (self.begun or self.continues):
             return False
         num_batches = self.epoch_batches
@@ -152,7 +152,7 @@ class Source(ABC):
             self._is_endless, self._epoch_batches = True, None
 
     def end_epoch(self) -> None:
-        """Moves the place to the start of the next epoch."""
+        """Moves the position to the start of the next epoch."""
         self.close()
         self.epoch += 1
         self.batch = 0
@@ -161,10 +161,10 @@ class Source(ABC):
         self._length_in = -1
 
     def follow(self, former: Source) -> None:
-        """Takes the place of the loader that had this name before; its iterator is let go.
+        """Takes the position of the loader that had this name before; its iterator is let go.
 
         Raises:
-            DataPositionError: that loader's place is inside an epoch that this one cannot give.
+            DataPositionError: that loader's position is inside an epoch that this one cannot give.
         """
         former.close()
         if former._pending is not None:
@@ -176,7 +176,7 @@ class Source(ABC):
         self._recreated = [n for n, each in self._private.items() if kept.get(n) is not each]
 
     def close(self) -> None:
-        """Lets go of the iterator; the place stays."""
+        """Drops the iterator; the position stays."""
         self._iterator = None
 
     def restore_generators(self) -> None:
@@ -189,12 +189,12 @@ class Source(ABC):
             self._generators = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place that a checkpoint holds; it is found when the epoch begins.
+        """Takes a saved position; the loader is moved there when the epoch begins.
 
         At the start of an epoch the loader may be another one than before.
 
         Raises:
-            DataPositionError: nothing in this loader can be that place.
+            DataPositionError: nothing in this loader can be that position.
         """
         self._length_in = -1
         within = state["batch"] > 0
@@ -216,7 +216,7 @@ class Source(ABC):
         self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint's place in the geometry of this loader.
+        """A checkpoint's position in the geometry of this loader.
 
         Raises:
             DataPositionError: the geometry changed, and it is not allowed or cannot be followed.
@@ -226,7 +226,7 @@ class Source(ABC):
         )
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A place inside an epoch that another kind of loader began, as a place of this one.
+        """A position inside an epoch that another kind of loader began, as a position of this one.
 
         Raises:
             DataPositionError: it cannot be found by this kind.
@@ -238,14 +238,14 @@ class Source(ABC):
         return self.state_dict()
 
     def drawn_again(self) -> tuple[Any, ...]:
-        """The private generators that are in place already: the order was drawn from them again."""
+        """The private generators that are restored already, because the order was drawn again."""
         return ()
 
     def _geometry(self) -> dict[str, Any]:
         return {"num_batches": self.num_batches, "generators": sorted(self._private)}
 
     def _state(self) -> dict[str, Any]:
-        # An epoch is over when its end was seen, whatever its length says: some samplers draw there.
+        # An epoch is over when its end was seen, not at its length: some samplers draw there.
         return {
             "kind": self.kind,
             "epoch": self.epoch,

@@ -1,9 +1,9 @@
 """Loaders with a state of their own: torchdata's StatefulDataLoader, and any object like it.
 
 Their own state is used where it is all that a continuation needs. What torchdata 0.11 leaves out:
-the random numbers in workers, and those of a dataset without a state, which it draws through again
-from whatever random state it finds. Hugging Face ``datasets`` 5.2 leaves out the content of a
-shuffle buffer. Those are drawn through again here, from the random state that they began with.
+the random numbers in workers, and those of a dataset without a state, which it replay
+from whatever RNG state it finds. Hugging Face ``datasets`` 5.2 leaves out the content of a
+shuffle buffer. Those are replayed here, from the RNG state that they began with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StatefulMapSource(MapSource):
 class StatefulSource(Source):
     """A loader that says itself where it is, and goes there when it is told to.
 
-    Its state is taken at the settled point and given back before the loader is iterated again.
+    Its state is taken at the safe point and given back before the loader is iterated again.
     torchdata's loader is iterated as a shallow copy; any other object is the user's own.
     """
 
@@ -92,13 +92,13 @@ class StatefulSource(Source):
         self._ever_begun = True
 
     def _load(self, state: Any) -> None:
-        settled = self._rng.state_dict()
+        current = self._rng.state_dict()
         self._iterated.load_state_dict(state)
         if self.batch == 0:
             # torchdata 0.11 stateful_dataloader.py makes the iterator that ended, and draws a seed
             # for it, when it is first asked. The interrupted run has drawn that one before.
             self._iterated.state_dict()
-        self._rng.load_state_dict(settled)
+        self._rng.load_state_dict(current)
 
     def next_batch(self) -> Any:
         assert self._iterator is not None
@@ -110,14 +110,14 @@ class StatefulSource(Source):
     def state_dict(self) -> dict[str, Any]:
         if self._pending is not None:
             return dict(self._pending)
-        # A loader that was never iterated has no place yet, and torchdata's would draw a seed to
+        # A loader that was never iterated has no position yet, and torchdata's would draw a seed to
         # answer.
         own = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
         return {**self._state(), "loader": own}
 
 
 def restores_itself(loader: Any) -> bool:
-    """Whether a loader's own state brings back its place exactly, by its own word at least."""
+    """Whether a loader's own state brings back its position exactly, by its own word at least."""
     if hasattr(loader, INNER) or not has_own_state(loader) or is_hugging_face(loader):
         return False
     if not is_stateful_data_loader(loader):

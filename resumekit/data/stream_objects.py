@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 from resumekit.capture import Holder, UserState, content_digest
 
-
 # Makes the user state of some objects, without what other components of the run save.
 MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
 

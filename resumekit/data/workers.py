@@ -108,7 +108,7 @@ class WorkerRandomState:
 
 @dataclass
 class BatchWithState:
-    """A batch with the id and the random state of the worker that made it."""
+    """A batch with the id and the RNG state of the worker that made it."""
 
     batch: Any
     worker: int
@@ -164,7 +164,7 @@ def padded(dataset: Any, *, collates: bool) -> Any:
 
 
 class RecordingCollate:
-    """The user's collate function, with the worker's random state beside its result.
+    """The user's collate function, with the worker's RNG state beside its result.
 
     Args:
         collate: the user's own.
@@ -241,7 +241,7 @@ class SharedStates:
         self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch 2.13
 
     def leave(self, worker: int, row: int, count: int) -> None:
-        """Writes the random state of this process, a worker's."""
+        """Writes the RNG state of this process, a worker's."""
         state = b"".join(read_states(devices=False).values())
         written = _HEADER.pack(count, xxhash.xxh3_64_intdigest(state)) + state
         self._memory[worker, row].numpy()[:] = np.frombuffer(written, dtype=np.uint8)
@@ -254,7 +254,7 @@ class SharedStates:
         return (count, state) if digest == xxhash.xxh3_64_intdigest(state) else (0, b"")
 
     def restore(self, state: bytes) -> None:
-        """Sets the random state of this process."""
+        """Sets the RNG state of this process."""
         states, at = {}, 0
         for name, size in self._sizes.items():
             states[name] = state[at : at + size]
@@ -358,11 +358,11 @@ class PersistentWorkers:
         loader.collate_fn = _TrackedCollate(loader.collate_fn, self._watch)
 
     def begin(self, epoch: int, rng: dict[str, Any]) -> None:
-        """An epoch is about to begin, in workers that are started now or go on.
+        """An epoch is about to begin, in workers that are started now or continue.
 
         Args:
             epoch: the epoch.
-            rng: the random state of this process.
+            rng: the RNG state of this process.
         """
         if self._birth is None:
             self._birth = {"epoch": epoch, "rng": rng}
@@ -371,9 +371,9 @@ class PersistentWorkers:
     def restart(self, state: Mapping[str, Any]) -> None:
         """Starts the workers as they were started in the interrupted run.
 
-        They begin, and drop, an epoch from the random state and under the epoch's number that the
+        They begin, and drop, an epoch from the RNG state and under the epoch's number that the
         first workers had: a dataset may keep what it was then. What they begin next starts from the
-        states in the checkpoint. The caller has set the random state to ``state["birth"]["rng"]``.
+        states in the checkpoint. The caller has set the RNG state to ``state["birth"]["rng"]``.
         """
         self._birth = dict(state["birth"])
         self._watch.revived = {int(worker): each for worker, each in state["states"].items()}

@@ -39,6 +39,13 @@ BATCH_SIZE = 4  # the last batch of an epoch is a partial one
 PER_EPOCH = 6
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 class Numbers(Dataset[Any]):
     """Gives back the index."""
 
@@ -175,8 +182,8 @@ def train(
     source = position.open(make(), "train")
     seen: list[Any] = []
     stops: list[dict[str, Any]] = []
-    while source.place()[0] < epochs:
-        epoch, number = source.place()
+    while position_of(source)[0] < epochs:
+        epoch, number = position_of(source)
         if saved is not None and number == 0:
             rng.load_state_dict(saved["rng"])
             source.restore_generators()

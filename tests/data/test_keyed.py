@@ -48,6 +48,13 @@ NUM_SAMPLES = 22  # the last batch of an epoch is a partial one
 SEED = 2**63 + 11  # as large as torch.initial_seed() may be
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
@@ -170,7 +177,7 @@ class Loop:
 
     def run(self, *, stop_after: int | None = None) -> dict[str, Any]:
         """Trains on; gives the state at the settled point where it stops."""
-        while self.source.place()[0] < EPOCHS and len(self.seen) != stop_after:
+        while position_of(self.source)[0] < EPOCHS and len(self.seen) != stop_after:
             if not self.source.begun:
                 self.begin()
             # What a training step does to the random state, and what it saw.
@@ -182,7 +189,7 @@ class Loop:
         return self.state()
 
     def begin(self) -> None:
-        epoch, batch = self.source.place()
+        epoch, batch = position_of(self.source)
         saved, self.saved = self.saved, None
         if saved is not None and batch == 0:
             self.rng.load_state_dict(saved["rng"])

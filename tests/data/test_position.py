@@ -35,6 +35,13 @@ BATCH_SIZE = 4
 NUM_SAMPLES = 22  # the last batch of an epoch is a partial one
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 class Noisy(Dataset[Any]):
     """Counts what is read of it, and draws from all three global generators."""
 
@@ -195,7 +202,7 @@ class Loop:
 
     def run(self, stops: list[dict[str, Any]] | None = None) -> list[Any]:
         seen = []
-        while self.source.place()[0] < EPOCHS:
+        while position_of(self.source)[0] < EPOCHS:
             if stops is not None:
                 stops.append(self.state())
             if not self.source.begun:
@@ -208,7 +215,7 @@ class Loop:
         return seen
 
     def begin(self) -> None:
-        epoch, batch = self.source.place()
+        epoch, batch = position_of(self.source)
         saved, self.saved = self.saved, None
         if saved is not None and batch == 0:
             self.rng.load_state_dict(saved["rng"])
@@ -407,7 +414,7 @@ def test_any_other_iterable_is_drawn_through_again_and_says_so() -> None:
     again.load_state_dict(state)
     again.begin(0)
     again.restore_generators()
-    assert again.place() == (0, 3)
+    assert position_of(again) == (0, 3)
     assert "drawn through again" in again.fidelity[1]
     assert torch.equal(again.next_batch()[0][:1], torch.tensor([3]))
     assert len(first) == 3

@@ -33,6 +33,13 @@ NUM_SAMPLES = 22
 BATCH_SIZE = 4  # the last batch of an epoch is a partial one
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 @pytest.fixture(autouse=True)
 def _messages_on_standard_error() -> None:
     """As after the first run of a process."""
@@ -179,12 +186,12 @@ class Loop:
 
     def run(self, stops: list[dict[str, Any]] | None = None) -> list[Any]:
         seen: list[Any] = []
-        while (epoch := self.source.place()[0]) < EPOCHS:
-            if stops is not None and self.source.place()[1] == 0:
+        while (epoch := position_of(self.source)[0]) < EPOCHS:
+            if stops is not None and position_of(self.source)[1] == 0:
                 stops.append(self.state())
             self.begin(epoch)
             while True:
-                if stops is not None and self.source.place()[1] > 0:
+                if stops is not None and position_of(self.source)[1] > 0:
                     stops.append(self.state())
                 try:
                     batch = self.source.next_batch()
@@ -199,7 +206,7 @@ class Loop:
         saved, self.saved = self.saved, None
         if saved is None:
             self.source.begin(epoch)
-        elif self.source.place()[1] == 0:
+        elif position_of(self.source)[1] == 0:
             self.rng.load_state_dict(saved["rng"])
             self.source.restore_generators()
             self.source.begin(epoch)

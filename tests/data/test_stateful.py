@@ -29,6 +29,13 @@ NUM_SAMPLES = 22
 BATCH_SIZE = 4
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 def keep(samples: list[Any]) -> list[Any]:
     """Collates nothing: plain values are quicker to send than tensors."""
     return samples
@@ -228,8 +235,8 @@ class Loop:
 
     def run(self, stops: list[tuple[int, dict[str, Any]]] | None = None) -> list[Any]:
         seen: list[Any] = []
-        while (epoch := self.source.place()[0]) < EPOCHS:
-            if stops is not None and self.source.place()[1] == 0:
+        while (epoch := position_of(self.source)[0]) < EPOCHS:
+            if stops is not None and position_of(self.source)[1] == 0:
                 stops.append((len(seen), self.state()))
             self.begin(epoch)
             while True:
@@ -245,7 +252,7 @@ class Loop:
 
     def begin(self, epoch: int) -> None:
         saved, self.saved = self.saved, None
-        if saved is not None and self.source.place()[1] == 0:
+        if saved is not None and position_of(self.source)[1] == 0:
             self.rng.load_state_dict(saved["rng"])
             self.source.restore_generators()
         self.source.begin(epoch)

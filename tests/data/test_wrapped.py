@@ -22,6 +22,13 @@ NUM_SAMPLES = 22
 BATCH_SIZE = 4  # the last batch of an epoch is a partial one
 
 
+def position_of(source: Any) -> tuple[int, int]:
+    """Epoch and batch of the next batch; the end of an epoch is the start of the next one."""
+    if source.epoch_batches and source.batch >= source.epoch_batches:
+        return source.epoch + 1, 0
+    return source.epoch, source.batch
+
+
 class Noisy(Dataset[Any]):
     """Draws from all three global generators."""
 
@@ -87,8 +94,8 @@ def train(
     seen: list[Any] = []
     stops: list[dict[str, Any]] = []
     resumed = saved is not None
-    while source.place()[0] < EPOCHS:
-        epoch, batch_number = source.place()
+    while position_of(source)[0] < EPOCHS:
+        epoch, batch_number = position_of(source)
         if resumed and batch_number == 0:
             rng.load_state_dict(saved["rng"])  # type: ignore[index]
             source.restore_generators()
@@ -178,7 +185,7 @@ def test_an_epoch_that_is_left_early_leaves_nothing_ahead() -> None:
     assert len(source.state_dict()["ahead"]) == 1
     source.end_epoch()
     state = source.state_dict()
-    assert (source.place(), state["ahead"]) == ((1, 0), [])
+    assert (position_of(source), state["ahead"]) == ((1, 0), [])
     assert (state["inner"]["epoch"], state["inner"]["batch"]) == (1, 0)
 
 
