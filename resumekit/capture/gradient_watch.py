@@ -3,7 +3,7 @@
 A loop that never calls ``zero_grad()`` accumulates gradients over all its steps. At a step boundary
 it looks like one that clears them just before its next backward pass. The two differ one step
 later: ``zero_grad()`` drops the tensor, and autograd adds to one that still exists. No value is
-read on a device before a checkpoint needs it. See docs/design/0022-gradients-across-steps.md.
+read on a device before a checkpoint needs it. See docs/design/0009-user-state.md.
 
 FSDP1 keeps a flat gradient for each wrapped module. Its ``.grad`` is another tensor object in each
 step, but a sum over steps stays in one storage; ``zero_grad()`` drops it. Relied on, torch 2.13

@@ -1,7 +1,7 @@
 """State whose tensors are spread over the ranks: each writes its parts, and reads what it needs.
 
 torch says which part a rank holds and plans what is to be read; every byte goes through our own
-data files and indices. See docs/design/0012-sharded-state.md.
+data files and indices. See docs/design/0007-sharded-state.md.
 """
 
 from resumekit.serialization.sharded.encode import LocalState, encode_local
