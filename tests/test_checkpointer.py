@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from failpoints import failing
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -654,7 +655,7 @@ def test_a_value_that_cannot_be_stored_is_refused_by_path_before_any_write(tmp_p
 def test_a_failing_save_raises_or_by_policy_warns_and_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RESUMEKIT_FAILPOINTS", "fsync:3=ENOSPC")
+    monkeypatch.setattr("resumekit.storage.store.LocalFileSystem", failing("fsync:3=ENOSPC"))
     with pytest.raises(SaveError, match="No space left"):
         Job(tmp_path / "raise").train()
     warned = Job(tmp_path / "warn", on_save_error="warn").train()

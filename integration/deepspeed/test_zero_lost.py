@@ -1,7 +1,7 @@
 """A rank of a ZeRO run that dies inside a save: nothing is lost, and nothing points at a torso.
 
-The uninterrupted run tells every write-side call of both ranks. Each trial kills one rank at one
-of the calls of the save of step 3, and the log of that rank tells which it was. ``--full-matrix``
+The uninterrupted run logs every write-side call of both ranks. Each trial kills one rank at one
+of the calls of the save of step 3, and the log of that rank names it. ``--full-matrix``
 makes 20 trials at each stage.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from failpoints import launch
 from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
@@ -24,6 +25,7 @@ from resumekit.errors import CorruptCheckpointError
 from resumekit.prove import compare
 from resumekit.storage import StepName, Store
 from resumekit.testing import Cell, Kit, Run
+from resumekit.testing.task import target_of
 
 RecordProperty = Callable[[str, object], None]
 
@@ -93,13 +95,18 @@ def newest_complete(directory: Path) -> StepName:
     return name
 
 
+def with_faults(cell: Cell, failpoints: str, rank: int | None = None) -> Cell:
+    """The same training with faults of the file system, on one rank or on all."""
+    options = {"target": target_of(cell.function), "failpoints": failpoints, "rank": rank}
+    return replace(cell, function=launch, options={**cell.options, **options})
+
+
 @pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
 def test_a_rank_killed_inside_a_save_loses_nothing(
     request: pytest.FixtureRequest, kit: Kit, record_property: RecordProperty, stage: int
 ) -> None:
     plain = Cell(train_and_lose, {"stage": stage}, 2)
-    telling = {"stage": stage, "failpoints": "1+=tell"}
-    whole = kit.run_uninterrupted(replace(plain, options=telling))
+    whole = kit.run_uninterrupted(with_faults(plain, "1+=log"))
     of_rank = [calls_of_the_save(whole, rank) for rank in range(2)]
     all_of_it = request.config.getoption("--full-matrix")
     num_trials = ALL_TRIALS if all_of_it else NUM_TRIALS
@@ -107,8 +114,8 @@ def test_a_rank_killed_inside_a_save_loses_nothing(
     trials = [*spread(of_rank[0], num_trials - len(of_rank_1)), *of_rank_1]
     assert len(set(trials)) == num_trials
     for trial in trials:
-        options = {"stage": stage, "rank": trial.rank, "failpoints": f"{trial.number}=kill"}
-        run = kit.run_again(kit.new_run(replace(plain, options=options)))
+        faulty = with_faults(plain, f"{trial.number}=kill", trial.rank)
+        run = kit.run_again(kit.new_run(faulty))
         (killed_at,) = told_calls(run, trial.rank)
         assert str(killed_at) == str(trial)  # it died where the uninterrupted run was saving
         record_property(f"killed at stage {stage}", str(trial))

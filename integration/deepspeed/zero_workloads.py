@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
 from resumekit.frameworks.deepspeed import dynamic_scaler
-from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 24
@@ -178,21 +177,15 @@ def take_over(
     destroy_process_group()
 
 
-def train_and_lose(
-    directory: str, *, stage: int, failpoints: str = "", rank: int | None = None
-) -> None:
+def train_and_lose(directory: str, *, stage: int) -> None:
     """Trains with a save after every step.
 
     Args:
         directory: the run directory.
         stage: of ZeRO.
-        failpoints: what ``RESUMEKIT_FAILPOINTS`` is.
-        rank: on this one alone; None for all.
     """
     start_ranks()
     torch.manual_seed(0)
-    if rank in (None, get_rank()):
-        os.environ[FAILPOINTS_VARIABLE] = failpoints
     engine = make_engine(Classifier(tied=True, frozen=False, unused=False), stage, "fp32")
     data = Digits(NUM_SAMPLES, augment=False)
     size = GLOBAL_BATCH // get_world_size()

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from failpoints import launch as launch_with_faults
 from faults_training import launch
 
 from resumekit.errors import CheckpointError
 from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.storage import StepName, Store
-from resumekit.storage.failpoints import VARIABLE as FAILPOINTS_VARIABLE
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.ranks import distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
@@ -90,7 +90,7 @@ class Trial:
         """Runs the command once.
 
         Args:
-            failpoints: what ``RESUMEKIT_FAILPOINTS`` is for one of the ranks.
+            failpoints: faults of the file system on one of the ranks.
             on_rank: that rank.
             kill: what ``RESUMEKIT_TRACE_KILL`` is.
             world_size: how many ranks.
@@ -104,11 +104,14 @@ class Trial:
             environment = {
                 TRACE_VARIABLE: str(trace),
                 KILL_VARIABLE: kill,
-                FAILPOINTS_VARIABLE: failpoints if rank == on_rank else None,
                 **distributed_environment(rank, world_size, port),
             }
             log = self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
-            task = Task(target_of(launch), str(self.run), options, environment, str(log))
+            target, arguments = target_of(launch), dict[str, Any](options)
+            if failpoints is not None and rank == on_rank:
+                arguments |= {"target": target, "failpoints": failpoints}
+                target = target_of(launch_with_faults)
+            task = Task(target, str(self.run), arguments, environment, str(log))
             logs[self._server.start(task)] = log
         statuses = self._wait(list(logs))
         output = "".join(log.read_text(errors="replace") for log in logs.values())

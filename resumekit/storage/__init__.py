@@ -1,24 +1,23 @@
-"""Where checkpoints live: one run directory, one seam to the disk, one atomic commit."""
+"""Checkpoints on disk: one run directory, one file system interface, one atomic commit."""
 
 from __future__ import annotations
 
+from resumekit.storage.commit import Staging
 from resumekit.storage.digest import ALGORITHM, BLOCK_BYTES, BlockDigester, digest_bytes
-from resumekit.storage.failpoints import (
-    Failpoint,
-    FailpointFileSystem,
-    local_file_system,
-    parse_failpoints,
-)
+from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.files import FileEntry, FileReader, FileWriter
-from resumekit.storage.io import Entry, FileSystem, Free, LocalFileSystem, ReadHandle
-from resumekit.storage.lock import DirectoryLock, NoLock, PosixLock
+from resumekit.storage.io import (
+    Entry,
+    FileSystem,
+    Free,
+    LocalFileSystem,
+    ReadHandle,
+)
+from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
-from resumekit.storage.names import MANIFEST, StepName
-from resumekit.storage.owner import Owner
+from resumekit.storage.ownership import DirectoryLock, Owner, PosixLock
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.sealed import MAX_JSON_BYTES, parse_json
-from resumekit.storage.staging import Staging
-from resumekit.storage.step import StepReader
+from resumekit.storage.steps import StepReader
 from resumekit.storage.store import Store
 
 __all__ = [
@@ -32,8 +31,6 @@ __all__ = [
     "ComponentRecord",
     "DirectoryLock",
     "Entry",
-    "Failpoint",
-    "FailpointFileSystem",
     "FileEntry",
     "FileReader",
     "FileSystem",
@@ -41,7 +38,6 @@ __all__ = [
     "Free",
     "LocalFileSystem",
     "Manifest",
-    "NoLock",
     "Owner",
     "PosixLock",
     "ReadHandle",
@@ -51,8 +47,6 @@ __all__ = [
     "StepReader",
     "Store",
     "digest_bytes",
-    "local_file_system",
-    "parse_failpoints",
     "parse_json",
     "select_deletions",
 ]

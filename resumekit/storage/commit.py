@@ -1,63 +1,209 @@
-"""The commit: from files in staging to a step directory that is there whole or not at all.
+"""Staging and the atomic commit: a checkpoint is written in ``.staging``, then renamed.
 
-Each step is durable before the next one begins, so that a power cut at any instant leaves the
-rename undone, or done over complete content:
+Staging is never read. In a commit each step is durable before the next one begins, so that a power
+cut leaves the rename undone, or done over complete content:
 
 1. every rank has synced its own files (``FileWriter.finish``),
 2. the manifest is written and synced,
 3. every directory in staging is synced, then the staging directory itself,
 4. the owner record still names this attempt, and the target is free,
-5. one rename, and a sync of the run directory. The checkpoint exists from here on.
+5. one rename, and a sync of the run directory. The checkpoint exists from now on.
 """
 
 from __future__ import annotations
 
+import re
+import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from resumekit.errors import ConfigurationError, SaveError
-from resumekit.storage.failures import saving
+from resumekit.errors import (
+    ConfigurationError,
+    InsufficientSpaceError,
+    SaveError,
+    SharedDirectoryError,
+)
+from resumekit.storage.directories import (
+    LATEST,
+    MANIFEST,
+    STAGING,
+    StepName,
+    directories_of,
+    exists,
+    find_difference,
+    path_problem,
+)
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.io import FileSystem
+from resumekit.storage.io import FileSystem, save_errors
 from resumekit.storage.manifest import Manifest
-from resumekit.storage.names import LATEST, MANIFEST, STAGING, directories_of
-from resumekit.storage.owner import Owner, check_owner
-from resumekit.storage.staging import Staging
-from resumekit.storage.tree import find_difference
+from resumekit.storage.ownership import Owner, check_owner
+
+_NAME = re.compile(r"(step-[0-9]+(?:-r[0-9]+)?)-([0-9a-f]{32})-([0-9a-f]{12})")
+_BLOCK_BYTES = 4096  # more than its bytes that a file or directory may take
+_MANIFEST_BYTES = 64 << 10
+
+
+class Staging:
+    """The staging directory of one checkpoint, to which all ranks write.
+
+    Args:
+        file_system: the file system.
+        directory: the run directory.
+        name: of the directory in ``.staging``; other ranks attach by it.
+        step: its name after the commit.
+        directories: its sub-directories, parents first.
+    """
+
+    def __init__(
+        self,
+        file_system: FileSystem,
+        directory: Path,
+        name: str,
+        *,
+        step: StepName,
+        directories: Sequence[str] = (),
+    ) -> None:
+        self._file_system = file_system
+        self.name = name
+        self.path = directory / STAGING / name
+        self.step = step
+        self.directories = tuple(directories)
+
+    def create(self, path: str, *, writer: int) -> FileWriter:
+        """A new file of the checkpoint.
+
+        Args:
+            path: relative, in one of the requested sub-directories.
+            writer: the rank that writes it.
+
+        Raises:
+            ConfigurationError: this cannot be a path in a checkpoint.
+            SaveError: it could not be created.
+        """
+        problem = path_problem(path)
+        if problem is not None:
+            raise ConfigurationError(repr(path), found=problem, expected="a path such as 'state/a'")
+        return FileWriter(self._file_system, self.path / path, relative=path, writer=writer)
+
+
+def new_staging(
+    file_system: FileSystem,
+    directory: Path,
+    step: StepName,
+    *,
+    attempt: str,
+    directories: Sequence[str],
+) -> Staging:
+    """A staging directory with a unique name; not created yet."""
+    for path in directories:
+        problem = path_problem(path)
+        if problem is not None:
+            raise ConfigurationError(repr(path), found=problem, expected="a directory like 'state'")
+    name = f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
+    wanted = directories_of(f"{path}/file" for path in directories)
+    return Staging(file_system, directory, name, step=step, directories=wanted)
+
+
+def make_directories(file_system: FileSystem, staging: Staging) -> None:
+    """Creates the staging directory and its sub-directories.
+
+    Raises:
+        SaveError: names the one that could not be created.
+    """
+    for path in (staging.path, *(staging.path / part for part in staging.directories)):
+        with save_errors(path):
+            file_system.mkdir(path)
+
+
+def attach_staging(file_system: FileSystem, directory: Path, name: str) -> Staging:
+    """The staging directory that rank 0 has created, on another rank.
+
+    Raises:
+        ConfigurationError: this is no such name.
+        SharedDirectoryError: this rank cannot see it.
+    """
+    match = _NAME.fullmatch(name)
+    step = StepName.parse(match[1]) if match else None
+    if step is None:
+        raise ConfigurationError(repr(name), found="not the name of a staging directory")
+    staging = Staging(file_system, directory, name, step=step)
+    if not exists(file_system, staging.path):
+        raise SharedDirectoryError(
+            str(staging.path),
+            found="rank 0 has created it, and this rank does not see it",
+            expected="one directory that all ranks share",
+        )
+    return staging
+
+
+def check_space(
+    file_system: FileSystem, directory: Path, *, num_bytes: int, num_files: int
+) -> None:
+    """Checks that there is space for a checkpoint.
+
+    Args:
+        file_system: the file system.
+        directory: the run directory.
+        num_bytes: of all files together, the manifest aside.
+        num_files: files and directories, the manifest aside.
+
+    Raises:
+        InsufficientSpaceError: names the free and the needed space.
+        SaveError: the free space is unknown.
+    """
+    with save_errors(directory):
+        free = file_system.free(directory)
+    needed_bytes = num_bytes + _MANIFEST_BYTES + _BLOCK_BYTES * (num_files + 1)
+    remedy = "Free space, or lower keep_latest"
+    if free.num_bytes < needed_bytes:
+        raise InsufficientSpaceError(
+            str(directory),
+            found=f"{free.num_bytes:,} bytes are free",
+            expected=f"{needed_bytes:,} for the checkpoint",
+            remedy=remedy,
+        )
+    if free.num_inodes is not None and free.num_inodes < num_files + 2:
+        raise InsufficientSpaceError(
+            str(directory),
+            found=f"{free.num_inodes} more files can be made",
+            expected=f"{num_files + 2} for the checkpoint",
+            remedy=remedy,
+        )
 
 
 def commit(
     file_system: FileSystem, directory: Path, staging: Staging, manifest: Manifest, owner: Owner
 ) -> Path:
-    """The step directory, durable.
+    """The step directory, durable once this returns.
 
     Args:
-        file_system: the seam.
+        file_system: the file system.
         directory: the run directory.
-        staging: holds every file that the manifest lists, finished.
+        staging: holds every file of the manifest, finished.
         manifest: of this attempt and of the staging's step.
         owner: this attempt.
 
     Raises:
         ConfigurationError: the manifest is of another run, attempt or step.
         UnsupportedValueError: the manifest holds a value that could not be read back.
-        OwnershipLostError: another attempt has taken the directory over.
-        SaveError: names the path and the cause. Only if the very last sync failed, the step
-            directory is there, complete, and may not survive a power cut.
+        OwnershipLostError: another attempt has taken over the directory.
+        SaveError: names the path and the cause. If only the last sync failed, the step directory
+            exists and is complete, but may not survive a power cut.
     """
     _check_identity(staging, manifest, owner)
     _prepare(file_system, staging, manifest)
-    with saving(directory):
+    with save_errors(directory):
         check_owner(file_system, directory, owner)
     target = directory / str(staging.step)
-    with saving(target):
+    with save_errors(target):
         if any(entry.name == target.name for entry in file_system.list(directory)):
-            raise SaveError(str(target), found="is there already", expected="a free name")
+            raise SaveError(str(target), found="exists", expected="a free name")
         file_system.rename(staging.path, target)
-    with saving(directory):
+    with save_errors(directory):
         file_system.fsync_dir(directory)
-    with saving(directory / STAGING):
-        # The old name must be gone as durably as the new one is there: staging is swept.
+    with save_errors(directory / STAGING):
+        # The removal of the old name must be durable too: the next save cleans staging.
         file_system.fsync_dir(directory / STAGING)
     _point_latest(file_system, directory, staging)
     return target
@@ -75,20 +221,20 @@ def _check_identity(staging: Staging, manifest: Manifest, owner: Owner) -> None:
 
 
 def _prepare(file_system: FileSystem, staging: Staging, manifest: Manifest) -> None:
-    """Completes the staging directory and makes all of it durable."""
+    """Completes the staging directory and makes it durable."""
     used = directories_of(entry.path for entry in manifest.files)
     for part in reversed([part for part in staging.directories if part not in used]):
-        with saving(staging.path / part):
+        with save_errors(staging.path / part):
             file_system.rmdir(staging.path / part)
     written = _write_manifest(file_system, staging, manifest)
     sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
-    with saving(staging.path):
+    with save_errors(staging.path):
         difference = find_difference(file_system, staging.path, sizes)
     if difference is not None:
         path, problem = difference
         raise SaveError(str(staging.path / path), found=problem)
     for directory in (*(staging.path / part for part in reversed(used)), staging.path):
-        with saving(directory):
+        with save_errors(directory):
             file_system.fsync_dir(directory)
 
 
@@ -101,7 +247,7 @@ def _write_manifest(file_system: FileSystem, staging: Staging, manifest: Manifes
 
 
 def _point_latest(file_system: FileSystem, directory: Path, staging: Staging) -> None:
-    """Names the newest step for people. Nothing reads it; so it is not synced and may fail."""
+    """Names the newest step for people. Not synced, and may fail: nothing reads it."""
     draft = directory / STAGING / f"latest-{staging.name}"
     with suppress(OSError):
         handle = file_system.create(draft)

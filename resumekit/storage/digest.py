@@ -1,8 +1,7 @@
 """The digest of a file: xxh3-128 of the xxh3-128 digests of its blocks.
 
-Blocks can be verified one by one as they are read, in any order and by several threads, and one
-short line in the manifest still covers every byte. It guards against damage and mix-ups, not
-against somebody who can compute it.
+Blocks are verified one by one as they are read, in any order and by several threads, and one short
+line in the manifest covers every byte. It detects damage and mix-ups, not an attacker.
 
 Source: the XXH3 128-bit hash of https://github.com/Cyan4973/xxHash in its canonical (big-endian)
 form, seed 0.
@@ -22,7 +21,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is how a digest is written: 32 lower-case hexadecimal digits."""
+    """Whether this is a digest: 32 lower-case hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -34,7 +33,7 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def combine(blocks: Iterable[bytes]) -> str:
-    """The file digest that belongs to these raw block digests, as 32 hexadecimal digits."""
+    """The file digest of these raw block digests, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 

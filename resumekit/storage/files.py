@@ -1,7 +1,7 @@
 """Files of a checkpoint: digested while they are written, verified while they are read.
 
-A writer makes no copy and never reads back. A reader gives out no byte whose block has not been
-compared with its digest, and reads no byte twice as long as it is used from front to back.
+A writer makes no copy and never reads back. A reader returns no byte before its block's digest was
+compared, and reads no byte twice when it is used from front to back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from resumekit.storage.digest import (
     digest_bytes,
     is_digest,
 )
-from resumekit.storage.failures import reading, saving
-from resumekit.storage.io import FileSystem
+from resumekit.storage.io import FileSystem, read_errors, save_errors
 
 WRITEBACK_BYTES = 8 << 20
 MAX_READ_BYTES = 1 << 30
@@ -47,14 +46,14 @@ class FileEntry:
 
 
 class FileWriter:
-    """A new file of a checkpoint in the making; it is dead after the first error.
+    """A new file of a checkpoint in staging; unusable after the first error.
 
-    A failed fsync is never tried again: Linux marks the pages clean and the second one would
-    succeed without the data being on disk (Rebello et al., USENIX ATC 2020).
+    A failed fsync is not repeated: Linux marks the pages clean, and a second one would succeed
+    without the data being on disk (Rebello et al., USENIX ATC 2020).
 
     Args:
-        file_system: the seam.
-        path: where to create it; it must not exist.
+        file_system: the file system.
+        path: must not exist.
         relative: its path in the step directory.
         writer: the rank that writes it.
 
@@ -70,18 +69,18 @@ class FileWriter:
         self._digester = BlockDigester()
         self._size = 0
         self._hinted = 0
-        with saving(path):
+        with save_errors(path):
             self._handle: int | None = file_system.create(path)
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Appends the bytes of C-contiguous buffers; they are free for reuse once this returns.
+        """Appends the bytes of C-contiguous buffers; they may be reused once this returns.
 
         Raises:
             SaveError: names the file and the cause.
         """
         handle = self._alive()
         try:
-            with saving(self._path):
+            with save_errors(self._path):
                 for parts in cut_at_blocks(buffers, self._size):
                     self._append(handle, parts)
         except BaseException:
@@ -89,7 +88,7 @@ class FileWriter:
             raise
 
     def _append(self, handle: int, parts: list[memoryview]) -> None:
-        # One block at a time: its bytes are still in the processor's cache when they are written.
+        # One block at a time: its bytes are still in the CPU's cache when they are written.
         for part in parts:
             self._digester.update(part)
             self._size += part.nbytes
@@ -106,7 +105,7 @@ class FileWriter:
         """
         handle = self._alive()
         try:
-            with saving(self._path):
+            with save_errors(self._path):
                 self._file_system.fsync(handle)
                 self._handle = None
                 self._file_system.close(handle)
@@ -116,10 +115,10 @@ class FileWriter:
         return FileEntry(self._relative, self._size, self._digester.hexdigest(), self._writer)
 
     def discard(self) -> None:
-        """Gives the file up. It stays in staging, where nobody reads it."""
+        """Closes an unfinished file. It stays in staging, which is never read."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with suppress(OSError):  # it is given up for another reason, which is the one to tell
+            with suppress(OSError):  # the caller raises the first error
                 self._file_system.close(handle)
 
     @property
@@ -134,7 +133,7 @@ class FileWriter:
 
     def _alive(self) -> int:
         if self._handle is None:
-            raise SaveError(str(self._path), found="is finished or has failed, and takes no more")
+            raise SaveError(str(self._path), found="is finished or has failed")
         return self._handle
 
     def __enter__(self) -> FileWriter:
@@ -150,10 +149,10 @@ class FileWriter:
 
 
 class FileReader:
-    """A file of a checkpoint; every byte it gives out has been verified.
+    """A file of a checkpoint that returns verified bytes only.
 
     Args:
-        file_system: the seam.
+        file_system: the file system.
         path: the file.
         where: what error messages call it.
         entry: its line in the manifest.
@@ -174,7 +173,7 @@ class FileReader:
         self._block = bytearray()
         self._block_index = -1
         self._closed = False
-        with reading(where):
+        with read_errors(where):
             self._handle = file_system.open(path)
         if self._handle.size != entry.size:
             self.close()
@@ -205,13 +204,13 @@ class FileReader:
     ) -> None:
         """Fills C-contiguous buffers with consecutive bytes of the file, all verified.
 
-        A whole block goes straight into the buffers; of a block that is wanted in part, the rest is
-        read too, and kept for the call that continues there.
+        Whole blocks are read directly into the buffers. A partly wanted one is read whole and kept
+        for the next call.
 
         Args:
             buffers: writable memory, one after the other in the file.
             offset: where in the file the first one begins.
-            block_digests: of all blocks of the file; they are verified against the manifest.
+            block_digests: of all blocks of the file; verified against the manifest.
 
         Raises:
             CorruptCheckpointError: names the file and both digests, or both sizes.
@@ -244,10 +243,10 @@ class FileReader:
         self._compare(digester.hexdigest(), self.entry.digest)
 
     def close(self) -> None:
-        """Gives the file back; more than once does nothing."""
+        """Closes the file; may be called more than once."""
         if not self._closed:
             self._closed = True
-            with suppress(OSError):  # nothing was written; there is nothing to lose
+            with suppress(OSError):  # nothing was written
                 self._file_system.close(self._handle)
 
     def _check_blocks(self, block_digests: Sequence[str]) -> None:
@@ -266,7 +265,7 @@ class FileReader:
         self._checked = block_digests
 
     def _read_parts(self, parts: list[memoryview], offset: int) -> int:
-        """Fills parts that lie in one block; gives their bytes."""
+        """Fills parts of one block; returns their number of bytes."""
         num_bytes = sum(part.nbytes for part in parts)
         index, start = divmod(offset, BLOCK_BYTES)
         if start == 0 and num_bytes == self._block_size(index):
@@ -301,7 +300,7 @@ class FileReader:
         return min(BLOCK_BYTES, self.entry.size - index * BLOCK_BYTES)
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
-        with reading(self._where):
+        with read_errors(self._where):
             if offset == 0:
                 self._file_system.advise_sequential(self._handle)
             while buffer.nbytes:
@@ -334,7 +333,7 @@ class FileReader:
 
 
 def cut_at_blocks(buffers: Sequence[memoryview], offset: int) -> Iterator[list[memoryview]]:
-    """The same bytes as flat pieces, one list for each block of the file that they touch.
+    """The same bytes as flat pieces, one list for each block of the file.
 
     Args:
         buffers: C-contiguous memory.

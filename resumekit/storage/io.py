@@ -1,15 +1,11 @@
-"""The one seam: every write-side and read-side call of a checkpoint goes through a ``FileSystem``.
+"""The file system interface: every read and write of a run directory goes through a ``FileSystem``.
 
-Nothing else in resumekit may touch the files of a run directory. That makes it possible to replay
-every state that a power cut may leave (an in-memory ``FileSystem``), to inject a fault at every
-call (``failpoints.py``) and to hold the list of calls against the system calls really made.
+Tests replace it: by one in memory that replays every state that a power cut may leave, and by one
+that fails at a chosen call.
 
-What each call promises in a power cut is no more than POSIX does: data is there after ``fsync`` of
-the file, a name is there (or gone) after ``fsync_dir`` of the directory that holds it, and nothing
-else is in any order.
+In a power cut each call promises what POSIX promises: data survives after ``fsync`` of the file, a
+name (or its removal) after ``fsync_dir`` of its directory, and nothing else has an order.
 """
-
-# The Protocol documents the methods; pathlib would hide which system call is made.
 
 from __future__ import annotations
 
@@ -18,10 +14,13 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+
+from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
 
 Kind = Literal["file", "directory", "other"]
 
@@ -60,7 +59,7 @@ class Free:
 
     Args:
         num_bytes: bytes that this user may still write.
-        num_inodes: files and directories that may still be made; None where there is no such limit.
+        num_inodes: files and directories that may still be created; None without a limit.
     """
 
     num_bytes: int
@@ -71,7 +70,7 @@ class FileSystem(Protocol):
     """The calls that resumekit makes. Each one raises OSError as the system call would."""
 
     def mkdir(self, path: Path) -> None:
-        """Makes one directory; the parent must exist, the path must not."""
+        """Creates one directory; the parent must exist, the path must not."""
         ...
 
     def create(self, path: Path) -> int:
@@ -91,7 +90,7 @@ class FileSystem(Protocol):
         ...
 
     def close(self, handle: int | ReadHandle) -> None:
-        """Gives the handle back, whether or not this raises."""
+        """Closes the handle, also when this raises."""
         ...
 
     def fsync_dir(self, path: Path) -> None:
@@ -99,7 +98,7 @@ class FileSystem(Protocol):
         ...
 
     def rename(self, source: Path, target: Path) -> None:
-        """Moves a name at once. A file replaces a file; a directory needs a free target."""
+        """Renames atomically. A file replaces a file; a directory needs a free target."""
         ...
 
     def unlink(self, path: Path) -> None:
@@ -132,7 +131,7 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """The operating system's own calls, one for one."""
+    """The operating system's calls, unchanged."""
 
     def __init__(self) -> None:
         self._sync_file_range = _find_sync_file_range()
@@ -154,7 +153,7 @@ class LocalFileSystem:
 
     def writeback(self, handle: int, offset: int, length: int) -> None:
         if self._sync_file_range is not None:
-            # Its result is of no interest: what is not written now is written by fsync.
+            # Its result does not matter: fsync writes the rest.
             self._sync_file_range(handle, offset, length, _SYNC_FILE_RANGE_WRITE)
 
     def fsync(self, handle: int) -> None:
@@ -168,7 +167,7 @@ class LocalFileSystem:
         try:
             _fsync(descriptor)
         except OSError as error:
-            # Not a failed sync: such a file system (some FUSE ones) has none for directories.
+            # Not a failed sync: some FUSE file systems have none for directories.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
         finally:
@@ -190,12 +189,12 @@ class LocalFileSystem:
                 try:
                     status = item.stat(follow_symlinks=False)
                 except FileNotFoundError:
-                    continue  # gone since; another process may be at work here
+                    continue  # removed meanwhile by another process
                 entries.append(_entry(item.name, status))
         return sorted(entries, key=lambda entry: entry.name)
 
     def open(self, path: Path) -> ReadHandle:
-        # O_NONBLOCK: opening a pipe must fail below, not wait here for somebody to write into it.
+        # O_NONBLOCK: opening a pipe must fail below, not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
         status = os.fstat(descriptor)
@@ -213,7 +212,7 @@ class LocalFileSystem:
 
     def free(self, path: Path) -> Free:
         status = os.statvfs(path)
-        # btrfs and others count no inodes: they say that there are none at all.
+        # btrfs and others count no inodes: they report none at all.
         num_inodes = status.f_favail if status.f_files else None
         return Free(status.f_bavail * status.f_frsize, num_inodes)
 
@@ -223,7 +222,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin write-out of dirty pages, do not
 
 
 def _after(buffers: list[memoryview], written: int) -> list[memoryview]:
-    """What is left of the buffers once their first ``written`` bytes are gone."""
+    """The buffers without their first ``written`` bytes."""
     for index, buffer in enumerate(buffers):
         if written < buffer.nbytes:
             return [buffer[written:], *buffers[index + 1 :]]
@@ -256,3 +255,78 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
     function.restype = ctypes.c_int
     found: Callable[[int, int, int, int], int] = function
     return found
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def save_errors(path: Path | str) -> Iterator[None]:
+    """Turns an OSError of the body into SaveError.
+
+    Raises:
+        SaveError: names the path and the cause; ``errno`` is the cause's.
+    """
+    try:
+        yield
+    except ResumekitError:
+        raise
+    except OSError as error:
+        remedy = "Free space, or lower keep_latest" if error.errno in _NO_ROOM else None
+        failure = SaveError(
+            str(path), found=f"could not be written: {describe(error)}", remedy=remedy
+        )
+        failure.errno = error.errno
+        raise failure from error
+
+
+@contextmanager
+def read_errors(where: str) -> Iterator[None]:
+    """Turns an OSError of the body into UnreadableCheckpointError: it is no proof of damage.
+
+    Raises:
+        UnreadableCheckpointError: names the file and the cause.
+    """
+    try:
+        yield
+    except ResumekitError:
+        raise
+    except OSError as error:
+        failure = UnreadableCheckpointError(where, found=f"could not be read: {describe(error)}")
+        failure.errno = error.errno
+        raise failure from error
+
+
+@contextmanager
+def directory_errors(directory: Path, doing: str) -> Iterator[None]:
+    """Turns an OSError of the body into DirectoryError.
+
+    Args:
+        directory: the run directory.
+        doing: the attempted action, e.g. ``"be created"``.
+
+    Raises:
+        DirectoryError: names the directory, the cause and, where it is known, the path in it.
+    """
+    try:
+        yield
+    except ResumekitError:
+        raise
+    except OSError as error:
+        forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        failure = DirectoryError(
+            str(directory),
+            found=f"could not {doing}: {describe(error)}",
+            remedy="Choose a directory that this job may write to" if forbidden else None,
+        )
+        failure.errno = error.errno
+        raise failure from error
+
+
+def describe(error: OSError) -> str:
+    """The operating system's description, e.g. ``ENOSPC (No space left on device)``."""
+    number = error.errno
+    if number is None:
+        return str(error)
+    text = f"{errno.errorcode.get(number, number)} ({os.strerror(number)})"
+    return f"{text} at {error.filename}" if error.filename else text

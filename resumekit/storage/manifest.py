@@ -1,4 +1,4 @@
-"""The inventory of a step directory: written last, and what it does not list is not there."""
+"""The manifest of a step directory: its inventory, written last."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.state import Fidelity, SharingPattern
 from resumekit.storage.digest import ALGORITHM, is_digest
+from resumekit.storage.directories import MANIFEST, StepName, path_problem, paths_problem
 from resumekit.storage.files import FileEntry
-from resumekit.storage.names import MANIFEST, StepName, path_problem, paths_problem
-from resumekit.storage.sealed import plain, seal, unseal
+from resumekit.storage.json_files import seal, to_plain, unseal
 
 FORMAT = "resumekit checkpoint"
 FORMAT_VERSION = 1
@@ -23,7 +23,7 @@ _MAX_RANKS = 1 << 24
 
 @dataclass(frozen=True)
 class ComponentRecord:
-    """One component of the run's state, as it was declared when it was saved.
+    """One component of the run's state, as declared when it was saved.
 
     Args:
         key: ``slot`` or ``slot/name``.
@@ -32,8 +32,7 @@ class ComponentRecord:
         reason: why it is not exact; empty when it is.
         directory: where its files are, relative to the step directory.
         writers: the ranks that wrote it, in order.
-        groups: the ranks that held one state of it, or one part, together; empty where the pattern
-            alone says it.
+        groups: the ranks that share one state or part of it; empty where the pattern defines it.
     """
 
     key: str
@@ -47,18 +46,18 @@ class ComponentRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a step directory says about itself.
+    """The content of a step directory and the run it belongs to.
 
     Args:
         run_id: of the run, kept over all its attempts; 32 hexadecimal digits.
         attempt: of the process start that wrote it; 32 hexadecimal digits.
         step: optimizer steps.
-        revision: how often this step had been saved before.
-        created: when, ISO 8601 in UTC; for people, nothing is ordered by it.
-        parent: the step directory that the attempt resumed from or saved before, if any.
+        revision: how often this step was saved before.
+        created: ISO 8601 in UTC, for people only.
+        parent: the step directory that the attempt resumed from or saved last, if any.
         world_size: how many ranks wrote it.
-        progress: how far the run was, plain values.
-        finished: why the run is done; None when it is not.
+        progress: counts of the run, plain values.
+        finished: why the run ended; None while it continues.
         metric: ``{"name", "mode", "value"}`` with the value as ``float.hex``, if one was reported.
         components: the inventory of state.
         files: the inventory of files; the manifest itself is not in it.
@@ -91,7 +90,7 @@ class Manifest:
         return StepName(self.step, self.revision)
 
     def to_bytes(self) -> bytes:
-        """The manifest file. What could not be read back is refused here.
+        """The manifest file; refuses what could not be read back.
 
         Raises:
             UnsupportedValueError: names the field.
@@ -101,7 +100,7 @@ class Manifest:
             "components": [_row(item) for item in self.components],
             "files": [_row(item) for item in self.files],
         }
-        # What a person looks for comes first, the long lists last.
+        # Short fields first, long lists last: people read it.
         ordered = {"format": FORMAT, "digest_algorithm": ALGORITHM}
         ordered |= {name: content[name] for name in _ORDER}
         data = seal(ordered)
@@ -117,15 +116,15 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str = MANIFEST) -> Manifest:
-        """The manifest that a file holds, every byte and every field checked.
+        """The manifest of a file, with every byte and field checked.
 
         Args:
             data: the whole file.
             where: what error messages call it.
 
         Raises:
-            CorruptCheckpointError: says which field, what was found and what was expected.
-            FormatVersionError: it is whole, and a newer version of resumekit wrote it.
+            CorruptCheckpointError: names the field, what was found and what was expected.
+            FormatVersionError: a newer version of resumekit wrote it.
         """
         content = unseal(data, where=where)
         _check_version(content, where)
@@ -146,7 +145,7 @@ class Manifest:
 
     def _plain(self) -> Manifest:
         free = ("progress", "metric", "capture", "fingerprint", "details")
-        return replace(self, **{name: plain(getattr(self, name), where=name) for name in free})
+        return replace(self, **{name: to_plain(getattr(self, name), where=name) for name in free})
 
 
 _ORDER = (
@@ -168,7 +167,7 @@ _ORDER = (
     "files",
 )
 
-# A check gives what is expected instead, or None when the value is right.
+# A check returns what is expected instead, or None for a valid value.
 Check = Callable[[Any], str | None]
 
 
@@ -336,7 +335,7 @@ def _row(record: ComponentRecord | FileEntry) -> dict[str, Any]:
 
 
 def _check_whole(manifest: Manifest, where: str) -> None:
-    """What no field shows alone."""
+    """Checks that need several fields."""
     problem = paths_problem(entry.path for entry in manifest.files)
     if problem is not None:
         raise CorruptCheckpointError(f"{where}: files", found=problem)

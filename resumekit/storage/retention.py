@@ -1,4 +1,4 @@
-"""Which checkpoints may go. Pure: it sees names and metrics, and touches nothing."""
+"""Selects the checkpoints to delete, from names and metrics; touches no file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage.names import StepName
+from resumekit.storage.directories import StepName
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What to keep; the newest checkpoint stays under every policy.
+    """Which checkpoints to keep; the newest one always stays.
 
     Args:
         keep_latest: how many of the newest steps; None keeps everything.
-        keep_best: how many of the steps with the best metric; 0 lets the best one go, too.
-        keep_every: steps that are a multiple of it are kept for ever; None for none.
+        keep_best: how many of the steps with the best metric; 0 keeps none of them.
+        keep_every: multiples of it are kept for ever; None for none.
 
     Raises:
         ConfigurationError: a number out of range.
@@ -41,7 +41,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What retention has to know about one checkpoint.
+    """A checkpoint as retention sees it.
 
     Args:
         name: of its step directory.
@@ -55,11 +55,10 @@ class Checkpoint:
 def select_deletions(
     checkpoints: Sequence[Checkpoint], policy: RetentionPolicy
 ) -> frozenset[StepName]:
-    """The checkpoints that the policy lets go.
+    """The checkpoints to delete under the policy.
 
-    Only the last revision of a step counts; the ones before it are superseded and go. Where a run
-    has changed its metric or its mode, the best of each one stay. Of equal values the earlier is
-    the better, and a NaN is never among the best.
+    Earlier revisions of a step are deleted. Where a run changed its metric or its mode, the best of
+    each are kept. Of equal values the earlier is better, and a NaN is never among the best.
 
     Args:
         checkpoints: of this run, verified, in any order.
@@ -82,7 +81,7 @@ def _name(checkpoint: Checkpoint) -> StepName:
 
 
 def _rankings(current: Sequence[Checkpoint]) -> list[list[StepName]]:
-    """For each metric and mode the names of the checkpoints that report it, the best one first."""
+    """The names of the checkpoints with each metric and mode, the best one first."""
     values: dict[tuple[str, str], list[tuple[float, StepName]]] = {}
     for item in current:
         if item.metric is None:

@@ -1,14 +1,14 @@
-"""The run directory as one thing: who owns it, what is in it, and how a checkpoint gets there.
+"""The run directory: its owner, its checkpoints, and how a checkpoint is saved and deleted.
 
 ::
 
     runs/a/
-      step-00000500/    committed: it is there whole, or it is not there
-      latest            advisory, for people
-      quarantine/       what failed verification, with the reason beside it
-      owner.json        the run's id and its present attempt
+      step-00000500/    committed: complete, or absent
+      latest            for people only
+      quarantine/       damaged checkpoints, each with the reason in a file
+      owner.json        the run's id and its current attempt
       .lock             held by the live owner
-      .staging/         in flight; never read; swept by the owner
+      .staging/         checkpoints being written; never read; cleaned by the owner
 
 Rank 0 alone acquires, stages, commits, retains and quarantines. Every rank may read.
 """
@@ -30,39 +30,56 @@ from resumekit.errors import (
     ForeignCheckpointError,
     SharedDirectoryError,
 )
-from resumekit.storage.commit import commit
-from resumekit.storage.failpoints import local_file_system
-from resumekit.storage.failures import saving, using
-from resumekit.storage.io import FileSystem
-from resumekit.storage.lock import POLL_SECONDS, DirectoryLock, PosixLock
-from resumekit.storage.manifest import Manifest
-from resumekit.storage.names import LOCK, STAGING, StepName
-from resumekit.storage.others import what_others_left
-from resumekit.storage.owner import Owner, check_owner, find_run_id, read_owner, write_owner
-from resumekit.storage.quarantine import list_quarantine, put_aside
-from resumekit.storage.removal import remove_steps
-from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.staging import (
+from resumekit.storage.commit import (
     Staging,
     attach_staging,
     check_space,
+    commit,
     make_directories,
     new_staging,
 )
-from resumekit.storage.step import StepReader, list_steps
-from resumekit.storage.tree import has_directory, make_durably, remove_children, remove_tree
+from resumekit.storage.directories import (
+    LOCK,
+    STAGING,
+    StepName,
+    has_directory,
+    make_durable,
+    remove_children,
+    remove_tree,
+)
+from resumekit.storage.io import FileSystem, LocalFileSystem, directory_errors, save_errors
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.ownership import (
+    POLL_SECONDS,
+    DirectoryLock,
+    Owner,
+    PosixLock,
+    check_owner,
+    find_run_id,
+    read_owner,
+    unrelated_names,
+    write_owner,
+)
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
+from resumekit.storage.steps import (
+    StepReader,
+    list_quarantined,
+    list_steps,
+    quarantine_step,
+    remove_steps,
+)
 
 
 class Store:
     """The checkpoints of one run.
 
     Args:
-        directory: the run directory; it need not exist before ``acquire``.
-        file_system: the seam; by default the local one, with the faults the environment asks for.
-        lock: what excludes other jobs; by default a POSIX record lock.
+        directory: the run directory; created by ``acquire``.
+        file_system: by default the local one.
+        lock: excludes other jobs; by default a POSIX record lock.
 
     Attributes:
-        others: what ``acquire`` found in a directory that no run had used yet; a few names.
+        others: names that ``acquire`` found in a directory that no run had used yet; a few of them.
     """
 
     def __init__(
@@ -73,14 +90,14 @@ class Store:
         lock: DirectoryLock | None = None,
     ) -> None:
         self.directory = Path(directory).absolute()
-        self._file_system = local_file_system() if file_system is None else file_system
+        self._file_system = LocalFileSystem() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
         self.others = ""
         self._run_id: str | None = None
         self._attempt: str | None = None
         self._owner: Owner | None = None
         self._in_flight: set[str] = set()
-        self._own: dict[StepName, Checkpoint] = {}
+        self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
 
     # Who owns the directory
@@ -88,25 +105,25 @@ class Store:
     def acquire(self) -> Owner:
         """The record of this attempt, which owns the directory until ``release``. Rank 0 only.
 
-        Makes the directory where it is missing and removes what earlier attempts left in staging.
+        Creates a missing directory and removes what earlier attempts left in staging.
 
         Raises:
-            DirectoryInUseError: another live job owns it; says which.
-            DirectoryError: it is read-only, not a directory, cannot be locked, or holds the
-                checkpoints of something else; nothing was changed.
-            CheckpointError: the owner record is damaged, and the checkpoints cannot be asked which
-                run they belong to: they are unreadable just now, or of a newer format.
+            DirectoryInUseError: another live job owns it; names the job.
+            DirectoryError: it is read-only, not a directory, cannot be locked, or holds
+                checkpoints of another program; nothing was changed.
+            CheckpointError: the owner record is damaged, and no checkpoint gives the run's id, as
+                they are unreadable now or of a newer format.
         """
-        with using(self.directory, "be created"):
-            make_durably(self._file_system, self.directory)
-        with using(self.directory, "be read"):
-            self.others = what_others_left(self._file_system, self.directory)
-        with using(self.directory, "be locked"):
+        with directory_errors(self.directory, "be created"):
+            make_durable(self._file_system, self.directory)
+        with directory_errors(self.directory, "be read"):
+            self.others = unrelated_names(self._file_system, self.directory)
+        with directory_errors(self.directory, "be locked"):
             locked = self._lock.acquire(self.directory / LOCK)
         if not locked:
             raise self._in_use()
         try:
-            with using(self.directory, "be used"):
+            with directory_errors(self.directory, "be used"):
                 self._take_over()
         except BaseException:
             self._lock.release()
@@ -120,37 +137,37 @@ class Store:
         owner = Owner.of_this_process(find_run_id(self._file_system, self.directory))
         write_owner(self._file_system, self.directory, owner)
         self._owner, self._run_id, self._attempt = owner, owner.run_id, owner.attempt
-        self._in_flight, self._own, self._committed = set(), {}, None
+        self._in_flight, self._verified, self._committed = set(), {}, None
         self._sweep()
 
     def _in_use(self) -> DirectoryInUseError:
         with suppress(OSError):
             owner = read_owner(self._file_system, self.directory)
             if owner is not None:
-                is_own = (owner.pid, owner.host) == (os.getpid(), socket.gethostname())
+                is_ours = (owner.pid, owner.host) == (os.getpid(), socket.gethostname())
                 return DirectoryInUseError(
                     str(self.directory),
-                    found=f"in use by {owner}" + (", which is this process" if is_own else ""),
-                    remedy="Call close() on the Checkpointer that was made first"
-                    if is_own
+                    found=f"in use by {owner}" + (", which is this process" if is_ours else ""),
+                    remedy="Call close() on the first Checkpointer"
+                    if is_ours
                     else "Wait for it, stop it, or give this job another directory",
                 )
         return DirectoryInUseError(str(self.directory), found="in use by another job")
 
     def join(self, run_id: str, attempt: str, *, wait_seconds: float = 5.0) -> None:
-        """Takes part in rank 0's attempt. Every rank but rank 0.
+        """Joins rank 0's attempt. Every rank except rank 0.
 
         Args:
-            run_id: what rank 0's ``acquire`` gave.
-            attempt: what rank 0's ``acquire`` gave.
-            wait_seconds: how long a network file system may take to show what rank 0 wrote.
+            run_id: from rank 0's ``acquire``.
+            attempt: from rank 0's ``acquire``.
+            wait_seconds: how long a network file system may take to show rank 0's writes.
 
         Raises:
             SharedDirectoryError: this rank does not see rank 0's directory.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
-            with using(self.directory, "be read"):
+            with directory_errors(self.directory, "be read"):
                 owner = read_owner(self._file_system, self.directory)
             if owner is not None and (owner.run_id, owner.attempt) == (run_id, attempt):
                 self._run_id, self._attempt = run_id, attempt
@@ -162,11 +179,11 @@ class Store:
             str(self.directory),
             found="no owner record" if owner is None else f"the owner record of {owner}",
             expected=f"that of attempt {attempt}, which rank 0 wrote",
-            remedy="Put the run directory where all ranks see it",
+            remedy="Choose a run directory that all ranks see",
         )
 
     def release(self) -> None:
-        """Lets other jobs in. Without effect where nothing was acquired."""
+        """Releases the directory, if it was acquired."""
         self._owner = None
         self._lock.release()
 
@@ -195,7 +212,7 @@ class Store:
         Raises:
             DirectoryError: the run directory cannot be listed.
         """
-        with using(self.directory, "be read"):
+        with directory_errors(self.directory, "be read"):
             return list_steps(self._file_system, self.directory)
 
     def open_step(self, name: StepName) -> StepReader:
@@ -231,10 +248,10 @@ class Store:
             DirectoryError: it could not be moved.
         """
         owner = self._require_owner()
-        with using(self.directory, f"put {name} into quarantine"):
+        with directory_errors(self.directory, f"put {name} into quarantine"):
             check_owner(self._file_system, self.directory, owner)
-            target = put_aside(self._file_system, self.directory, name, error)
-        self._own.pop(name, None)
+            target = quarantine_step(self._file_system, self.directory, name, error)
+        self._verified.pop(name, None)
         return target
 
     def quarantined(self) -> list[str]:
@@ -243,8 +260,8 @@ class Store:
         Raises:
             DirectoryError: the quarantine cannot be listed.
         """
-        with using(self.directory, "be read"):
-            return list_quarantine(self._file_system, self.directory)
+        with directory_errors(self.directory, "be read"):
+            return list_quarantined(self._file_system, self.directory)
 
     # How a checkpoint gets there
 
@@ -270,7 +287,7 @@ class Store:
             SaveError: names the path and the cause.
         """
         owner = self._require_owner()
-        with saving(self.directory):
+        with save_errors(self.directory):
             check_owner(self._file_system, self.directory, owner)
         self._sweep()
         num_inodes = num_files + len(directories) + 1
@@ -315,7 +332,7 @@ class Store:
             self.abandon(staging)
             raise
         self._in_flight.discard(staging.name)
-        self._own[staging.step] = Checkpoint(staging.step, manifest.metric)
+        self._verified[staging.step] = Checkpoint(staging.step, manifest.metric)
         self._committed = staging.step
         return path
 
@@ -338,23 +355,23 @@ class Store:
         owner = self._require_owner()
         if self._committed is None:
             return []
-        deletions = sorted(select_deletions(self._own_checkpoints(), policy) - {self._committed})
+        deletions = sorted(select_deletions(self._list_verified(), policy) - {self._committed})
         if not deletions:
             return []
-        with saving(self.directory):
+        with save_errors(self.directory):
             check_owner(self._file_system, self.directory, owner)
         for name in deletions:
-            self._own.pop(name)
+            self._verified.pop(name)
         remove_steps(self._file_system, self.directory, deletions)
         return deletions
 
-    def _own_checkpoints(self) -> list[Checkpoint]:
+    def _list_verified(self) -> list[Checkpoint]:
         """The verified checkpoints of this run; each is looked into once."""
         names = set(self.step_names())
-        for name in names - set(self._own):
+        for name in names - set(self._verified):
             with suppress(CheckpointError):
-                self._own[name] = Checkpoint(name, self.open_step(name).manifest.metric)
-        return [checkpoint for name, checkpoint in self._own.items() if name in names]
+                self._verified[name] = Checkpoint(name, self.open_step(name).manifest.metric)
+        return [checkpoint for name, checkpoint in self._verified.items() if name in names]
 
     def _sweep(self) -> None:
         """Removes what is not in flight from staging; what cannot be removed now is tried again."""

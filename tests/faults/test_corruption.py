@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failpoints import failing
 
 from crashlab.damage import (
     Damage,
@@ -261,13 +262,13 @@ def test_a_checkpoint_that_cannot_be_read_now_is_passed_over_and_left_in_place(
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    monkeypatch.setenv("RESUMEKIT_FAILPOINTS", f"open:{call}=EIO")
+    monkeypatch.setattr("resumekit.storage.store.LocalFileSystem", failing(f"open:{call}=EIO"))
     report, state = resumed(copy, keep_latest=1)
     assert (report.step, state) == (2, older_state)
     assert [rejection.name for rejection in report.rejected] == [NEWEST]
     assert not (copy / "quarantine").exists()
     assert resumed(copy)[0].step == 2  # the same again
-    monkeypatch.delenv("RESUMEKIT_FAILPOINTS")
+    monkeypatch.undo()
     assert resumed(copy)[0].step == 4
 
 

@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import DirectoryError, SaveError
 from resumekit.storage import (
-    FailpointFileSystem,
     LocalFileSystem,
     RetentionPolicy,
     StepName,
     Store,
-    parse_failpoints,
 )
 
 OpenStore = Callable[..., Store]

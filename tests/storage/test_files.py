@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from failpoints import FailpointFileSystem, parse_failpoints
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +19,12 @@ from resumekit.errors import CorruptCheckpointError, SaveError, UnreadableCheckp
 from resumekit.storage import (
     BLOCK_BYTES,
     BlockDigester,
-    FailpointFileSystem,
     FileEntry,
     FileReader,
     FileSystem,
     FileWriter,
     LocalFileSystem,
     digest_bytes,
-    parse_failpoints,
 )
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]

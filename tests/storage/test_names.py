@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage.names import StepName, directories_of, path_problem, paths_problem
+from resumekit.storage.directories import StepName, directories_of, path_problem, paths_problem
 
 
 @given(st.integers(0, 10**18), st.integers(0, 999_999))

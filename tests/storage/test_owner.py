@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from failpoints import FailpointFileSystem, NoLock, parse_failpoints
 
 from resumekit.errors import (
     CheckpointError,
@@ -20,14 +21,11 @@ from resumekit.errors import (
     SharedDirectoryError,
 )
 from resumekit.storage import (
-    FailpointFileSystem,
     LocalFileSystem,
-    NoLock,
     Owner,
     PosixLock,
     StepName,
     Store,
-    parse_failpoints,
 )
 
 OpenStore = Callable[..., Store]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import (
     CheckpointNotFoundError,
@@ -24,7 +25,6 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.storage import (
-    FailpointFileSystem,
     FileEntry,
     Free,
     LocalFileSystem,
@@ -32,9 +32,8 @@ from resumekit.storage import (
     RetentionPolicy,
     StepName,
     Store,
-    parse_failpoints,
 )
-from resumekit.storage.sealed import seal
+from resumekit.storage.json_files import seal
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]

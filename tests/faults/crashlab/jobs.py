@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from failpoints import NoLock
+
 from crashlab.recording import Recording, RecordingFileSystem
 from resumekit.errors import CheckpointError, CorruptCheckpointError
 from resumekit.storage import (
     FileEntry,
     FileSystem,
     Manifest,
-    NoLock,
     RetentionPolicy,
     Staging,
     StepName,

@@ -1,7 +1,7 @@
-"""Small JSON files that prove by themselves that they are whole: the manifest, the owner record.
+"""Small JSON files that end with their own digest: the manifest, the owner record.
 
-The last line holds the digest of every byte before it, and its own spelling is fixed, so a change
-of any byte of the file is found::
+The last line holds the digest of all bytes before it in a fixed spelling, so that a change of any
+byte is detected::
 
     {
       "format": "resumekit checkpoint",
@@ -11,7 +11,7 @@ of any byte of the file is found::
       "digest": "xxh3-128:0123456789abcdef0123456789abcdef"
     }
 
-A digest proves that a file is undamaged, not that it is well-meant; so the parser is strict too.
+A digest does not prove that the content is well-formed, so the parser is strict too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LAST_LINE_BYTES = len(_LAST_LINE) - 2 + 32
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """These fields as sealed, human-readable JSON.
+    """These fields as readable JSON that ends with its digest.
 
     Raises:
-        UnsupportedValueError: a value that JSON cannot give back as it is; names the path to it.
+        UnsupportedValueError: a value that JSON would change; names the path to it.
     """
     lines = [f"  {json.dumps(key)}: {_text(key, value)},\n" for key, value in fields.items()]
     body = ("{\n" + "".join(lines)).encode("ascii")
@@ -49,7 +49,7 @@ def seal(fields: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, *, where: str) -> dict[str, Any]:
-    """The fields of a sealed file, without the digest.
+    """The fields of a file that ``seal`` made, without the digest.
 
     Args:
         data: the whole file.
@@ -76,14 +76,14 @@ def unseal(data: bytes, *, where: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, *, where: str) -> Any:
-    """The value of strict JSON: UTF-8, no duplicate keys, no NaN, nothing of absurd size.
+    """The value of strict JSON: UTF-8, no duplicate keys, no NaN, limited size.
 
     Args:
         data: the whole text.
         where: what error messages call it.
 
     Raises:
-        CorruptCheckpointError: says what is wrong with it.
+        CorruptCheckpointError: names what is wrong with it.
     """
     if len(data) > MAX_JSON_BYTES:
         raise CorruptCheckpointError(
@@ -108,8 +108,8 @@ _DEPTH_CHANGE = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord(","):
 
 
 def _check_structure(data: bytes, where: str) -> None:
-    # Before json sees it: deep nesting ends in a RecursionError or, with a raised recursion limit,
-    # in a crash of the process, and a flood of tiny values takes many times the memory of its text.
+    # Before json parses it: deep nesting causes a RecursionError or, with a raised recursion limit,
+    # a crash, and very many tiny values take many times the memory of their text.
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = unescaped.count(b'"') // 2
     structure = _STRING.sub(b"", unescaped).translate(None, _NOT_STRUCTURE)
@@ -150,19 +150,19 @@ def _finite(text: str) -> float:
 
 
 def _text(key: str, value: Any) -> str:
-    """JSON of one top-level field; a list of objects gets one line for each object."""
-    value = plain(value, where=key)
+    """JSON of one top-level field, with one line for each object of a list."""
+    value = to_plain(value, where=key)
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         lines = ",\n".join("    " + json.dumps(item) for item in value)
         return f"[\n{lines}\n  ]"
     return json.dumps(value, indent=2).replace("\n", "\n  ")
 
 
-def plain(value: Any, *, where: str, depth: int = 0) -> Any:
-    """The value as JSON would give it back; tuples become lists.
+def to_plain(value: Any, *, where: str, depth: int = 0) -> Any:
+    """The value as JSON would return it; tuples become lists.
 
     Raises:
-        UnsupportedValueError: JSON would give back something else, or nothing.
+        UnsupportedValueError: JSON would change or refuse it.
     """
     if depth > MAX_DEPTH - 2:
         raise UnsupportedValueError(where, found="nested too deeply")
@@ -174,12 +174,12 @@ def plain(value: Any, *, where: str, depth: int = 0) -> Any:
         return float(value)
     if isinstance(value, list | tuple):
         return [
-            plain(item, where=f"{where}[{index}]", depth=depth + 1)
+            to_plain(item, where=f"{where}[{index}]", depth=depth + 1)
             for index, item in enumerate(value)
         ]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            str(key): plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
+            str(key): to_plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
             for key, item in value.items()
         }
     raise UnsupportedValueError(

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from failpoints import Failpoint, FailpointFileSystem, failing, parse_failpoints
 
-from resumekit.errors import ConfigurationError
-from resumekit.storage import (
-    Failpoint,
-    FailpointFileSystem,
-    LocalFileSystem,
-    local_file_system,
-    parse_failpoints,
-)
+from resumekit.errors import ConfigurationError, DirectoryError
+from resumekit.storage import LocalFileSystem, Store
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ from resumekit.storage import (
         ("write:3=torn", (Failpoint(3, "torn", "write"),)),
         ("list:1+=EIO, 2=kill", (Failpoint(1, "EIO", "list", True), Failpoint(2, "kill"))),
         ("open:2=EACCES", (Failpoint(2, "EACCES", "open"),)),
-        ("1+=tell", (Failpoint(1, "tell", sticky=True),)),
+        ("1+=log", (Failpoint(1, "log", sticky=True),)),
         ("", ()),
     ],
 )
@@ -39,7 +34,7 @@ def test_a_plan_says_which_call_fails_and_how(text: str, points: tuple[Failpoint
     "text", ["17", "0=kill", "-1=kill", "x=kill", "17=explode", "17=EWHAT", "chmod:1=EIO", "=EIO"]
 )
 def test_a_plan_without_meaning_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="RESUMEKIT_FAILPOINTS"):
+    with pytest.raises(ConfigurationError, match="failpoints"):
         parse_failpoints(text)
 
 
@@ -76,14 +71,14 @@ def test_read_side_calls_do_not_count_and_fail_only_by_name(tmp_path: Path) -> N
         failing.mkdir(tmp_path / "a")
 
 
-def test_a_call_that_tells_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    telling = _failing("2+=tell")
-    telling.mkdir(tmp_path / "a")
-    handle = telling.create(tmp_path / "a" / "file")
-    telling.write(handle, [memoryview(b"content")])
-    telling.fsync(handle)
-    telling.close(handle)
-    telling.rename(tmp_path / "a" / "file", tmp_path / "b")
+def test_a_logged_call_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = _failing("2+=log")
+    logged.mkdir(tmp_path / "a")
+    handle = logged.create(tmp_path / "a" / "file")
+    logged.write(handle, [memoryview(b"content")])
+    logged.fsync(handle)
+    logged.close(handle)
+    logged.rename(tmp_path / "a" / "file", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"content"
     file = tmp_path / "a" / "file"
     assert capsys.readouterr().err.splitlines() == [
@@ -130,8 +125,10 @@ def test_a_torn_write_leaves_half_of_its_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"whole,abcde"
 
 
-def test_the_environment_turns_failpoints_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESUMEKIT_FAILPOINTS", raising=False)
-    assert isinstance(local_file_system(), LocalFileSystem)
-    monkeypatch.setenv("RESUMEKIT_FAILPOINTS", "3=kill")
-    assert isinstance(local_file_system(), FailpointFileSystem)
+def test_a_store_uses_the_injected_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resumekit.storage.store.LocalFileSystem", failing("mkdir:1=EROFS"))
+    with pytest.raises(DirectoryError, match="EROFS"):
+        Store(tmp_path / "run").acquire()
+    assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,15 @@
-"""Faults on demand: ``RESUMEKIT_FAILPOINTS`` makes one call of the seam fail, or kills the process.
+"""Faults on demand: a file system whose chosen call fails, or kills the process.
 
 A plan is a list of points separated by commas::
 
     17=kill          SIGKILL before the 17th write-side call
     17=EIO           the 17th write-side call fails with EIO and is not made
-    17+=ENOSPC       so do all later ones
-    write:3=torn     the 3rd write puts half of its bytes into the file, then SIGKILL
-    open:1=EACCES    any call of the seam can be named; calls of the read side only so
-    1+=tell          every write-side call tells on standard error what it is about to do
+    17+=ENOSPC       all later ones too
+    write:3=torn     the 3rd write writes half of its bytes, then SIGKILL
+    open:1=EACCES    any call can be named; read-side calls only so
+    1+=log           every write-side call is logged on standard error before it is made
 
-A point that kills tells too: ``failpoint: 17 rename .staging/...``, with the number of the call.
+A call that kills is logged too: ``failpoint: 17 rename .staging/...``, with its number.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage.io import Entry, FileSystem, Free, LocalFileSystem, ReadHandle
-
-VARIABLE = "RESUMEKIT_FAILPOINTS"
+from resumekit.storage import Entry, FileSystem, Free, LocalFileSystem, ReadHandle, store
+from resumekit.testing.task import load_function
 
 WRITE_CALLS = ("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir")
 _OTHER_CALLS = ("writeback", "close", "list", "open", "read_into", "advise_sequential", "free")
-_ACTIONS = ("kill", "torn", "tell")
+_ACTIONS = ("kill", "torn", "log")
+_PLAN = "failpoints"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Failpoint:
 
     Args:
         number: which call, from 1.
-        action: ``kill``, ``torn``, ``tell``, or the name of an errno.
+        action: ``kill``, ``torn``, ``log``, or the name of an errno.
         call: the name of the calls that are counted; None counts all of the write side.
         sticky: whether later calls fail too.
     """
@@ -59,10 +60,10 @@ _POINT = re.compile(r"(?:([a-z_]+):)?([1-9][0-9]{0,8})(\+?)=(\w+)")
 
 
 def parse_failpoints(text: str) -> tuple[Failpoint, ...]:
-    """The plan that the text describes.
+    """The plan of a text.
 
     Raises:
-        ConfigurationError: a point that has no meaning.
+        ConfigurationError: a point is invalid.
     """
     return tuple(_parse_point(part.strip()) for part in text.split(",") if part.strip())
 
@@ -70,15 +71,15 @@ def parse_failpoints(text: str) -> tuple[Failpoint, ...]:
 def _parse_point(text: str) -> Failpoint:
     match = _POINT.fullmatch(text)
     if match is None:
-        raise ConfigurationError(VARIABLE, found=repr(text), expected="[call:]number[+]=action")
+        raise ConfigurationError(_PLAN, found=repr(text), expected="[call:]number[+]=action")
     call, number, plus, action = match.groups()
     if call is not None and call not in WRITE_CALLS + _OTHER_CALLS:
         raise ConfigurationError(
-            VARIABLE, found=f"call {call!r}", expected=f"one of {', '.join(WRITE_CALLS)}"
+            _PLAN, found=f"call {call!r}", expected=f"one of {', '.join(WRITE_CALLS)}"
         )
     if action not in _ACTIONS and action not in errno.errorcode.values():
-        expected = "kill, torn, tell, or an errno such as EIO"
-        raise ConfigurationError(VARIABLE, found=f"action {action!r}", expected=expected)
+        expected = "kill, torn, log, or an errno such as EIO"
+        raise ConfigurationError(_PLAN, found=f"action {action!r}", expected=expected)
     return Failpoint(int(number), action, call, bool(plus))
 
 
@@ -128,7 +129,7 @@ class FailpointFileSystem:
 
     def close(self, handle: int | ReadHandle) -> None:
         point = self._next_point("close")
-        self._inner.close(handle)  # the real call gives the descriptor back even when it fails
+        self._inner.close(handle)  # as close(2): the descriptor is closed even on an error
         _act(point)
 
     def fsync_dir(self, path: Path) -> None:
@@ -183,15 +184,42 @@ class FailpointFileSystem:
         return None
 
 
-def local_file_system() -> FileSystem:
-    """The operating system's file system, with the faults that the environment asks for."""
-    text = os.environ.get(VARIABLE)
-    local = LocalFileSystem()
-    return FailpointFileSystem(local, parse_failpoints(text)) if text else local
+class NoLock:
+    """Excludes no other job: for file systems in memory, and for two owners in one process."""
+
+    def acquire(self, path: Path) -> bool:
+        """Always true."""
+        return True
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
+def failing(text: str) -> Callable[[], FailpointFileSystem]:
+    """A function that makes a local file system with the faults of this plan."""
+    plan = parse_failpoints(text)
+    return lambda: FailpointFileSystem(LocalFileSystem(), plan)
+
+
+def launch(
+    directory: str, *, target: str, failpoints: str, rank: int | None = None, **options: Any
+) -> None:
+    """Calls a training function of another file, whose run directories fail by this plan.
+
+    Args:
+        directory: its first argument.
+        target: the function, as from ``target_of``.
+        failpoints: the plan.
+        rank: the only rank with faults; None for all ranks.
+        options: the other arguments of the function.
+    """
+    if rank is None or rank == int(os.environ.get("RANK", "0")):
+        store.LocalFileSystem = failing(failpoints)  # type: ignore[misc,assignment]
+    load_function(target)(directory, **options)
 
 
 def _act(point: Failpoint | None, path: Path | None = None) -> None:
-    if point is None or point.action == "tell":
+    if point is None or point.action == "log":
         return
     if point.action in ("kill", "torn"):
         os.kill(os.getpid(), signal.SIGKILL)
