@@ -21,8 +21,8 @@ from resumekit.adapters._transformers_trl import (
     without_times,
 )
 from resumekit.capture import AttributeState, UserState, buckets_of, by_class_and_ordinal
+from resumekit.distributed import WorldChange
 from resumekit.frameworks.accelerate import accelerator_components
-from resumekit.layout import WorldChange
 from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
 
 # transformers 5.23 trainer_callback.py TrainerState: what training changes. The rest is settings.

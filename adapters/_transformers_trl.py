@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from resumekit.capture import Restorer, require_fields
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 from resumekit.state import SharingPattern, StateComponent
 
 # trl 1.16, of each Trainer: what it sums up between two lines of the log.

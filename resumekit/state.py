@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from resumekit.errors import DeclarationError, InexactError, did_you_mean
 
 if TYPE_CHECKING:
-    from resumekit.layout import WorldChange
+    from resumekit.distributed import WorldChange
 
 
 class SharingPattern(str, Enum):

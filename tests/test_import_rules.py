@@ -75,7 +75,6 @@ IMPORTED_BY_MODULE = ("resumekit.frameworks.", "resumekit.adapters.")
 THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/state.py", frozenset()),
-    ("resumekit/layout.py", frozenset()),
     ("resumekit/analysis/", frozenset()),
     ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
     ("resumekit/storage/", frozenset({"xxhash"})),

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate import Checkpointer
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8

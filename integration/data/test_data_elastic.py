@@ -20,7 +20,7 @@ from used_samples import counts, ledger
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 from resumekit.prove import CHECKPOINT, STEP, read_trace
 from resumekit.prove.records import RESUMED
 from resumekit.testing import Cell, KillPoint, Kit, Run

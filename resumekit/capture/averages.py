@@ -19,8 +19,8 @@ from resumekit.capture.restore import (
     refuse,
     require_fields,
 )
+from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.layout import WorldChange
 from resumekit.state import ComponentState
 
 _REMEDY = "Build the object as it was when the checkpoint was written"

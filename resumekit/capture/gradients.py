@@ -20,8 +20,8 @@ from resumekit.capture.naming import clean_names
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
 from resumekit.capture.user_state import UserState
+from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.layout import WorldChange
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 

@@ -19,7 +19,7 @@ from resumekit.capture.restore import (
     require_dict,
     state_mismatches,
 )
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 from resumekit.serialization import fill, is_sharded, local_part
 from resumekit.state import ComponentState
 

@@ -12,8 +12,8 @@ import torch
 
 from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
 from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState, python_state
+from resumekit.distributed import WorldChange
 from resumekit.errors import DeclarationError
-from resumekit.layout import WorldChange
 from resumekit.state import ComponentState
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"

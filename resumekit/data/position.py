@@ -23,8 +23,8 @@ from resumekit.data.prefetching import AheadSource, AskedAhead, WrappedSource
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
+from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, DataPositionError
-from resumekit.layout import WorldChange
 from resumekit.state import ComponentState, Fidelity
 
 # What one loop draws from.

@@ -30,8 +30,8 @@ from resumekit.data.order import (
     redraw_order,
     require_order,
 )
+from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
-from resumekit.layout import WorldChange
 
 BATCH_SIZE, WORLD_SIZE = "batch_size", "world_size"
 

@@ -15,8 +15,8 @@ from resumekit.data import (
     samplers_of,
     stateful_generators,
 )
+from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError
-from resumekit.layout import WorldChange
 from resumekit.log import logger
 from resumekit.state import Slot
 

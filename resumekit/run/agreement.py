@@ -7,14 +7,13 @@ from typing import Any
 
 import xxhash
 
-from resumekit.distributed import World, ranks_of, who_said
+from resumekit.distributed import Groups, Layout, Shares, World, groups_of, ranks_of, who_said
 from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
     DeclarationError,
     RankDisagreementError,
 )
-from resumekit.layout import Groups, Layout, Shares, groups_of
 from resumekit.serialization import WHOLE, Box, Copy, copy_digests, leaf_digests
 from resumekit.state import SharingPattern, StateComponent, Validation
 from resumekit.storage import Manifest

@@ -8,9 +8,8 @@ from typing import Any
 
 from resumekit.capture import Difference, differences, holds_gradients
 from resumekit.data import SEED, check_randomness
-from resumekit.distributed import World
+from resumekit.distributed import World, WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.layout import WorldChange
 from resumekit.run.agreement import Membership
 from resumekit.run.compatibility import (
     accept_drift,

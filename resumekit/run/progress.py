@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from resumekit.distributed import World
+from resumekit.distributed import Shares, World
 from resumekit.errors import CheckpointError, LoopError
-from resumekit.layout import Shares
 from resumekit.state import BestMetric, ComponentState, Progress
 from resumekit.storage import StepName, Store
 

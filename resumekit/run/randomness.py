@@ -8,7 +8,7 @@ from typing import Any
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.data import DataPosition, Feed, Source
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 from resumekit.state import ComponentState
 
 

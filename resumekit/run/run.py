@@ -37,9 +37,8 @@ from resumekit.data import (
     epoch_under_way,
     user_objects,
 )
-from resumekit.distributed import World
+from resumekit.distributed import Shares, World
 from resumekit.journal import Header, RandomStates, lineage
-from resumekit.layout import Shares
 from resumekit.log import show_messages
 from resumekit.run.agreement import Membership, Replicas, agreed_shares, described
 from resumekit.run.compatibility import (

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from resumekit.distributed import World
+from resumekit.distributed import Groups, World
 from resumekit.errors import ResumekitError, SaveError
-from resumekit.layout import Groups
 from resumekit.log import logger
 from resumekit.run.agreement import Membership
 from resumekit.serialization import (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from resumekit.distributed import World
+from resumekit.distributed import Groups, Shares, World, WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.layout import Groups, Shares, WorldChange
 from resumekit.run.agreement import Membership, recorded_shares
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord, Manifest

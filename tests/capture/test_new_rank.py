@@ -14,7 +14,7 @@ from torch import nn
 from resumekit.capture import ModelState, RngState, generator_state, set_generator_state
 from resumekit.capture.model import RankBuffers
 from resumekit.capture.rng import states_of_new_rank
-from resumekit.layout import WorldChange
+from resumekit.distributed import WorldChange
 
 GENERATORS: dict[str, Any] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),

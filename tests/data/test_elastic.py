@@ -30,8 +30,8 @@ from torch.utils.data import (
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
+from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
-from resumekit.layout import WorldChange
 
 ALLOWED = frozenset({"batch_size", "world_size"})
 

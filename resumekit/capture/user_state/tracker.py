@@ -31,8 +31,8 @@ from resumekit.capture.user_state.walk import (
     over_limit,
     walk,
 )
+from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.layout import WorldChange
 from resumekit.state import (
     CaptureLine,
     ComponentState,
