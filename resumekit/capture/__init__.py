@@ -1,27 +1,6 @@
 """From the live objects of a training run to states that can be stored, and back.
 
-Every class here offers ``state_dict()`` (references to live tensors, no copies),
-``check_state_dict(state)`` (raises StateMismatchError before anything is changed) and
-``load_state_dict(state)``, which loads in place and gives a tuple of remarks: what did not come
-back exactly, in words; it is empty when all did. Some have more:
-
-- ``fingerprint()``: plain values that describe the object, to be compared at a resume;
-- ``before_save()``: called on every rank when a save begins; may be collective;
-- ``after_resume()``: called on every rank when all components are loaded; may be collective; gives
-  remarks;
-- ``start_fresh()``: a checkpoint may lack this component; gives the remarks for that case;
-- ``configure(transient, limit_bytes)``: takes the options for user state, before training begins;
-- ``findings()``: lines for the capture report, for state that is not in the checkpoint;
-- ``put_back_with_random()``: called when the random state is set, the last act of a resume, for
-  what code before the next batch may change;
-- ``fidelity``: how exactly the state comes back as far as is known by now, and the reason;
-- ``comparable_state()``: the state without what was read from a clock, for the judge;
-- ``resplit_state_dict(states, change)``: the state of one rank is not lost when the number of ranks
-  changes. ``states`` holds the states of some former ranks by rank: always rank 0's, that of
-  ``change.model_rank``, and those of ``change.inherited``, which no other rank was given (each
-  former rank is inherited by exactly one). It changes nothing, and gives this rank's state and the
-  remarks about it; the state is then checked and loaded like any other. Without this method a
-  PER_RANK component is refused by name when the number of ranks has changed.
+Every state class inherits ``ComponentState``, which documents the hooks.
 """
 
 from __future__ import annotations
@@ -53,11 +32,7 @@ from resumekit.capture.naming import (
     by_key,
     clean_name,
     clean_names,
-    named_states,
     one_or_named,
-    parameter_names,
-    unwrapped,
-    wrapped_attribute,
 )
 from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
 from resumekit.capture.optimizer import OptimizerState, hyperparameters, inherits_load, is_host_step
@@ -69,13 +44,11 @@ from resumekit.capture.restore import (
     class_name,
     describe,
     fits,
-    is_same_class,
     pairs_of,
     refuse,
     require_fields,
 )
 from resumekit.capture.rng import (
-    GENERATOR_KINDS,
     RngState,
     generator_state,
     set_generator_state,
@@ -94,7 +67,6 @@ from resumekit.capture.user_state import (
 )
 
 __all__ = [
-    "GENERATOR_KINDS",
     "GRADIENT_BUCKETS",
     "IN_FP32",
     "PYTHON_WORDS",
@@ -144,14 +116,11 @@ __all__ = [
     "hyperparameters",
     "inherits_load",
     "is_host_step",
-    "is_same_class",
     "merged",
-    "named_states",
     "not_given",
     "one_or_named",
     "pairs_of",
     "parameter_components",
-    "parameter_names",
     "part_of",
     "rank_buffer_components",
     "refuse",
@@ -164,6 +133,4 @@ __all__ = [
     "states_of_new_rank",
     "trained_parameters",
     "uncaptured_parameters",
-    "unwrapped",
-    "wrapped_attribute",
 ]

@@ -90,19 +90,19 @@ class ObjectState(ComponentState):
         self, states: Mapping[int, Any], change: WorldChange
     ) -> tuple[dict[str, Any], Iterable[str]] | None:
         """Calls the object's own method; None if it has none."""
-        own = getattr(self.given, "resplit_state_dict", None)
-        if own is None or self.weights is not None:
+        method = getattr(self.given, "resplit_state_dict", None)
+        if method is None or self.weights is not None:
             return None
-        resplit = own({rank: each["opaque"] for rank, each in states.items()}, change)
+        resplit = method({rank: each["opaque"] for rank, each in states.items()}, change)
         if resplit is None:
             return None
-        state, remarks = resplit
-        return {"class": class_name(self.given), "opaque": state}, remarks
+        state, messages = resplit
+        return {"class": class_name(self.given), "opaque": state}, messages
 
     def first_rank_only(self) -> frozenset[str]:
         """The unsharded buffers of a module."""
-        own = frozenset() if self.weights is None else self.weights.first_rank_only()
-        return frozenset(f"weights.{name}" for name in own)
+        names = frozenset() if self.weights is None else self.weights.first_rank_only()
+        return frozenset(f"weights.{name}" for name in names)
 
     def _counters(self) -> dict[str, Any]:
         """How many models were averaged; empty for other objects."""

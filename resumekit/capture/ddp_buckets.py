@@ -92,7 +92,7 @@ class GradientBuckets(ComponentState):
 
     Args:
         model: a module that is wrapped in DDP, or holds modules that are.
-        key: the component's key, for remarks.
+        key: the component's key, for messages.
     """
 
     def __init__(self, model: nn.Module, *, key: str) -> None:
@@ -143,7 +143,7 @@ class GradientBuckets(ComponentState):
 
         DDP takes the order from the backward pass of its first iteration.
         """
-        remarks = []
+        messages = []
         for name, module in self._wrappers.items():
             saved = self._saved.pop(name, {})
             if _BROADCASTS in saved:
@@ -152,17 +152,17 @@ class GradientBuckets(ComponentState):
             if buckets is None or _obstacle(module) or _buckets(module) == buckets:
                 continue
             if module.find_unused_parameters:  # it never rebuilds its buckets
-                remarks.append(f"{self.key}: with find_unused_parameters=True they stay the first")
+                messages.append(f"{self.key}: with find_unused_parameters=True they stay the first")
                 continue
             parameters = _parameters(module)
             order = [fqn for bucket in buckets for fqn in bucket]
             if sorted(order) != sorted(parameters):
-                remarks.append(f"{self.key}: other parameters have gradients than before")
+                messages.append(f"{self.key}: other parameters have gradients than before")
                 continue
             _learn_order(module, [parameters[fqn] for fqn in order])
             if _buckets(module) != buckets:
-                remarks.append(f"{self.key}: they are of other sizes than in the checkpoint")
-        return tuple(remarks)
+                messages.append(f"{self.key}: they are of other sizes than in the checkpoint")
+        return tuple(messages)
 
 
 def ddp_around(model: nn.Module) -> DistributedDataParallel | None:

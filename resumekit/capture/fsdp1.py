@@ -109,15 +109,15 @@ def _parts_of(where: str, handle: Any) -> Iterator[tuple[str, FlatPart]]:
         return  # not sharded: each rank has every parameter in its own shape
     shard, copies = _local_shard(flat).detach(), _holders(handle)
     first: dict[tuple[str, str], FlatPart] = {}
-    for info, shape, held in zip(
+    for info, shape, local in zip(
         flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True
     ):
         begin, offset, count = 0, 0, 0
-        if held.in_shard:
+        if local.in_shard:
             begin, offset, count = (
-                held.intra_param_start_idx,
-                held.offset_in_shard,
-                held.numel_in_shard,
+                local.intra_param_start_idx,
+                local.offset_in_shard,
+                local.numel_in_shard,
             )
         part = FlatPart(shape, begin, shard[offset : offset + count], copies)
         first[info.module_name, info.param_name] = part
@@ -161,9 +161,7 @@ class FlatModelState(ModelState):
         raw: dict[str, Any] = {}
         for name, each in self.module.named_modules(remove_duplicate=False):
             if wrapped_attribute(each) is None:
-                own: dict[str, Any] = {}
-                each._save_to_state_dict(own, f"{name}." if name else "", True)
-                raw.update(own)
+                each._save_to_state_dict(raw, f"{name}." if name else "", True)
         names = clean_names(self.module, raw)
         state = {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in raw.items()}
         return {**state, **parts}
@@ -191,8 +189,8 @@ class FlatModelState(ModelState):
 
     def replicated_state(self) -> dict[str, Any]:
         """The parameters: ranks may have different buffers."""
-        own = self.first_rank_only()
-        return {name: value for name, value in self.state_dict().items() if name not in own}
+        buffers = self.first_rank_only()
+        return {name: value for name, value in self.state_dict().items() if name not in buffers}
 
     def fingerprint(self) -> dict[str, Any]:
         """The number of parameters, trainable and in total."""
@@ -316,12 +314,12 @@ class FlatOptimizerState(OptimizerState):
         if "opaque" in state:
             return super().load_state_dict(state)
         parts = self._parts()
-        held = {
+        local = {
             fqn: {name: _local(name, value, parts.get(fqn)) for name, value in values.items()}
             for fqn, values in state["state"].items()
             if fqn not in parts or parts[fqn].local.numel()
         }
-        return super().load_state_dict({**state, "state": held})
+        return super().load_state_dict({**state, "state": local})
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
         """Each saved moment with the shard of its parameter."""

@@ -158,7 +158,7 @@ class GradientWatch:
             chosen = self._parameters[first : first + _NUM_SAMPLED]
         there = [(each, each.grad) for each in chosen]
         self._before = [(each, weakref.ref(grad)) for each, grad in there if grad is not None]
-        self._place_probe()
+        self._attach_probe()
 
     def observe(self) -> None:
         """A step boundary: compares the gradients with those that the step began with."""
@@ -192,7 +192,7 @@ class GradientWatch:
             self._is_known = True
             self._remove_probe()
 
-    def _place_probe(self) -> None:
+    def _attach_probe(self) -> None:
         trained = [each for each, _ in self._before if each.requires_grad and each.is_leaf]
         if self._probe is not None:
             if trained:

@@ -72,10 +72,10 @@ class AccumulatedGradients(ComponentState):
         """The live gradients, not copies, by name, and why they are saved; empty without any."""
         if self._pending:
             return dict(self._pending)
-        live = {n: p.grad for n, p in self._named().items() if p.grad is not None}
+        parameters = self._named()
+        live = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         if not live:
             return {}
-        parameters = self._named()
         if self._is_within():
             reason = _WINDOW
         elif self.watch.must_save:
@@ -174,8 +174,8 @@ class AccumulatedGradients(ComponentState):
             elif gradient is not None and _shard(gradient) != _shard_of(parameters[name], gradient):
                 yield Mismatch(
                     name,
-                    f"a gradient of {_words(_shard(gradient))} in the checkpoint",
-                    f"{_words(_shard_of(parameters[name], gradient))}, as here",
+                    f"a gradient of {_shape_text(_shard(gradient))} in the checkpoint",
+                    f"{_shape_text(_shard_of(parameters[name], gradient))}, as here",
                 )
 
 
@@ -230,9 +230,9 @@ def _shard_of(parameter: Tensor, gradient: Any) -> dict[str, Any]:
     return {"size": size, "mesh": list(mesh.shape), "coordinate": list(mesh.get_coordinate() or ())}
 
 
-def _words(place: Mapping[str, Any]) -> str:
-    where = f" at {place['coordinate']} of the mesh {place['mesh']}" if "mesh" in place else ""
-    return f"shape {tuple(place['size'])}{where}"
+def _shape_text(shard: Mapping[str, Any]) -> str:
+    where = f" at {shard['coordinate']} of the mesh {shard['mesh']}" if "mesh" in shard else ""
+    return f"shape {tuple(shard['size'])}{where}"
 
 
 def _as_gradient(saved: Any, parameter: Tensor) -> Tensor:

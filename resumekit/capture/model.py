@@ -161,8 +161,8 @@ class RankBuffers(ComponentState):
     ) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
         """This rank's buffers in a job with another number of ranks; a new rank gets a copy."""
         source = change.model_rank
-        remark = f"{self.key}: rank {change.rank} is new, its buffers are those of rank {source}"
-        return states[source], (remark,) if change.is_new else ()
+        message = f"{self.key}: rank {change.rank} is new, its buffers are those of rank {source}"
+        return states[source], (message,) if change.is_new else ()
 
 
 def _given(name: str, value: Any, live: Any) -> Any:
@@ -216,8 +216,8 @@ def _ties(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in state.items():
         if not _address(value):
             continue
-        place = (value.device, _address(value), value.shape, value.stride(), value.dtype)
-        first = owner.setdefault(place, name)
+        memory = (value.device, _address(value), value.shape, value.stride(), value.dtype)
+        first = owner.setdefault(memory, name)
         if first != name:
             yield first, name
 

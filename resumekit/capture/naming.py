@@ -133,7 +133,7 @@ def by_key(slot: Slot, given: Any) -> dict[str, Any]:
         given: what the user gave: an object, a mapping of name to object, or None.
 
     Raises:
-        DeclarationError: a list (objects without names could come back swapped), or a name that
+        DeclarationError: a list (its objects could be restored in another order), or a name that
             cannot be part of a key, or an object without ``state_dict``.
     """
     if given is None:

@@ -127,13 +127,13 @@ class OptimizerState(ComponentState):
         group's keys that it lacks keep their live value.
         """
         if "opaque" in state:
-            self.optimizer.load_state_dict(self._own(state["opaque"]))
+            self.optimizer.load_state_dict(self._copied(state["opaque"]))
             return ()
         packed = self._packed(state)
         if inherits_load(self.optimizer):
             load_exactly(self.optimizer, packed, adopt=self.adopt)
         else:
-            self.optimizer.load_state_dict(self._own(packed))
+            self.optimizer.load_state_dict(self._copied(packed))
         return ()
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
@@ -182,7 +182,7 @@ class OptimizerState(ComponentState):
             ],
         }
 
-    def _own(self, value: Any) -> Any:
+    def _copied(self, value: Any) -> Any:
         return value if self.adopt else copy.deepcopy(value)
 
     def _names(self) -> list[list[str]]:

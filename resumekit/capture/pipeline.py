@@ -27,14 +27,16 @@ def merged(stateful: Any, key: str, states: Sequence[Any]) -> Any:
     """
     if len(states) == 1:
         return states[0]
-    own = stateful.merge_state_dicts(states) if isinstance(stateful, ComponentState) else None
-    return union(key, states) if own is None else own
+    merged_state = (
+        stateful.merge_state_dicts(states) if isinstance(stateful, ComponentState) else None
+    )
+    return union(key, states) if merged_state is None else merged_state
 
 
 def part_of(stateful: Any, state: Any) -> Any:
     """What the live object holds of a merged state; its ``part_of`` decides where it has one."""
-    own = stateful.part_of(state) if isinstance(stateful, ComponentState) else None
-    return _entries_of(state, stateful.state_dict()) if own is None else own
+    part = stateful.part_of(state) if isinstance(stateful, ComponentState) else None
+    return _entries_of(state, stateful.state_dict()) if part is None else part
 
 
 def union(where: str, states: Sequence[Any]) -> Any:

@@ -90,15 +90,15 @@ class RngState(ComponentState):
             Messages about CUDA devices on one side only, and about NumPy seed sequences whose
             ``spawn()`` gives other children.
         """
-        remarks: list[str] = []
+        messages: list[str] = []
         set_python_state(random, state["python"])
         np.random.set_state(state["numpy"])
         torch.default_generator.set_state(state["torch"])
-        remarks += _restore_cuda(state["cuda"])
+        messages += _restore_cuda(state["cuda"])
         for name, saved in state["generators"].items():
-            remark = set_generator_state(self.generators[name], saved)
-            remarks += [f"{name}: {remark}"] if remark else []
-        return tuple(remarks)
+            message = set_generator_state(self.generators[name], saved)
+            messages += [f"{name}: {message}"] if message else []
+        return tuple(messages)
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
@@ -108,12 +108,12 @@ class RngState(ComponentState):
             return dict(states[change.rank]), ()
         flat = {rank: _flat(state) for rank, state in states.items()}
         found, derived = states_of_new_rank(flat, change.rank)
-        remark = f"{self.key}: rank {change.rank} is new, "
+        message = f"{self.key}: rank {change.rank} is new, "
         if derived:
-            remark += f"its {', '.join(derived)} derived from the random state of rank 0"
+            message += f"its {', '.join(derived)} derived from the random state of rank 0"
         else:
-            remark += "it takes the random state that the former ranks had in common"
-        return _unflat(found, states[0]), (remark,)
+            message += "it takes the random state that the former ranks had in common"
+        return _unflat(found, states[0]), (message,)
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:

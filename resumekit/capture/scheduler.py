@@ -76,15 +76,15 @@ class SchedulerState(ComponentState):
         """
         live = self.scheduler.state_dict()
         saved = state["state"]
-        remarks = tuple(
+        messages = tuple(
             f"{name} is not in the checkpoint and stays as built" for name in _absent(saved, live)
         )
         kept = _horizons(self.scheduler) if self.keep_horizon else []
         # torch's schedulers keep the dict that they load, and some modify it: they get a copy.
-        self.scheduler.load_state_dict(_own(saved, live))
+        self.scheduler.load_state_dict(_copied(saved, live))
         for owner, attributes in kept:
             vars(owner).update(attributes)
-        return remarks
+        return messages
 
     def fingerprint(self) -> dict[str, Any]:
         """The classes, the horizon, and the settings that are not part of it."""
@@ -149,7 +149,7 @@ def _absent(saved: Any, live: Any) -> list[str]:
     return [str(name) for name in live if name not in saved]
 
 
-def _own(saved: Any, live: Any) -> Any:
+def _copied(saved: Any, live: Any) -> Any:
     """A copy of the saved state with its tensors on the device of the live ones."""
     devices = {value.device for value in _tensors(live)}
     device = devices.pop() if len(devices) == 1 else None
