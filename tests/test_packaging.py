@@ -41,11 +41,15 @@ def _fenced_commands(document: str) -> list[str]:
 def test_every_package_on_disk_is_named_and_every_named_one_is_there(
     pyproject: dict[str, Any],
 ) -> None:
-    folders = {path.parent for path in (ROOT / "resumekit").rglob("__init__.py")}
-    on_disk = {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
-    assert (ROOT / "adapters" / "__init__.py").is_file()
+    folders = {
+        *(path.parent.relative_to(ROOT) for path in (ROOT / "resumekit").rglob("__init__.py")),
+        *(
+            "resumekit" / p.parent.relative_to(ROOT)
+            for p in (ROOT / "adapters").rglob("__init__.py")
+        ),
+    }
     named = pyproject["tool"]["setuptools"]["packages"]
-    assert set(named) == on_disk | {"resumekit.adapters"}
+    assert set(named) == {folder.as_posix().replace("/", ".") for folder in folders}
     assert len(named) == len(set(named))
 
 

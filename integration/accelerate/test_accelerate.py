@@ -24,6 +24,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from resumekit.adapters.accelerate import Checkpointer
+from resumekit.adapters.accelerate._private import accelerator_faults
 from resumekit.errors import ConfigurationError, InexactError, StateMismatchError
 from resumekit.storage import Store
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
@@ -80,6 +81,7 @@ def test_the_private_attributes_are_where_the_adapter_looks(accelerator: Any) ->
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     accelerator.register_for_checkpointing(counting)
     prepared = accelerator.prepare(model, optimizer, scheduler)
+    assert not list(accelerator_faults(accelerator)), PINNED
     assert accelerator._models == [prepared[0]], PINNED
     assert accelerator._optimizers == [prepared[1]], PINNED
     assert accelerator._schedulers == [prepared[2]], PINNED

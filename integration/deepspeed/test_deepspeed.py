@@ -35,6 +35,7 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from resumekit.frameworks.deepspeed import engine_faults
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit
 from resumekit.testing.ranks import free_port
@@ -127,6 +128,10 @@ def saved_keys(directory: Path) -> list[str]:
 
 
 def test_the_private_attributes_are_where_the_adapter_looks(alone: None) -> None:
+    settings: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {})]
+    settings += [(0, {"bf16": {"enabled": True}}), (1, {"bf16": {"enabled": True}})]
+    for stage, precision in settings:
+        assert not list(engine_faults(make_engine(stage, **precision))), PINNED
     engine = make_engine(3)
     for name in ("pipeline_parallelism", "has_moe_layers", "zenflow", "autotp_size"):
         assert not getattr(engine, name) or not getattr(engine, name)(), PINNED

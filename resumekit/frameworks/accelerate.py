@@ -1,6 +1,6 @@
-"""What an Accelerator has prepared, as components, in whichever way the ranks share the model.
+"""The components of what an Accelerator has prepared, whichever way the model is distributed.
 
-The Trainer has an Accelerator too, so its adapter and that of Accelerate both use this.
+The Trainer of transformers has an Accelerator too, so two adapters use this.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ from typing import Any
 
 from resumekit.capture import state_components
 from resumekit.errors import ConfigurationError
+from resumekit.requirements import PrivateName
 from resumekit.state import StateComponent
 
-# accelerate 1.15 utils/dataclasses.py DistributedType: every rank holds all of the model, or its
-# part of it as DTensors (FSDP2) or as stretches (FSDP1), or DeepSpeed's engine knows.
+MODELS = PrivateName("_models", "accelerate 1.15 accelerator.py Accelerator")
+ENGINE = PrivateName(
+    "deepspeed_engine_wrapped",
+    "accelerate 1.15 accelerator.py Accelerator._prepare_deepspeed",
+    is_optional=True,  # without DeepSpeed
+)
+
+# accelerate 1.15 utils/dataclasses.py DistributedType: the model is replicated, sharded as DTensors
+# (FSDP2) or flat parameters (FSDP1), or partitioned by DeepSpeed.
 _SUPPORTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"})
 
-# accelerate 1.15 parallelism_config.py ParallelismConfig: where ranks that share the parts of one
-# model also share the batches, or the parts of a sequence.
+# accelerate 1.15 parallelism_config.py ParallelismConfig: ranks of one group that take the same
+# batch, or parts of one sequence.
 _SIZES = {
     "tp_size": "tensor parallelism",
     "cp_size": "context parallelism",
@@ -30,8 +38,8 @@ def accelerator_components(
 ) -> tuple[StateComponent, ...]:
     """The state of the objects that were prepared; called after ``prepare``.
 
-    Each slot takes one object or a dict of named ones. Give what Accelerate's wrappers of
-    optimizers and schedulers hold, not the wrappers. Under DeepSpeed model and optimizer are the
+    Each slot takes one object or a dict of named ones: what Accelerate's wrappers of optimizers
+    and schedulers have inside, not the wrappers. Under DeepSpeed model and optimizer are the
     engine's.
 
     Args:
@@ -46,7 +54,7 @@ def accelerator_components(
             cannot be resumed yet.
     """
     require_supported(accelerator)
-    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    wrapped = ENGINE.of(accelerator)
     if wrapped is not None:
         _require_one_engine(accelerator, wrapped.engine)
         return tuple(_engine_components(wrapped.engine, lr_scheduler=lr_scheduler, ema=ema))
@@ -62,10 +70,10 @@ def accelerator_components(
 
 
 def require_supported(accelerator: Any) -> None:
-    """Returns when the ranks share the model in a way that can be saved and resumed.
+    """Returns when a model that is distributed in this way can be saved and resumed.
 
     Raises:
-        ConfigurationError: they share it in another way; names it.
+        ConfigurationError: it cannot; names the way.
     """
     kind = str(accelerator.distributed_type.value)
     if kind not in _SUPPORTED:
@@ -83,7 +91,7 @@ def require_supported(accelerator: Any) -> None:
 
 def _require_one_engine(accelerator: Any, engine: Any) -> None:
     # accelerate 1.15 accelerator.py _prepare_deepspeed lists all, and backward() knows the first.
-    engines = [each for each in accelerator._models if isinstance(each, type(engine))]
+    engines = [each for each in MODELS.of(accelerator) if isinstance(each, type(engine))]
     if any(each is not engine and each.optimizer is not None for each in engines):
         _refuse("more than one DeepSpeed engine that is trained")
 

@@ -1,8 +1,8 @@
-"""An Accelerator's own ``save_state`` and ``load_state``, in a run that a Checkpointer follows.
+"""An Accelerator's own ``save_state`` and ``load_state``, in the run of a Checkpointer.
 
-What ``save_state`` writes stays as it is, for whoever reads it without us. A mark beside it says
-which run and step it belongs to, and the Checkpointer saves that step as well: verified, with all
-that ``save_state`` leaves out. ``load_state`` then continues from there.
+``save_state`` writes what it always does. A small file in its folder names the run and the step,
+and the Checkpointer saves that step as well, with all that ``save_state`` leaves out.
+``load_state`` then resumes from there.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from resumekit.adapters.accelerate._private import LOAD_STATE
 from resumekit.capture import AttributeState
 from resumekit.state import Slot
 
-# Beside what Accelerate writes into the folder of a save_state.
+# In the folder of a save_state, which Accelerate fills.
 MARK = "resumekit.json"
 
 
-class StatesBeside:
-    """Stands for the ``load_state`` of one Accelerator, and is a hook of its ``save_state``.
-
-    That one method is replaced because Accelerate's hook for it only comes before its own reading.
-    accelerate 1.15 accelerator.py load_state goes on to unpickle what was registered, fails on a
-    file that was half written, and reads what FSDP and DeepSpeed wrote before it asks the hooks.
+class SavedStates:
+    """Replaces ``load_state`` of one Accelerator, and is a hook of its ``save_state``.
 
     Args:
-        accelerator: the ``accelerate.Accelerator``; a former Checkpointer lets go of it.
-        save: saves the step that is under way, and gives what names it; None outside of a run.
-        resume_up_to: continues from the run's checkpoints, where it has one, and says whether it
-            did. Collective. Its argument gives for the id of the run the newest step that may be
-            taken, or None.
+        accelerator: the ``accelerate.Accelerator``; a former Checkpointer is detached from it.
+        save: saves the current step, and gives what names it; None outside of a run.
+        resume_up_to: resumes from the run's checkpoints, where it has one, and says whether it did.
+            Collective. Its argument gives the newest step that may be used for the run's id, or
+            None.
     """
 
     def __init__(
@@ -44,17 +41,17 @@ class StatesBeside:
         resume_up_to: Callable[[Callable[[str], int | None]], bool],
     ) -> None:
         former = vars(accelerator).get("load_state")
-        if isinstance(former, StatesBeside):
+        if isinstance(former, SavedStates):
             former.detach()
         self._accelerator = accelerator
         self._save = save
         self._resume_up_to = resume_up_to
         self._hook = accelerator.register_save_state_pre_hook(self._mark)
-        self._load: Callable[..., None] = accelerator.load_state
-        accelerator.load_state = self
+        self._load: Callable[..., None] = LOAD_STATE.of(accelerator)
+        LOAD_STATE.write(accelerator, self)
 
     def detach(self) -> None:
-        """Gives the Accelerator its own method back."""
+        """Restores the Accelerator's own method."""
         self._hook.remove()
         if vars(self._accelerator).get("load_state") is self:
             del self._accelerator.load_state
@@ -66,7 +63,7 @@ class StatesBeside:
             Path(output_dir, MARK).write_text(json.dumps(mark), encoding="utf-8")
 
     def __call__(self, input_dir: Any = None, *arguments: Any, **keywords: Any) -> None:
-        """Continues from the Checkpointer's run, or, where it has none yet, loads as before."""
+        """Resumes from the Checkpointer's run; where it has none yet, loads as Accelerate does."""
         folder = None if input_dir is None else Path(os.path.expanduser(input_dir))
         is_there = folder is None or folder.is_dir()
         if not (is_there and self._resume_up_to(lambda run: marked_step(folder, run))):
@@ -74,12 +71,7 @@ class StatesBeside:
 
 
 def marked_step(folder: Path | None, run_id: str) -> int | None:
-    """The step of this run that a folder of ``save_state`` belongs to; None where nothing says so.
-
-    Args:
-        folder: of ``save_state``.
-        run_id: the run's id.
-    """
+    """The step of this run that a folder of ``save_state`` belongs to, or None."""
     try:
         mark = None if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,7 +83,7 @@ def marked_step(folder: Path | None, run_id: str) -> int | None:
 
 
 class AcceleratorCounts(AttributeState):
-    """The micro-batches of the window under way; the names of ``save_state`` go on as well.
+    """The micro-batches of the accumulation window; numbers of ``save_state`` folders continue.
 
     accelerate 1.15 accelerator.py: ``accumulate`` ends its windows where ``step`` says. The folder
     of a new process would be named checkpoint_0 again, which is an error, and with ``total_limit``

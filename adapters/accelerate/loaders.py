@@ -1,4 +1,4 @@
-"""Accelerate's loaders: which were prepared, and the state of those that no loop draws from."""
+"""Accelerate's loaders: checks of prepared ones, and the state of those that no loop draws from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from resumekit.adapters.accelerate._private import ITERATION
 from resumekit.capture import generator_state, require_fields, set_generator_state
 from resumekit.data import (
     DEFAULT_NAME,
@@ -18,7 +19,7 @@ from resumekit.data import (
 from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.state import Slot
+from resumekit.state import ComponentState, Slot
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
@@ -67,47 +68,37 @@ def _is_skipped(loader: Any) -> bool:
     return by_sampler or by_loader
 
 
-class LoadersBeside:
-    """How often each was gone through, and its generators, which decide its next order.
+class OtherLoaders(ComponentState):
+    """The number of iterations and the generators of loaders that no loop draws from.
 
-    accelerate 1.15 data_loader.py: ``DataLoaderShard`` counts in ``iteration`` what it tells its
-    sampler as the epoch; for several ranks ``prepare_data_loader`` gives a sampler that shuffles a
-    generator of its own.
+    Both decide the next order. accelerate 1.15 data_loader.py: for several ranks
+    ``prepare_data_loader`` gives a sampler that shuffles a generator of its own.
 
     Args:
         loaders: all that were prepared.
-        drawn: gives what the loops draw from.
+        sources: gives what the loops draw from.
     """
 
-    def __init__(self, loaders: list[Any], drawn: Callable[[], Collection[Source]]) -> None:
+    def __init__(self, loaders: list[Any], sources: Callable[[], Collection[Source]]) -> None:
         self._loaders = loaders
-        self._drawn = drawn
-        self._drawn_before: frozenset[int] = frozenset()  # and perhaps not asked for yet
-        self._pending: dict[str, Any] | None = None  # to be put back with the random state
+        self._sources = sources
+        self._drawn_before: frozenset[int] = frozenset()  # in the interrupted run
+        self._pending: dict[str, Any] | None = None  # until the RNG states are restored
 
     def state_dict(self) -> dict[str, Any]:
-        """By the place in which they were prepared; without generators that a loop draws from."""
+        """By the order in which they were prepared; without generators that a loop draws from."""
         if self._pending is not None:
             return self._pending
-        beside = {str(number): _state(*each) for number, each in self._beside()}
-        return {"num_loaders": len(self._loaders), "beside": beside}
+        others = {str(number): _state(*each) for number, *each in self._others()}
+        return {"num_loaders": len(self._loaders), "beside": others}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
-
-        Raises:
-            StateMismatchError: it is none of loaders.
-        """
         require_fields(KEY, state, {"num_loaders": int, "beside": dict})
         for each in state["beside"].values():
             require_fields(KEY, each, {"iteration": int, "generators": dict})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keeps the state until ``put_back_with_random``: a script may evaluate before it trains.
-
-        Returns:
-            What did not come back exactly: nothing.
-        """
+        """Keeps the state until ``after_rng_restore``: a script may evaluate before it trains."""
         self._pending = dict(state)
         numbers = {str(number) for number in range(state["num_loaders"])}
         self._drawn_before = frozenset(map(int, numbers - state["beside"].keys()))
@@ -116,27 +107,30 @@ class LoadersBeside:
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """That of the same rank; a new rank has what the first one has, as Accelerate sees to."""
+        """The same rank's; a new rank gets rank 0's, as Accelerate synchronizes them."""
         return dict(states.get(change.rank, states[0])), ()
 
-    def put_back_with_random(self) -> None:
-        """Their next turn is that of the interrupted run; a no-op when there is none."""
+    def after_rng_restore(self) -> None:
+        """Their next iteration has the order that it has in the interrupted run."""
         pending, self._pending = self._pending, None
         states = {} if pending is None else pending["beside"]
-        for number, (loader, generators) in self._beside():
+        for number, loader, generators in self._others():
             state = states.get(str(number))
             if state is not None:
-                loader.iteration = state["iteration"]
+                ITERATION.write(loader, state["iteration"])
                 for name in generators.keys() & state["generators"].keys():
                     set_generator_state(generators[name], state["generators"][name])
 
-    def _beside(self) -> Iterator[tuple[int, tuple[Any, dict[str, Any]]]]:
-        drawn = self._drawn()
+    put_back_with_random = after_rng_restore
+
+    def _others(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        """Number, loader and generators of each."""
+        drawn = self._sources()
         taken = {id(each) for source in drawn for each in source.private.values()}
         for number, loader in enumerate(self._loaders):
             is_drawn = any(loader is source.loader for source in drawn)
             if not is_drawn and number not in self._drawn_before:
-                yield number, (loader, _generators(loader, taken))
+                yield number, loader, _generators(loader, taken)
 
 
 def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
@@ -149,4 +143,4 @@ def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
 
 def _state(loader: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     states = {name: generator_state(each) for name, each in generators.items()}
-    return {"iteration": loader.iteration, "generators": states}
+    return {"iteration": ITERATION.of(loader), "generators": states}

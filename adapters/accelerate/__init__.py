@@ -1,0 +1,200 @@
+"""Accelerate: finds what was prepared and registered; the loop is the one of plain PyTorch.
+
+Example:
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    checkpointer = Checkpointer(accelerator, "runs/a", save_every=500)
+    for batch in checkpointer.batches(loader, epochs=3):
+        with accelerator.accumulate(model):
+            loss = train_on(batch)
+        checkpointer.step(loss=loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from resumekit import Checkpointer as _Checkpointer
+from resumekit.adapters.accelerate._private import LOADERS, accelerator_faults
+from resumekit.adapters.accelerate.loaders import check_prepared
+from resumekit.adapters.accelerate.prepared import PreparedObjects
+from resumekit.adapters.accelerate.save_state import SavedStates
+from resumekit.capture import REMEDIES
+from resumekit.errors import ConfigurationError
+from resumekit.frameworks.accelerate import ENGINE, MODELS
+from resumekit.requirements import check_tested, require
+from resumekit.run import Options, checked_extras, require_order
+from resumekit.state import Slot
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from resumekit.run import OptionKeywords
+
+__all__ = ["Checkpointer"]
+
+require("accelerate")
+
+_REMEDIES = {
+    **REMEDIES,
+    Slot.MODEL: 'prepare it, or pass extras={{"{name}": {name}}}',
+    Slot.OPTIMIZER: "prepare it, or call accelerator.register_for_checkpointing({name})",
+    Slot.GRAD_SCALER: 'pass extras={{"{name}": {name}}}',
+}
+
+
+class Checkpointer(_Checkpointer):
+    """A Checkpointer for what an Accelerator has prepared; made after ``prepare``.
+
+    It saves the prepared models, optimizers and schedulers, the gradient scaler, and what was given
+    to ``register_for_checkpointing``. One object of a slot is stored under the slot's name, several
+    under class and ordinal, e.g. ``model/Linear-0``. ``step()`` is optional: without it, a step is
+    counted when every optimizer has taken one.
+
+    Args:
+        accelerator: the ``accelerate.Accelerator``.
+        directory: the run directory.
+        lr_scheduler: schedulers that were neither prepared nor registered: one, or a dict of them.
+        ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
+        extras: a live dict of your own values.
+        generators: private random generators by name.
+        **options: see ``resumekit.run.options.Options``.
+
+    Raises:
+        ConfigurationError: nothing was prepared, or in a way that cannot be resumed yet.
+        InexactError: ``strict=True``, and this version of Accelerate lacks what the adapter needs.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        directory: str | Path,
+        *,
+        lr_scheduler: Any = None,
+        ema: Any = None,
+        extras: dict[str, Any] | None = None,
+        generators: Mapping[str, Any] | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> None:
+        require_order(accelerator, directory, call='Checkpointer(accelerator, "runs/a")')
+        if not MODELS.of(accelerator):
+            raise ConfigurationError(
+                "accelerator",
+                found="no model was prepared",
+                remedy="Make the Checkpointer after accelerator.prepare(model, optimizer, ...)",
+            )
+        check_tested(
+            "accelerate",
+            "torch",
+            found=accelerator_faults(accelerator),
+            strict=Options.from_keywords(options).strict,
+            warns=accelerator.is_main_process,
+        )
+        self._accelerator = accelerator
+        extras = checked_extras(extras)
+        prepared = PreparedObjects(
+            accelerator,
+            lr_scheduler=lr_scheduler,
+            ema=ema,
+            extras=extras,
+            sources=lambda: self._run.position.sources.values(),
+        )
+        super().__init__(
+            directory,
+            components=prepared.components(),
+            extras=extras,
+            generators=generators,
+            **options,
+        )
+        self._run.loop_check.remedies = _REMEDIES
+        self._steps = StepsTaken(accelerator, prepared.optimizers)
+        self._states = SavedStates(
+            accelerator, save=self._save_state, resume_up_to=self._resume_up_to
+        )
+
+    def close(self) -> None:
+        """Makes a save that is due, and releases the run directory. Collective, idempotent."""
+        super().close()
+        self._states.detach()
+        self._steps.detach()
+
+    def _save_state(self) -> dict[str, Any] | None:
+        """In ``accelerator.save_state``: this step is saved when all of its code has run."""
+        if self._loop is None:
+            return None
+        self.save()
+        is_counted = self._stepped or self.finished is not None
+        step = self.progress.step if is_counted else self.progress.step + 1
+        return {"run_id": self._run.run_id, "step": step}
+
+    def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
+        """In ``accelerator.load_state``: whether the run resumes from a checkpoint."""
+        if self._run.has_resumed or not self._run.find(up_to=step_of):
+            return False
+        self.resume()
+        return True
+
+    def _check_loader(self, loader: Any, name: str | None) -> None:
+        warns = self._accelerator.is_main_process
+        check_prepared(loader, name, prepared=LOADERS.of(self._accelerator), warns=warns)
+
+    def _at_step_boundary(self) -> bool:
+        """Not inside an accumulation window."""
+        return bool(self._accelerator.sync_gradients)
+
+    def _count_taken_step(self) -> None:
+        if self._unsettled and not self._stepped and self._steps.is_complete:
+            self.step()
+        if self._stepped or not self._unsettled:  # a resume may have changed a count
+            self._steps.forget()
+
+
+class StepsTaken:
+    """Whether the optimizers of an Accelerator have taken a step, in a loop without ``step()``.
+
+    With several, as in adversarial training, a step is complete when each has taken one.
+
+    Args:
+        accelerator: the ``accelerate.Accelerator``.
+        optimizers: those inside its wrappers.
+    """
+
+    def __init__(self, accelerator: Any, optimizers: Iterable[Any]) -> None:
+        wrapped = ENGINE.of(accelerator)
+        self._engine: Any = None if wrapped is None else wrapped.engine
+        kinds = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+        watched = kinds if self._engine is None else []
+        self._everyone = frozenset(range(len(watched)))
+        self._hooks = [
+            each.register_step_post_hook(partial(self._note, number))
+            for number, each in enumerate(watched)
+        ]
+        self.forget()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have stepped since ``forget``."""
+        if self._engine is not None:
+            return self._count() > self._counted
+        return bool(self._everyone) and self._stepped_optimizers == self._everyone
+
+    def forget(self) -> None:
+        """Counts the steps taken so far."""
+        self._stepped_optimizers: set[int] = set()
+        self._counted = self._count()
+
+    def detach(self) -> None:
+        """Removes the hooks from the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, number: int, *_: Any) -> None:
+        self._stepped_optimizers.add(number)
+
+    def _count(self) -> int:
+        # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
+        return 0 if self._engine is None else int(self._engine.global_steps)
