@@ -100,7 +100,11 @@ RULES = (
     Rule(r"own", "own_<noun>, or what it is", NAMES | {"whole"}),
     Rule(r"of one's own", "custom", {TEXT}),
     Rule(r"(user|script|library|framework|one)'s own(?=[.,;:)])", "user code, user state", {TEXT}),
-    Rule(r"patience", "progress output", unless=r"[Ee]arly ?[Ss]topping|Plateau|patience([=:]| counter)"),
+    Rule(
+        r"patience",
+        "progress output",
+        unless=r"[Ee]arly ?[Ss]topping|Plateau|patience([=:]| counter)",
+    ),
     Rule(r"torso", "incomplete checkpoint"),
     Rule(r"those who", "the ranks that"),
     Rule(r"gone through", "iterated", {TEXT}),
