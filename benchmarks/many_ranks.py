@@ -35,6 +35,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resumekit.serialization import (
+    LocalState,
     Proposal,
     ShardedPayload,
     assign,
@@ -42,7 +43,6 @@ from resumekit.serialization import (
     local_part,
     sharded_like,
 )
-from resumekit.serialization.sharded.encode import LocalState
 from resumekit.storage import FileEntry, Manifest, Store
 
 RANKS = (8, 16, 32, 64, 128)

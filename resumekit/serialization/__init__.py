@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from resumekit.serialization.beside import FilesBeside
-from resumekit.serialization.codec import Encoded, decode, encode
+from resumekit.serialization.decoding import decode
 from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, state_digest
 from resumekit.serialization.dtypes import element_type
-from resumekit.serialization.layout import arrange, header
-from resumekit.serialization.leaves import Leaf, buffers_of
-from resumekit.serialization.payload import Payload, read_payload
-from resumekit.serialization.sharded import (
-    Assignment,
-    LocalState,
-    Proposal,
-    ShardedPayload,
-    Source,
-    assign,
-    encode_local,
-    index_name,
-    read_sharded,
-)
+from resumekit.serialization.encoding import Encoded, encode
+from resumekit.serialization.index import arrange, header
+from resumekit.serialization.planning import Assignment, LocalState, Proposal, assign, encode_local
+from resumekit.serialization.reading import Source, read_payload, read_sharded
 from resumekit.serialization.sharding import (
     WHOLE,
     Box,
@@ -30,6 +19,8 @@ from resumekit.serialization.sharding import (
     part_like,
     sharded_like,
 )
+from resumekit.serialization.tensors import Leaf, buffers_of
+from resumekit.serialization.writing import FilesBeside, Payload, ShardedPayload, index_name
 
 __all__ = [
     "WHOLE",

@@ -14,13 +14,11 @@ import torch
 import xxhash
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.codec import encode
-from resumekit.serialization.encode import as_numbers, described_dtype
-from resumekit.serialization.found import check_tensor
-from resumekit.serialization.leaves import buffers_of
+from resumekit.serialization.encoding import as_numbers, described_dtype, encode
 from resumekit.serialization.limits import MAX_DEPTH
-from resumekit.serialization.places import Place, UniqueNames
+from resumekit.serialization.paths import Place, UniqueNames
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
+from resumekit.serialization.tensors import buffers_of, check_tensor
 
 
 def leaf_digests(value: Any) -> dict[str, str]:

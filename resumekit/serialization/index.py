@@ -1,24 +1,107 @@
-"""The index beside a data file: what the states are, and where their tensors stand.
+"""The data file of a rank and the indices beside it: what is stored, and at which offset.
 
-It is read as JSON that anybody may have written. Its digest says that it is undamaged, the checks
-here say that it makes sense: every byte of the data file belongs to exactly one tensor.
+A data file is a safetensors file that stock tools can read. Its header is a function of the index
+and is never parsed: a reader creates it again and compares. An index is read as JSON that anybody
+may have written. Its digest proves that it is undamaged; the checks here, that it is consistent:
+every byte of a data file is part of exactly one tensor, and the chunks of a tensor tile it.
+
+There are two indices. ``Index`` describes the data file of one rank, and holds the states that one
+rank wrote alone. ``ShardedIndex`` describes tensors of which several ranks wrote chunks; tensors
+that are sharded alike share one list of chunks, so it grows with the number of different shapes and
+not with ranks times tensors.
+
+Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
-from resumekit.serialization.decode import known_element
-from resumekit.serialization.layout import Record
-from resumekit.serialization.leaves import dense_strides
+from resumekit.serialization.decoding import known_element
+from resumekit.serialization.dtypes import ElementType
 from resumekit.serialization.limits import checked_shape, checked_sizes
+from resumekit.serialization.sharding import Box, tiling_problem
+from resumekit.serialization.tensors import Leaf, dense_strides
 from resumekit.storage import parse_json
 
+_HEADER_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor of the data file.
+
+    Args:
+        name: its name, the FQN of a parameter.
+        element: the type of its elements.
+        shape: its shape.
+        begin: where its bytes begin, counted from the end of the header.
+        strides: its strides in memory where they are not row-major; its bytes are.
+    """
+
+    name: str
+    element: ElementType
+    shape: tuple[int, ...]
+    begin: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of its bytes."""
+        return math.prod(self.shape) * self.element.num_bytes
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end, counted from the end of the header."""
+        return self.begin + self.num_bytes
+
+
+def arrange(leaves: Mapping[str, Leaf]) -> tuple[Record, ...]:
+    """A place for every leaf, one after the other without a gap.
+
+    Large elements come first, so that each tensor is aligned to its elements; stock readers view
+    the file in place and need that.
+    """
+    records: list[Record] = []
+    begin = 0
+    for name, leaf in sorted(leaves.items(), key=lambda item: -item[1].element.num_bytes):
+        records.append(Record(name, leaf.element, leaf.shape, begin, leaf.strides))
+        begin = records[-1].end
+    return tuple(records)
+
+
+def header(records: Iterable[Record], ties: Mapping[str, str]) -> bytes:
+    """The header of the data file, its length included, padded with spaces to 4096 bytes.
+
+    Args:
+        records: the tensors, in the order of their bytes.
+        ties: names without bytes of their own, with the name of the same tensor; they are noted
+            where ``safetensors.torch.save_model`` notes them.
+    """
+    # transformers refuses a file that does not say which framework wrote it.
+    fields: dict[str, object] = {"__metadata__": {**ties, "format": "pt"}}
+    for record in records:
+        code, shape = record.element.code, list(record.shape)
+        if code is None:
+            code, shape = "U8", [*shape, record.element.num_bytes]
+        fields[record.name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [record.begin, record.end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    padding = -(8 + len(text)) % _HEADER_ALIGNMENT
+    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
+
+
 FORMAT = "resumekit payload"
+SHARDED_FORMAT = "resumekit sharded payload"
 FORMAT_VERSION = 1
 
 _LINE_CHARACTERS = 100
@@ -43,14 +126,12 @@ class Index:
     def to_bytes(self) -> bytes:
         """Readable JSON, one line for each tensor."""
         fields = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
             "block_digests": list(self.block_digests),
             "ties": dict(self.ties),
             "tensors": {record.name: _record_to_json(record) for record in self.records},
             "states": dict(self.states),
         }
-        return (readable(fields) + "\n").encode("ascii")
+        return _to_bytes(FORMAT, fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Index:
@@ -60,22 +141,28 @@ class Index:
             CorruptCheckpointError: says what is wrong with it.
             FormatVersionError: written by a newer version, or with a newer torch.
         """
-        fields = parse_json(data, where=where)
         try:
-            _check_format(fields, where)
+            fields = _parse(data, where, FORMAT, {"block_digests", "ties", "tensors", "states"})
             return cls(
-                states=as_dict(fields["states"]),
-                records=_records(as_dict(fields["tensors"]), where),
-                ties=_ties(as_dict(fields["ties"])),
-                block_digests=strings(fields["block_digests"]),
+                states=_as_dict(fields["states"]),
+                records=_records(_as_dict(fields["tensors"]), where),
+                ties=_ties(_as_dict(fields["ties"])),
+                block_digests=_strings(fields["block_digests"]),
             )
         except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
 
 
-def _check_format(fields: Any, where: str) -> None:
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ValueError(f"it does not say that it is a {FORMAT!r}")
+def stem_of(directory: str, rank: int) -> str:
+    """The path of a rank's files in a directory, without their suffix."""
+    return f"{directory}/rank-{rank:05d}"
+
+
+def _parse(data: bytes, where: str, name: str, expected: Set[str]) -> dict[str, Any]:
+    """The fields of an index in this format and a known version."""
+    fields = parse_json(data, where=where)
+    if not isinstance(fields, dict) or fields.get("format") != name:
+        raise ValueError(f"its format is not {name!r}")
     version = fields["format_version"]
     if type(version) is not int or version < 1:
         raise ValueError(f"the format version {str(version)[:80]!r}")
@@ -86,9 +173,14 @@ def _check_format(fields: Any, where: str) -> None:
             expected=f"at most {FORMAT_VERSION}",
             remedy="Install a newer resumekit",
         )
-    expected = {"format", "format_version", "block_digests", "ties", "tensors", "states"}
-    if set(fields) != expected:
+    if set(fields) != {"format", "format_version", *expected}:
         raise ValueError(f"unknown or missing fields: {str(sorted(set(fields) ^ expected))[:200]}")
+    return fields
+
+
+def _to_bytes(name: str, fields: dict[str, Any]) -> bytes:
+    named = {"format": name, "format_version": FORMAT_VERSION, **fields}
+    return (_readable(named) + "\n").encode("ascii")
 
 
 def _record_to_json(record: Record) -> dict[str, Any]:
@@ -105,7 +197,7 @@ def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
     records: list[Record] = []
     reached = 0
     for name, row in rows.items():
-        record = _record(name, as_dict(row), where)
+        record = _record(name, _as_dict(row), where)
         if record.begin != reached or record.end != row["end"]:
             raise ValueError(
                 f"{name[:200]!r} of {record.num_bytes} bytes is at {record.begin} to "
@@ -138,33 +230,33 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _ties(ties: dict[str, Any]) -> dict[str, str]:
-    return dict(zip(ties, strings(list(ties.values())), strict=True))
+    return dict(zip(ties, _strings(list(ties.values())), strict=True))
 
 
-def strings(values: Any) -> tuple[str, ...]:
+def _strings(values: Any) -> tuple[str, ...]:
     """A list of strings, or ValueError."""
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(f"{str(values)[:80]} instead of strings")
     return tuple(values)
 
 
-def as_dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: Any) -> dict[str, Any]:
     """An object, or ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:80]!r} instead of an object")
     return value
 
 
-def readable(value: Any, indent: int = 0) -> str:
+def _readable(value: Any, indent: int = 0) -> str:
     """JSON in which whatever fits into a line stands on one."""
     text = json.dumps(value)
     if len(text) + indent <= _LINE_CHARACTERS or not isinstance(value, dict | list):
         return text
     inner = " " * (indent + 1)
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {readable(item, indent + 1)}" for key, item in value.items()]
+        parts = [f"{json.dumps(key)}: {_readable(item, indent + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{' ' * indent}}}"
-    parts = [readable(item, indent + 1) for item in value]
+    parts = [_readable(item, indent + 1) for item in value]
     return "[\n" + _filled(parts, inner) + f"\n{' ' * indent}]"
 
 
@@ -177,3 +269,155 @@ def _filled(parts: list[str], inner: str) -> str:
         else:
             lines.append(inner + part)
     return ",\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored part of a tensor; it stands in its writer's data file under ``part_name``.
+
+    Args:
+        writer: the rank that wrote it.
+        box: which part it is.
+        number: of this part among its writer's parts of the tensor, in the order of the list.
+    """
+
+    writer: int
+    box: Box
+    number: int = 0
+
+
+def part_name(name: str, number: int) -> str:
+    """What a part of a tensor is called in its writer's data file."""
+    return f"{name}#{number + 1}" if number else name
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A whole tensor, as the ranks hold it together.
+
+    Args:
+        element: the type of its elements.
+        shape: its whole shape.
+        chunks: its parts; none where it has no elements.
+    """
+
+    element: ElementType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of_one_writer(cls, stored: Record | Leaf, writer: int) -> Logical:
+        """A tensor that one rank writes whole."""
+        chunks = (Chunk(writer, Box.whole(stored.shape)),) if stored.num_bytes else ()
+        return cls(stored.element, stored.shape, chunks)
+
+
+@dataclass(frozen=True)
+class ShardedIndex:
+    """What the ranks wrote together.
+
+    Args:
+        states: the tree of each state, by component key.
+        tensors: the whole tensors, by name.
+        ties: names of tensors that are the same tensor as another name.
+    """
+
+    states: Mapping[str, Any]
+    tensors: Mapping[str, Logical]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Readable JSON, one line for each tensor."""
+        layouts: dict[tuple[Chunk, ...], int] = {}
+        known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
+        for logical in self.tensors.values():
+            if id(logical.chunks) not in known:
+                known[id(logical.chunks)] = layouts.setdefault(logical.chunks, len(layouts))
+        rows = {
+            name: {
+                "dtype": logical.element.name,
+                "shape": list(logical.shape),
+                "layout": known[id(logical.chunks)],
+            }
+            for name, logical in self.tensors.items()
+        }
+        fields = {
+            "ties": dict(self.ties),
+            "layouts": [[_chunk_to_json(chunk) for chunk in chunks] for chunks in layouts],
+            "tensors": rows,
+            "states": dict(self.states),
+        }
+        return _to_bytes(SHARDED_FORMAT, fields)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str) -> ShardedIndex:
+        """The inverse of ``to_bytes``; the parts of every tensor tile it.
+
+        Raises:
+            CorruptCheckpointError: says what is wrong with it.
+            FormatVersionError: written by a newer version, or with a newer torch.
+        """
+        try:
+            fields = _parse(data, where, SHARDED_FORMAT, {"ties", "layouts", "tensors", "states"})
+            layouts = _layouts(fields["layouts"])
+            return cls(
+                states=_as_dict(fields["states"]),
+                tensors=_tensors(_as_dict(fields["tensors"]), layouts, where),
+                ties=_ties(_as_dict(fields["ties"])),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
+
+    @classmethod
+    def of_one_writer(cls, index: Index, writer: int) -> ShardedIndex:
+        """The same view of state that one rank wrote whole."""
+        tensors = {record.name: Logical.of_one_writer(record, writer) for record in index.records}
+        return cls(index.states, tensors, index.ties)
+
+
+def _chunk_to_json(chunk: Chunk) -> list[Any]:
+    return [chunk.writer, list(chunk.box.offsets), list(chunk.box.sizes)]
+
+
+def _layouts(rows: Any) -> list[tuple[Chunk, ...]]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError("layouts that are not lists of parts")
+    return [_chunks(row) for row in rows]
+
+
+def _chunks(rows: list[Any]) -> tuple[Chunk, ...]:
+    num_parts: Counter[int] = Counter()
+    chunks = []
+    for writer, box in map(_part, rows):
+        chunks.append(Chunk(writer, box, num_parts[writer]))
+        num_parts[writer] += 1
+    return tuple(chunks)
+
+
+def _part(row: Any) -> tuple[int, Box]:
+    if not isinstance(row, list) or len(row) != 3:
+        raise ValueError(f"the part {str(row)[:80]!r}")
+    writer, offsets, sizes = row
+    if type(writer) is not int or writer < 0:
+        raise ValueError(f"the writer {str(writer)[:80]!r}")
+    return writer, Box(checked_shape(offsets), checked_shape(sizes))
+
+
+def _tensors(
+    rows: dict[str, Any], layouts: list[tuple[Chunk, ...]], where: str
+) -> dict[str, Logical]:
+    tiled: set[tuple[int, tuple[int, ...]]] = set()
+    tensors: dict[str, Logical] = {}
+    for name, row in rows.items():
+        if set(_as_dict(row)) != {"dtype", "shape", "layout"}:
+            raise ValueError(f"{name[:200]!r} has the fields {str(sorted(row))[:200]}")
+        number, shape = row["layout"], checked_shape(row["shape"])
+        if type(number) is not int or not 0 <= number < len(layouts):
+            raise ValueError(f"{name[:200]!r} has the layout {str(number)[:80]!r}")
+        if (number, shape) not in tiled:
+            problem = tiling_problem(shape, (chunk.box for chunk in layouts[number]))
+            if problem is not None:
+                raise ValueError(f"{name[:200]!r}: {problem}")
+            tiled.add((number, shape))
+        tensors[name] = Logical(known_element(row["dtype"], where=where), shape, layouts[number])
+    return tensors

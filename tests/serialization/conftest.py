@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from resumekit.serialization import Payload, read_payload
-from resumekit.serialization.leaves import buffers_of
+from resumekit.serialization.tensors import buffers_of
 from resumekit.storage import FileEntry, LocalFileSystem, Manifest, Staging, StepReader, Store
 
 Write = Callable[[Staging], list[FileEntry]]

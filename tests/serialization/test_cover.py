@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from resumekit.serialization.sharded.cover import tiling_problem
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.sharding import Box, tiling_problem
 
 
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:

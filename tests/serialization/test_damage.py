@@ -27,8 +27,7 @@ from resumekit.errors import (
 )
 from resumekit.serialization import decode, read_payload
 from resumekit.serialization.dtypes import ELEMENT_TYPES
-from resumekit.serialization.index import Index
-from resumekit.serialization.layout import Record, header
+from resumekit.serialization.index import Index, Record, header
 from resumekit.storage import BLOCK_BYTES, BlockDigester
 
 STEM = "state/rank-00000"

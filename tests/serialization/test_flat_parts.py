@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.sharded import (
+from resumekit.serialization import (
     Proposal,
     ShardedPayload,
     Source,
@@ -19,8 +19,14 @@ from resumekit.serialization.sharded import (
     encode_local,
     read_sharded,
 )
-from resumekit.serialization.sharded.cover import tiling_problem
-from resumekit.serialization.sharding import FlatPart, boxes_of, fill, part_like, pieces_of
+from resumekit.serialization.sharding import (
+    FlatPart,
+    boxes_of,
+    fill,
+    part_like,
+    pieces_of,
+    tiling_problem,
+)
 
 SHAPES = [(), (1,), (7,), (5, 3), (1, 9), (4, 1), (3, 2, 4), (2, 1, 3, 2), (0, 4)]
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.serialization.sharded import (
+from resumekit.serialization import (
     Assignment,
     Proposal,
     ShardedPayload,
     assign,
     encode_local,
 )
-from resumekit.serialization.sharded import plan as plan_module
-from resumekit.serialization.sharded.encode import LocalState
-from resumekit.serialization.sharded.fetch import plan_fetches
+from resumekit.serialization import planning as plan_module
+from resumekit.serialization.fetching import plan_fetches
+from resumekit.serialization.planning import LocalState
 from resumekit.serialization.sharding import Box, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))
@@ -146,7 +146,7 @@ def test_reads_of_tensors_that_are_spread_alike_are_planned_once(
 ) -> None:
     from torch.distributed.checkpoint import default_planner
 
-    from resumekit.serialization.sharded import ShardedIndex
+    from resumekit.serialization.index import ShardedIndex
 
     local, _, assignments = planned(ranks, (8,), 30)
     data = ShardedPayload("model", 0, local[0], assignments[0])._index

@@ -11,7 +11,7 @@ import torch
 
 from resumekit.errors import CorruptCheckpointError, UnreadableCheckpointError
 from resumekit.serialization import Payload, read_payload
-from resumekit.serialization.blocks import read_pieces
+from resumekit.serialization.fetching import read_pieces
 from resumekit.serialization.index import Index
 from resumekit.storage import BLOCK_BYTES, FileEntry, Staging
 

@@ -16,16 +16,16 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.serialization import Payload
-from resumekit.serialization.sharded import (
+from resumekit.serialization import (
+    Payload,
     Proposal,
-    ShardedIndex,
     ShardedPayload,
     Source,
     assign,
     encode_local,
     read_sharded,
 )
+from resumekit.serialization.index import ShardedIndex
 from resumekit.serialization.sharding import box_of, is_sharded, local_part
 from resumekit.storage import StepReader
 

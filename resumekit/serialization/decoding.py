@@ -17,9 +17,7 @@ import numpy as np
 import torch
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
-from resumekit.serialization.arrays import dtype_from_json
-from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType
-from resumekit.serialization.leaves import dense_strides, flat_bytes, retyped
+from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, dtype_from_json
 from resumekit.serialization.limits import (
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
@@ -28,6 +26,7 @@ from resumekit.serialization.limits import (
     hash_flood,
     namedtuple_type,
 )
+from resumekit.serialization.tensors import dense_strides, flat_bytes, retyped
 
 _FACTORIES: dict[str | None, Callable[[], Any] | None] = {
     None: None,
@@ -216,21 +215,40 @@ class Decoder:
         return retyped(base, element.torch_dtype, begin // element.num_bytes, shape, strides)
 
 
-def names_in(tree: Any) -> Iterator[str]:
-    """The names of the tensors that a tree refers to; some come more than once."""
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor], *, where: str = "payload") -> Any:
+    """The value that was encoded.
+
+    Args:
+        tree: from ``encode``.
+        tensors: for each name in the tree a CPU tensor with the bytes of its leaf. They become part
+            of the value.
+        where: what error messages call it.
+
+    Raises:
+        CorruptCheckpointError: the tree is not one that ``encode`` makes.
+        FormatVersionError: it needs a newer torch.
+    """
+    return Decoder(tensors, where=where).decode(tree)
+
+
+def references(tree: Any) -> Iterator[tuple[str, bool]]:
+    """The names of the tensors that a tree refers to, some more than once.
+
+    Each comes with whether it is read as bytes or as a view, and so always needed whole.
+    """
     if isinstance(tree, list):
         for item in tree:
-            yield from names_in(item)
+            yield from references(item)
     elif isinstance(tree, dict):
         for key, item in tree.items():
             if key == "$tensor" and isinstance(item, dict):
-                yield str(item.get("of"))
+                yield str(item.get("of")), True
             elif key in ("$tensor", "$blob"):
-                yield str(item)
+                yield str(item), key == "$blob"
             elif key in ("$array", "$numbers") and isinstance(item, list):
-                yield str(item[-1:] and item[-1])
+                yield str(item[-1:] and item[-1]), True
             else:
-                yield from names_in(item)
+                yield from references(item)
 
 
 def known_element(name: Any, *, where: str) -> ElementType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,12 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
-from resumekit.serialization.blocks import BlockReader
-from resumekit.serialization.decode import Decoder
-from resumekit.serialization.index import Index
-from resumekit.serialization.layout import header
-from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped
-from resumekit.serialization.payload import read_index, stem_of
-from resumekit.serialization.sharded.fetch import Fetch, plan_fetches
-from resumekit.serialization.sharded.index import Logical, ShardedIndex, part_name
-from resumekit.serialization.sharded.stretch import Stretch, read_stretches, stretches
+from resumekit.serialization.decoding import Decoder, references
+from resumekit.serialization.fetching import Fetch, Stretch, plan_fetches, read_stretches, stretches
+from resumekit.serialization.index import Index, Logical, ShardedIndex, header, part_name, stem_of
 from resumekit.serialization.sharding import Box, box_of, sharded_like
-from resumekit.storage import MAX_JSON_BYTES, StepReader
+from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
+from resumekit.storage import MAX_JSON_BYTES, FileReader, StepReader
 
 # Pairs of a tensor of the state without values and the live DTensor whose part is wanted of it.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -63,6 +58,53 @@ class Source:
         with self.step.file(f"{self.directory}/{name}") as file:
             data = file.read(max_bytes=MAX_JSON_BYTES)
         return ShardedIndex.from_bytes(data, where=f"{self.step.name}/{self.directory}/{name}")
+
+
+def read_index(step: StepReader, stem: str) -> Index:
+    """The index of one rank's files, verified.
+
+    Raises:
+        CorruptCheckpointError: damage.
+        FormatVersionError: written by a newer version, or with a newer torch.
+        UnreadableCheckpointError: an I/O error.
+    """
+    with step.file(f"{stem}.json") as file:
+        data = file.read(max_bytes=MAX_JSON_BYTES)
+    return Index.from_bytes(data, where=f"{step.name}/{stem}.json")
+
+
+def read_payload(
+    step: StepReader, directory: str, rank: int, keys: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The states that a rank wrote, every byte of them verified.
+
+    Args:
+        step: the checkpoint.
+        directory: as given to ``Payload``.
+        rank: the rank that wrote.
+        keys: the component keys to read; all by default.
+
+    Raises:
+        CorruptCheckpointError: damage or a missing key; names the file.
+        FormatVersionError: written by a newer version, or with a newer torch.
+        UnreadableCheckpointError: an I/O error.
+    """
+    stem = stem_of(directory, rank)
+    where, plain = f"{step.name}/{stem}.json", read_index(step, stem)
+    wanted = list(plain.states) if keys is None else list(keys)
+    for key in wanted:
+        if key not in plain.states:
+            raise CorruptCheckpointError(where, found=f"has no state of {key!r}")
+    tensors: dict[str, Tensor] = {}
+    if plain.records:
+        index = ShardedIndex.of_one_writer(plain, rank)
+        names = set(index.tensors)
+        if keys is not None:
+            names &= {name for name, _ in references([plain.states[key] for key in wanted])}
+        file = _DataFile(step, directory, rank, plain)
+        tensors = _read(index, dict.fromkeys(names), where, {rank: file}, check_headers=True)
+    decoder = Decoder(tensors, where=where)
+    return {key: decoder.decode(plain.states[key]) for key in wanted}
 
 
 def read_sharded(
@@ -123,12 +165,12 @@ class _View:
 
     def __init__(self, source: Source, name: str, index: ShardedIndex) -> None:
         self.where = f"{source.step.name}/{source.directory}/{name}"
-        self._source = source
+        self._files = _DataFiles(source.step, source.directory)
         self._index = index
         if source.key not in index.states:
             raise CorruptCheckpointError(self.where, found=f"has no state of {source.key!r}")
         self._tree = index.states[source.key]
-        whole = set(_names_of_bytes(self._tree))
+        whole = {name for name, is_whole in references(self._tree) if is_whole}
         self._values = self._read(dict.fromkeys(whole))
         shapes = {name: _without_values(logical) for name, logical in index.tensors.items()}
         self.spread = {name: tensor for name, tensor in shapes.items() if name not in whole}
@@ -141,7 +183,7 @@ class _View:
             partners: the live DTensor that a tensor of the skeleton is to be spread like, by id.
             needed: the ids of those that are needed; None for all.
         """
-        named = set(_names_of_tensors(self._tree))
+        named = {name for name, is_whole in references(self._tree) if not is_whole}
         self._values |= self._read(
             {name: partners.get(id(self.spread[name])) for name in self.taken(needed) & named}
         )
@@ -161,7 +203,7 @@ class _View:
 
     def _read(self, partners: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of these names: this rank's part where there is a partner, else all of it."""
-        return _read(self._source, self.where, self._index, partners)
+        return _read(self._index, partners, self.where, self._files)
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:
@@ -176,36 +218,62 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 def _read(
-    source: Source, where: str, index: ShardedIndex, partners: Mapping[str, Any]
+    index: ShardedIndex,
+    partners: Mapping[str, Any],
+    where: str,
+    files: Mapping[int, _DataFile],
+    *,
+    check_headers: bool = False,
 ) -> dict[str, Tensor]:
+    """Tensors by name: this rank's shard of those with a partner, the others whole.
+
+    Args:
+        index: of the tensors.
+        partners: for each wanted name the live DTensor, or None.
+        where: what error messages call the index.
+        files: the data file of each writer, opened on demand.
+        check_headers: whether to read and compare the header of each file too.
+    """
     wanted = {
         name: _wanted(where, index.tensors.get(name), name, partner)
         for name, partner in partners.items()
     }
-    fetches = _fetches(where, index, wanted)
-    files = {
-        writer: _DataFile(source.step, source.directory, writer)
-        for writer in sorted({fetch.chunk.writer for fetch in fetches})
-    }
-    for fetch in fetches:  # before memory is asked for: the index may promise more than there is
-        files[fetch.chunk.writer].require(fetch, index.tensors[fetch.name])
+    fetches: dict[int, list[Fetch]] = {writer: [] for writer in files} if check_headers else {}
+    for fetch in _fetches(where, index, wanted):
+        fetches.setdefault(fetch.chunk.writer, []).append(fetch)
+    # Before memory is allocated: the index may promise more than the files hold.
+    used = {writer: files[writer] for writer in sorted(fetches)}
+    for writer, file in used.items():
+        for fetch in fetches[writer]:
+            file.require(fetch, index.tensors[fetch.name])
     memory = {
         name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
         for name, box in wanted.items()
     }
-    for writer, file in files.items():
-        mine = [fetch for fetch in fetches if fetch.chunk.writer == writer]
-        parts = [part for fetch in mine for part in file.stretches(fetch, memory[fetch.name])]
-        read_stretches(file.open, parts, file.index.block_digests)
-    strides = {
-        fetch.name: files[fetch.chunk.writer].strides(fetch.name)
-        for fetch in fetches
-        if fetch.chunk.box.sizes == index.tensors[fetch.name].shape
-    }
+    strides: dict[str, tuple[int, ...] | None] = {}
+    for writer, file in used.items():
+        parts: list[Stretch] = []
+        for fetch in fetches[writer]:
+            parts += file.parts(fetch, memory[fetch.name])
+            if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
+                strides[fetch.name] = file.strides(fetch.name)
+        file.read(parts, check_header=check_headers)
     return {
         name: _value(index.tensors[name], memory[name], strides.get(name), partner)
         for name, partner in partners.items()
     }
+
+
+class _DataFiles(dict[int, "_DataFile"]):
+    """The data file of each writer of a component, opened on first use."""
+
+    def __init__(self, step: StepReader, directory: str) -> None:
+        self._arguments = (step, directory)
+
+    def __missing__(self, writer: int) -> _DataFile:
+        step, directory = self._arguments
+        index = read_index(step, stem_of(directory, writer))
+        return self.setdefault(writer, _DataFile(step, directory, writer, index))
 
 
 def _wanted(where: str, logical: Logical | None, name: str, partner: Any) -> Box:
@@ -252,18 +320,29 @@ def _value(
 class _DataFile:
     """One writer's data file, by the index beside it."""
 
-    def __init__(self, step: StepReader, directory: str, writer: int) -> None:
-        stem = stem_of(directory, writer)
+    def __init__(self, step: StepReader, directory: str, writer: int, index: Index) -> None:
         self._step = step
-        self._path = f"{stem}.safetensors"
-        self.index: Index = read_index(step, stem)
-        self._records = {record.name: record for record in self.index.records}
-        self._begin = len(header(self.index.records, self.index.ties))
+        self._path = f"{stem_of(directory, writer)}.safetensors"
+        self._index = index
+        self._records = {record.name: record for record in index.records}
+        self._header = header(index.records, index.ties)
+        self._begin = len(self._header)
         self._check_size()
 
-    def open(self) -> BlockReader:
-        """The file, for verified reading."""
+    def _open(self) -> FileReader:
         return self._step.file(self._path)
+
+    def read(self, parts: list[Stretch], *, check_header: bool) -> None:
+        """Fills the targets of these parts of the file; compares its header, if asked to."""
+        found = torch.empty(len(self._header) if check_header else 0, dtype=torch.uint8)
+        if check_header:
+            parts = [Stretch(0, found.numel(), found, (1,)), *parts]
+        read_stretches(self._open, parts, self._index.block_digests)
+        if check_header and flat_bytes(found) != self._header:
+            raise CorruptCheckpointError(
+                f"{self._step.name}/{self._path}",
+                found="its header differs from what the index says of its tensors",
+            )
 
     def strides(self, name: str) -> tuple[int, ...] | None:
         """The strides that a tensor had in memory, where they were not row-major."""
@@ -279,7 +358,7 @@ class _DataFile:
                 expected="the part that the index of all ranks tells of",
             )
 
-    def stretches(self, fetch: Fetch, memory: Tensor) -> Iterator[Stretch]:
+    def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[Stretch]:
         """Where in the file the elements are that are to be fetched.
 
         Args:
@@ -294,9 +373,9 @@ class _DataFile:
         return stretches(fetch.stored, record.shape, self._begin + record.begin, memory[cut])
 
     def _check_size(self) -> None:
-        reader = self.open()
+        reader = self._open()
         reader.close()
-        expected = self._begin + (self.index.records[-1].end if self.index.records else 0)
+        expected = self._begin + (self._index.records[-1].end if self._index.records else 0)
         if reader.entry.size != expected:
             raise CorruptCheckpointError(
                 f"{self._step.name}/{self._path}",
@@ -320,32 +399,3 @@ def _without_values(logical: Logical) -> Tensor:
     return torch.empty_strided(
         logical.shape, dense_strides(logical.shape), dtype=dtype, device="meta"
     )
-
-
-def _names_of_bytes(tree: Any) -> Iterator[str]:
-    """The tensors that a tree decodes bytes from, or views: they are always needed whole."""
-    for tag, body in _references(tree):
-        if tag == "$tensor" and isinstance(body, dict):
-            yield str(body.get("of"))
-        elif tag == "$blob":
-            yield str(body)
-        elif tag in ("$array", "$numbers") and isinstance(body, list):
-            yield str(body[-1:] and body[-1])
-
-
-def _names_of_tensors(tree: Any) -> Iterator[str]:
-    for tag, body in _references(tree):
-        if tag == "$tensor" and not isinstance(body, dict):
-            yield str(body)
-
-
-def _references(tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _references(item)
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            if key in ("$tensor", "$blob", "$array", "$numbers"):
-                yield key, item
-            else:
-                yield from _references(item)

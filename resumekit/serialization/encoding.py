@@ -1,4 +1,32 @@
-"""From nested Python state to the tree and the leaves that ``codec`` describes."""
+"""Nested Python state as JSON and bytes, without pickle.
+
+A value that JSON gives back as it is stands there plainly: None, bools, 64-bit ints, finite floats,
+strings, lists, and dicts with string keys. Everything else is an object with one key that begins
+with ``$``:
+
+================  =====================================================================
+``$int``          an int beyond 64 bits, hexadecimal
+``$float``        nan or an infinity, the 16 hexadecimal digits of its bits
+``$complex``      its real and imaginary part
+``$str``          a string that holds surrogates, hexadecimal UTF-8
+``$bytes``        bytes, hexadecimal; long ones are in the data file: ``$blob``, by name
+``$numbers``      a long list of nothing but 64-bit ints or of floats: dtype, the name of its bytes
+``$tuple``        the elements; ``$set`` likewise, in a fixed order
+``$dict``         keys and values by turns; ``$ordered_dict`` and ``$counter`` likewise
+``$default_dict`` the name of the builtin factory or null, then keys and values
+``$deque``        the maximal length or null, then the elements
+``$namedtuple``   the type's name, the names of the fields, the elements
+``$scalar``       a numpy scalar: dtype, hexadecimal bytes; ``$numpy_str``, ``$numpy_bytes``
+``$array``        a numpy array: dtype, shape, ``"C"`` or ``"F"``, the name of its bytes
+``$tensor``       the name of a tensor, or a view of one: of, dtype, shape, strides, offset in bytes
+================  =====================================================================
+
+What comes back is equal and of the same type, with these exceptions: an enum comes back as its
+value, an ``nn.Parameter`` as a plain tensor, a namedtuple as a new type of the same name and fields
+(equal to the old one), any tensor on the CPU, a tensor with holes in memory without the holes.
+Tensors that share memory share it again; of lists and dicts only the values are kept. Anything else
+is refused, by its place.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +34,7 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from json import dumps
 from typing import Any
@@ -15,17 +44,47 @@ import numpy.typing as npt
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.aliases import StoredTensors, store
-from resumekit.serialization.arrays import dtype_to_json
-from resumekit.serialization.found import FoundTensor
-from resumekit.serialization.leaves import Leaf, bytes_leaf
+from resumekit.serialization.dtypes import dtype_to_json
 from resumekit.serialization.limits import (
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
     hash_flood,
     namedtuple_type,
 )
-from resumekit.serialization.places import Place, UniqueNames
+from resumekit.serialization.paths import Place, UniqueNames
+from resumekit.serialization.tensors import FoundTensor, Leaf, StoredTensors, bytes_leaf, store
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """State in storable form.
+
+    Args:
+        tree: what JSON takes; refers to the tensors by name.
+        tensors: what goes into the data file, by name; still the live memory, nothing is copied.
+        ties: names of tensors that have no bytes of their own, with the name of the same tensor.
+    """
+
+    tree: Any
+    tensors: dict[str, Leaf]
+    ties: dict[str, str]
+
+
+def encode(value: Any, *, where: str) -> Encoded:
+    """The value in storable form; no copy of a tensor is made.
+
+    Args:
+        value: nested state.
+        where: what error messages call it, e.g. ``"extras"``.
+
+    Raises:
+        UnsupportedValueError: a part of it cannot be stored; names the place.
+    """
+    encoder = Encoder()
+    tree = encoder.encode(value, where=where)
+    stored = encoder.finish()
+    return Encoded(tree, stored.leaves, stored.ties)
+
 
 _MAX_INLINE_BYTES = 1024
 _MAX_INLINE_NUMBERS = 1024

@@ -1,0 +1,370 @@
+"""One rank's view of a state whose tensors are spread: a tree without values, and its parts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from resumekit.errors import RankDisagreementError, UnsupportedValueError
+from resumekit.serialization.encoding import Encoder
+from resumekit.serialization.index import Chunk, Logical, part_name
+from resumekit.serialization.paths import Place
+from resumekit.serialization.sharding import (
+    Box,
+    FlatPart,
+    boxes_of,
+    is_sharded,
+    local_part,
+    pieces_of,
+    tiling_problem,
+)
+from resumekit.serialization.tensors import FoundTensor, Leaf
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """A state as one rank holds it.
+
+    Args:
+        key: the component's key.
+        tree: what is not a tensor, with the name of a tensor where one stands.
+        tensors: the live tensors by name, in parts or plain.
+        found: the part of each that lies in this rank's memory.
+        leaves: bytes that are no tensors, alike on every rank.
+        ties: names of tensors that are the same tensor as another name.
+        first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
+    """
+
+    key: str
+    tree: Any
+    tensors: dict[str, Any]
+    found: dict[str, FoundTensor]
+    leaves: dict[str, Leaf]
+    ties: dict[str, str]
+    first_rank_only: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> Any:
+        """All that a plan depends on; the plan for an equal one is the same plan."""
+        tensors = {
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, spreading(tensor))
+            for name, tensor in self.tensors.items()
+        }
+        return tensors, self.ties, self.first_rank_only
+
+    def leaves_of(self, name: str) -> Iterator[tuple[str, Leaf]]:
+        """This rank's parts of a tensor, each with the name that it is stored under."""
+        found = self.found[name]
+        for number, piece in enumerate(pieces_of(self.tensors[name])):
+            yield part_name(name, number), FoundTensor(piece, found.place, name).leaf()
+
+
+def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
+    """The state of one component as this rank holds it; nothing is copied.
+
+    Args:
+        key: the component's key.
+        state: nested state; tensors are named by their place in it, a model's by FQN.
+        first_rank_only: names of plain tensors that may differ between the ranks.
+
+    Raises:
+        UnsupportedValueError: a value cannot be stored; names its place.
+    """
+    encoder = _LocalEncoder()
+    tree = encoder.encode(state, where=key)
+    return LocalState(
+        key,
+        tree,
+        encoder.tensors,
+        encoder.found,
+        encoder.plain_leaves,
+        encoder.ties,
+        frozenset(first_rank_only),
+    )
+
+
+def spreading(tensor: Any) -> Any:
+    """The mesh and the placements of a DTensor; None for a plain tensor. Equal for equal ones."""
+    if isinstance(tensor, FlatPart):
+        return tensor.begin
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
+
+
+class _LocalEncoder(Encoder):
+    """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Any] = {}
+        self.found: dict[str, FoundTensor] = {}
+        self.ties: dict[str, str] = {}
+        self._owners: dict[Any, str] = {}
+        self._by_type[FlatPart] = self._flat
+
+    @property
+    def plain_leaves(self) -> dict[str, Leaf]:
+        """Bytes that are no tensors, by name."""
+        return self._leaves
+
+    def _flat(self, value: FlatPart, place: Place, _: int) -> Any:
+        name = self._name(place)
+        # A tie is one object in two places: that is seen by ranks whose part is empty as well.
+        first = self._owners.setdefault(id(value), name)
+        if first != name:
+            self.ties[name] = first
+            return {"$tensor": first}
+        self.tensors[name] = value
+        self.found[name] = FoundTensor(value.local, place, name)
+        return {"$tensor": name}
+
+    def _tensor(self, value: Tensor, place: Place) -> Any:
+        name = self._name(place)
+        found = FoundTensor(local_part(value), place, name)
+        self._found.append(found)  # where a tensor as a key is noticed
+        if not found.shares_nothing:
+            view = (found.view, tuple(value.shape), spreading(value))
+            first = self._owners.setdefault(view, name)
+            if first != name:
+                self.ties[name] = first
+                return {"$tensor": first}
+        self.tensors[name] = value
+        self.found[name] = found
+        return {"$tensor": name}
+
+
+_MOST_NAMED = 3
+
+# Every rank reads all of what every rank holds. Spread over a thousand files, a thousand counts of
+# steps would cost each rank a thousand blocks.
+_SMALL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank could write of a component; it travels to the first rank of its group.
+
+    Args:
+        parts: the different parts that it holds of its tensors, each a box or several, none of
+            them empty.
+        held: by name of a tensor, the number of the part that it holds.
+        signature: a digest of the names, types and whole shapes of all tensors.
+    """
+
+    parts: tuple[tuple[Box, ...], ...]
+    held: dict[str, int]
+    signature: str
+
+    @classmethod
+    def of(cls, local: LocalState, place: int) -> Proposal:
+        """What this rank could write.
+
+        Args:
+            local: the state as this rank holds it.
+            place: of this rank in its group, from 0.
+
+        Raises:
+            UnsupportedValueError: a DTensor's part cannot be told; names it.
+        """
+        known: dict[object, tuple[Box, ...]] = {}
+        numbers: dict[tuple[Box, ...], int] = {}
+        held: dict[str, int] = {}
+        for name, tensor in local.tensors.items():
+            kind = (tensor.shape, local_part(tensor).shape, spreading(tensor))
+            if kind not in known:
+                known[kind] = boxes_of(tensor, f"{local.key}: {name}")
+            part = known[kind]
+            if part and not (place and _is_first_ranks(local, name)):
+                held[name] = numbers.setdefault(part, len(numbers))
+        return cls(tuple(numbers), held, _signature(local))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a rank is to write of a component.
+
+    Args:
+        names: the tensors of which it writes its part.
+        tensors: on the first rank, where the parts of each tensor are.
+    """
+
+    names: tuple[str, ...]
+    tensors: dict[str, Logical] | None = None
+
+
+def assign(
+    local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
+) -> list[Assignment]:
+    """What each rank is to write; parts that several ranks hold are spread over them.
+
+    Args:
+        local: the state as the first rank holds it.
+        proposals: of every rank of a group, in rank order.
+        ranks: their global ranks; by default 0 and on.
+
+    Raises:
+        RankDisagreementError: the ranks' states are not parts of one state.
+        UnsupportedValueError: the parts of a tensor overlap, or some are missing; names it.
+    """
+    ranks = range(len(proposals)) if ranks is None else ranks
+    _require_one_state(local.key, proposals, ranks)
+    holders = _holders(local, proposals, ranks)
+    chosen = choose_writers(
+        (name, held, local.found[name].element.num_bytes) for name, held in holders.items()
+    )
+    names: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name in local.tensors:
+        for chunk in chosen[name]:
+            if not chunk.number:
+                names[chunk.writer].append(name)
+    tensors = {
+        name: Logical(local.found[name].element, tuple(tensor.shape), chosen[name])
+        for name, tensor in local.tensors.items()
+    }
+    return [
+        Assignment(tuple(names[rank]), None if place else tensors)
+        for place, rank in enumerate(ranks)
+    ]
+
+
+def _holders(
+    local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int]
+) -> dict[str, Holders]:
+    """Who holds the parts of each tensor; one object for all that are spread alike."""
+    rows = {name: [-1] * len(proposals) for name in local.tensors}
+    for place, proposal in enumerate(proposals):
+        for name, number in proposal.held.items():
+            if name not in rows:
+                raise _not_tied(local, name, ranks[place])
+            rows[name][place] = number
+    alike: dict[object, Holders] = {}
+    found: dict[str, Holders] = {}
+    for name, row in rows.items():
+        shape = tuple(local.tensors[name].shape)
+        kind = (shape, *row)
+        if kind not in alike:
+            held: dict[tuple[Box, ...], list[int]] = {}
+            for place, number in enumerate(row):
+                if number >= 0:
+                    held.setdefault(proposals[place].parts[number], []).append(ranks[place])
+            problem = tiling_problem(shape, (box for boxes in held for box in boxes))
+            if problem is not None:
+                raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
+            alike[kind] = Holders(held)
+        found[name] = alike[kind]
+    return found
+
+
+def _is_first_ranks(local: LocalState, name: str) -> bool:
+    """Whether rank 0 alone writes a tensor that other ranks hold as well."""
+    tensor = local.tensors[name]
+    if is_sharded(tensor):
+        return False
+    return name in local.first_rank_only or tensor.numel() * tensor.element_size() < _SMALL_BYTES
+
+
+def _signature(local: LocalState) -> str:
+    lines = [
+        [name, str(tensor.dtype), list(tensor.shape)] for name, tensor in local.tensors.items()
+    ]
+    # A rank whose part is empty cannot see that two names are one tensor.
+    lines += [
+        [name, str(local.tensors[other].dtype), list(local.tensors[other].shape)]
+        for name, other in local.ties.items()
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(lines)).encode("ascii"))
+
+
+def _require_one_state(key: str, proposals: Sequence[Proposal], ranks: Sequence[int]) -> None:
+    others = [
+        rank
+        for rank, each in zip(ranks, proposals, strict=True)
+        if each.signature != proposals[0].signature
+    ]
+    if others:
+        shown = ", ".join(map(str, others[:_MOST_NAMED]))
+        raise RankDisagreementError(
+            key,
+            found=f"rank {shown} has tensors of other names, types or shapes than rank {ranks[0]}",
+            expected="parts of one state on all ranks of a group",
+            remedy="Give each pipeline stage a process group of its own, or declare it per_rank "
+            "where every rank has its own",
+        )
+
+
+def _not_tied(local: LocalState, name: str, rank: int) -> RankDisagreementError:
+    other = local.ties.get(name, "another tensor")
+    return RankDisagreementError(
+        f"{local.key}: {name}",
+        found=f"a tensor of its own on rank {rank}, and the same as {other!r} elsewhere",
+        expected="the same ties on all ranks",
+        remedy="Tie the tensors on every rank, or on none",
+    )
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold each part of a tensor; tensors that are spread alike share one.
+
+    Args:
+        ranks: in order, by what each of them holds: a box, or several.
+    """
+
+    ranks: Mapping[tuple[Box, ...], Sequence[int]]
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The ways to share the writing: in each, the next one of its holders writes a part.
+
+        There are no more of them than a part has holders. A writer for each part of each tensor
+        could be balanced a little better, and would give every tensor a layout of its own.
+        """
+        num_turns = max(map(len, self.ranks.values()), default=1)
+        parts = sorted(
+            (
+                (box, number, ranks)
+                for boxes, ranks in self.ranks.items()
+                for number, box in enumerate(boxes)
+            ),
+            key=lambda part: part[0].offsets,
+        )
+        return tuple(
+            tuple(Chunk(ranks[turn % len(ranks)], box, number) for box, number, ranks in parts)
+            for turn in range(num_turns)
+        )
+
+
+def choose_writers(tensors: Iterable[tuple[str, Holders, int]]) -> dict[str, tuple[Chunk, ...]]:
+    """The parts of each tensor with the rank that writes each, so that all write about as much.
+
+    Args:
+        tensors: the name of each, who holds its parts, and the bytes of one element.
+    """
+    load: Counter[int] = Counter()
+    chosen: dict[str, tuple[Chunk, ...]] = {}
+    shared: list[tuple[int, str, Holders, int]] = []
+    for name, holders, num_bytes in tensors:
+        if len(holders.turns) == 1:
+            chosen[name] = holders.turns[0]
+            _add(load, holders.turns[0], num_bytes)
+        else:
+            whole = num_bytes * sum(box.num_elements for boxes in holders.ranks for box in boxes)
+            shared.append((whole, name, holders, num_bytes))
+    # The large ones first.
+    for _, name, holders, num_bytes in sorted(shared, key=lambda each: -each[0]):
+        chosen[name] = min(
+            holders.turns, key=lambda turn: max(load[chunk.writer] for chunk in turn)
+        )
+        _add(load, chosen[name], num_bytes)
+    return chosen
+
+
+def _add(load: Counter[int], chunks: Sequence[Chunk], num_bytes: int) -> None:
+    for chunk in chunks:
+        load[chunk.writer] += chunk.box.num_elements * num_bytes

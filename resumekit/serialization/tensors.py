@@ -1,0 +1,400 @@
+"""A leaf: one stretch of bytes for the data file, still in the memory of its live owner.
+
+Nothing is copied before it is written. What cannot be handed out as it lies in memory (a tensor on
+another device, one that is not contiguous) is copied in chunks, so a save needs little memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from resumekit.errors import UnsupportedValueError
+from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, element_type
+from resumekit.serialization.paths import Place, UniqueNames
+
+CHUNK_BYTES = 4 << 20
+
+# A type without arithmetic of its own (int4, float8, ...) is copied as one that has the same size.
+PLAIN_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Bytes to be stored, and how they are read again as a tensor.
+
+    Args:
+        source: where the bytes come from.
+        element: the type of one element.
+        shape: the shape they are read with.
+        strides: the strides of the tensor in memory, in elements, where it was dense but not
+            row-major (channels_last, a transposed weight); the bytes are row-major all the same.
+    """
+
+    source: torch.Tensor | npt.NDArray[Any] | bytes
+    element: ElementType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the stretch."""
+        return math.prod(self.shape) * self.element.num_bytes
+
+    def buffers(self) -> Iterator[memoryview]:
+        """The bytes in order, in pieces of at most CHUNK_BYTES."""
+        return buffers_of(self.source)
+
+
+def buffers_of(source: torch.Tensor | npt.NDArray[Any] | bytes) -> Iterator[memoryview]:
+    """The bytes of a value in row-major order, in pieces of at most CHUNK_BYTES."""
+    if isinstance(source, torch.Tensor):
+        return _tensor_buffers(source)
+    if isinstance(source, bytes):
+        return _pieces(memoryview(source))
+    return _array_buffers(source)
+
+
+def bytes_leaf(source: npt.NDArray[Any] | bytes) -> Leaf:
+    """A leaf of plain bytes: of a bytes object, or of an array in row-major order."""
+    num_bytes = source.nbytes if isinstance(source, np.ndarray) else len(source)
+    return Leaf(source, ELEMENT_TYPES["uint8"], (num_bytes,))
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of this shape, as torch counts them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def retyped(
+    source: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor over the same storage with another type and geometry; shares memory, has no grad.
+
+    Args:
+        source: the tensor whose storage is used.
+        dtype: the element type.
+        offset: where it begins in the storage, in elements of ``dtype``.
+        shape: the shape.
+        strides: in elements of ``dtype``.
+    """
+    empty = torch.empty(0, dtype=dtype, device=source.device)
+    return empty.set_(source.untyped_storage(), offset, shape, strides)
+
+
+class _Memory:
+    """A tensor's memory under numpy's array interface.
+
+    Not through ``Tensor.numpy()``: that marks the live storage as not resizable for ever (torch
+    2.13, torch/csrc/utils/tensor_numpy.cpp), and FSDP frees its storages by resizing them.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # lives as long as any view of its memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def flat_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return _view(np.asarray(_Memory(tensor)))
+
+
+def _view(array: npt.NDArray[Any]) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]  # a Buffer for type checkers from 3.12 on
+
+
+def _pieces(buffer: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, buffer.nbytes, CHUNK_BYTES):
+        yield buffer[begin : begin + CHUNK_BYTES]
+
+
+def _tensor_buffers(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if tensor.numel() == 0:
+        return
+    if tensor.is_conj() or tensor.is_neg():  # lazy bits: the memory holds something else
+        yield from _copied(tensor.detach())
+    elif tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield from _pieces(flat_bytes(tensor))
+    else:
+        plain = PLAIN_TYPES[tensor.element_size()]
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        yield from _copied(retyped(tensor, plain, int(tensor.storage_offset()), shape, strides))
+
+
+def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor that cannot be handed out as it lies, a chunk at a time."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes <= CHUNK_BYTES:
+        yield flat_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
+        return
+    num_rows = CHUNK_BYTES * tensor.shape[0] // num_bytes
+    if num_rows == 0:
+        for row in tensor:
+            yield from _copied(row)
+        return
+    for begin in range(0, tensor.shape[0], num_rows):
+        yield from _copied(tensor[begin : begin + num_rows])
+
+
+def _array_buffers(array: npt.NDArray[Any]) -> Iterator[memoryview]:
+    if array.nbytes == 0:
+        return
+    if array.flags.c_contiguous:
+        yield from _pieces(_view(array.reshape(-1).view(np.uint8)))
+    elif array.nbytes <= CHUNK_BYTES:
+        yield from _array_buffers(np.ascontiguousarray(array))
+    else:
+        num_rows = max(1, CHUNK_BYTES * array.shape[0] // array.nbytes)
+        for begin in range(0, array.shape[0], num_rows):
+            rows = array[begin : begin + num_rows]
+            yield from _array_buffers(rows if rows.nbytes <= CHUNK_BYTES else rows[0])
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor met in a state.
+
+    Args:
+        tensor: the live tensor.
+        place: where it stands.
+        name: the name that it is stored under if it gets bytes of its own.
+
+    Raises:
+        UnsupportedValueError: it cannot be stored bit for bit; names the place.
+    """
+
+    tensor: torch.Tensor
+    place: Place
+    name: str
+
+    def __post_init__(self) -> None:
+        check_tensor(self.tensor, self.place)
+
+    @property
+    def element(self) -> ElementType:
+        """The type of its elements."""
+        element = element_type(self.tensor.dtype)
+        assert element is not None  # check_tensor
+        return element
+
+    @cached_property
+    def memory(self) -> tuple[str, int]:
+        """The device and the address of its storage."""
+        return str(self.tensor.device), self.tensor.untyped_storage().data_ptr()
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The addresses of its first byte and of the byte after its last."""
+        return _span(self.tensor)
+
+    @cached_property
+    def view(self) -> tuple[Any, ...]:
+        """What two tensors that are the same view of the same memory have in common."""
+        return (self.memory, self.span, self.tensor.dtype, self.tensor.shape, self.tensor.stride())
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its strides are those of a new tensor of its shape."""
+        return self.tensor.stride() == dense_strides(tuple(self.tensor.shape))
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether some of its elements share their memory, as those of an expanded tensor do."""
+        begin, end = self.span
+        return self.tensor.numel() * self.element.num_bytes > end - begin
+
+    @property
+    def shares_nothing(self) -> bool:
+        """Whether no other tensor can see what is done to it: it has no bytes.
+
+        One that is lazily conjugated or negated counts too: its memory does not hold its values.
+        """
+        return self.tensor.numel() == 0 or self.tensor.is_conj() or self.tensor.is_neg()
+
+    def leaf(self) -> Leaf:
+        """Its values as a leaf of its own."""
+        shape = tuple(self.tensor.shape)
+        strides: tuple[int, ...] | None = None
+        if self.tensor.numel() and not self.is_row_major:
+            # Holes are not stored; what is kept is the order of the dimensions in memory.
+            strides = torch.empty_like(self.tensor, device="meta").stride()
+            strides = None if strides == dense_strides(shape) else strides
+        return Leaf(self.tensor, self.element, shape, strides)
+
+    def view_of(self, name: str, begin: int) -> dict[str, Any]:
+        """What says in a tree that it is a view.
+
+        Args:
+            name: the tensor that it is a view of.
+            begin: the address of that tensor.
+        """
+        return {
+            "of": name,
+            "dtype": self.element.name,
+            "shape": list(self.tensor.shape),
+            "strides": list(self.tensor.stride()),
+            "offset": self.span[0] - begin,
+        }
+
+
+def check_tensor(tensor: torch.Tensor, place: Place) -> None:
+    """Raises UnsupportedValueError for a tensor that cannot be stored bit for bit."""
+    reason = _refusal(tensor)
+    if reason is not None:
+        found, remedy = reason
+        raise UnsupportedValueError(str(place), found=found, remedy=remedy)
+
+
+def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if kind.__name__ in ("DTensor", "ShardedTensor"):
+        return f"a sharded tensor ({kind.__name__})", "Sharded tensors need the sharded path"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({tensor.dtype})", "Store its int_repr() and its scales"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"a tensor of layout {layout}", "Store its parts, or to_dense()"
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return f"a tensor of class {kind.__module__}.{kind.__qualname__}", "Store a plain tensor"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, which has no values", "Materialise it first"
+    if element_type(tensor.dtype) is None:
+        return f"a tensor of the unknown type {tensor.dtype}", "Store it as a known type"
+    storage = tensor.untyped_storage()
+    if _span(tensor)[1] > storage.data_ptr() + storage.nbytes():
+        return "a tensor whose memory has been freed", "Gather or restore it first"
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    # Not data_ptr() of the tensor: that is 0 for an empty one, and refuses a lazily conjugated one.
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    begin = tensor.untyped_storage().data_ptr() + offset
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+_ALIGNMENT = 16  # of the largest element, counted from the beginning of its storage
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """What to store.
+
+    Args:
+        leaves: what gets bytes, by name.
+        references: for each tensor found, in order, what stands in its place in the tree.
+        ties: the names that have no bytes of their own, with the name that has the same tensor.
+    """
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    references: list[Any] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+
+
+def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
+    """What to store for these tensors.
+
+    Args:
+        found: every tensor of the payload, in the order met.
+        names: for stretches of memory that no single tensor covers.
+    """
+    stored = StoredTensors(references=[None] * len(found))
+    for indices in _clusters(found):
+        cluster = {index: found[index] for index in indices}
+        base = _base(cluster)
+        if base is None:
+            _store_stretch(cluster, stored, names)
+        else:
+            _store_base(base, cluster, stored)
+    return stored
+
+
+def _clusters(found: Sequence[FoundTensor]) -> list[list[int]]:
+    """The tensors' indices, those that overlap in memory together, in the order met."""
+    clusters = [[index] for index, item in enumerate(found) if item.shares_nothing]
+    spans = sorted(
+        (*item.memory, *item.span, index)
+        for index, item in enumerate(found)
+        if not item.shares_nothing
+    )
+    reached = ("", 0, 0)
+    for device, storage, begin, end, index in spans:
+        if (device, storage) == reached[:2] and begin < reached[2]:
+            clusters[-1].append(index)
+            end = max(end, reached[2])
+        else:
+            clusters.append([index])
+        reached = (device, storage, end)
+    return sorted(sorted(cluster) for cluster in clusters)
+
+
+def _base(cluster: Mapping[int, FoundTensor]) -> FoundTensor | None:
+    """The member to store, which the others are the same as, or views of; None if there is none."""
+    items = list(cluster.values())
+    first = items[0]
+    if first.shares_nothing:
+        return first
+    if all(item.view == first.view for item in items) and not first.overlaps_itself:
+        return first
+    begin = min(item.span[0] for item in items)
+    end = max(item.span[1] for item in items)
+    if any((item.span[0] - begin) % item.element.num_bytes for item in items):
+        return None  # a view begins at a whole element of its type, counted from the base
+    whole = (item for item in items if item.span == (begin, end) and item.is_row_major)
+    return next(whole, None)
+
+
+def _store_base(
+    base: FoundTensor, cluster: Mapping[int, FoundTensor], stored: StoredTensors
+) -> None:
+    stored.leaves[base.name] = base.leaf()
+    for index, item in cluster.items():
+        if item.view != base.view:
+            stored.references[index] = item.view_of(base.name, base.span[0])
+            continue
+        stored.references[index] = base.name
+        if item is not base:
+            stored.ties[item.name] = base.name
+
+
+def _store_stretch(
+    cluster: Mapping[int, FoundTensor], stored: StoredTensors, names: UniqueNames
+) -> None:
+    """Stores the bytes that the cluster spans, and every member as a view of them."""
+    items = list(cluster.values())
+    # Two storages may begin at one address (torch.from_numpy twice): the longer one has all of it.
+    longest = max(items, key=lambda item: item.tensor.untyped_storage().nbytes())
+    storage = longest.memory[1]
+    offset = (min(item.span[0] for item in items) - storage) // _ALIGNMENT * _ALIGNMENT
+    num_bytes = max(item.span[1] for item in items) - storage - offset
+    stretch = retyped(longest.tensor, torch.uint8, offset, (num_bytes,), (1,))
+    name = names.take(f"{items[0].name}.storage")
+    stored.leaves[name] = Leaf(stretch, ELEMENT_TYPES["uint8"], (num_bytes,))
+    for index, item in cluster.items():
+        stored.references[index] = item.view_of(name, storage + offset)
