@@ -1,7 +1,7 @@
 """A model of a checkpoint as one file for other tools: whole tensors by name, in one type.
 
-Any checkpoint will do, whatever spread the model over whichever number of ranks: no process group,
-no framework and none of the run's code is needed.
+Works for every checkpoint, however its model was sharded: needs no process group, no framework and
+none of the run's code.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def export_model(
     try:
         _write(path, leaves)
     except OSError as error:
-        raise ConfigurationError(str(path), found=str(error), expected="a writable place") from None
+        raise ConfigurationError(str(path), found=str(error), expected="a writable path") from None
     return tuple(leaves)
 
 

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint: nested state and tensors, without pickle, digested leaf by leaf."""
+"""The content of a checkpoint: nested state and tensors, without pickle, and their digests."""
 
 from __future__ import annotations
 

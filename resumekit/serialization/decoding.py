@@ -1,8 +1,7 @@
-"""From a tree and tensors back to Python state.
+"""Decodes a tree and tensors to Python state.
 
-The tree may come from anybody: only the builtin types that ``codec`` lists are ever made, no class
-is looked up by a name from the file, and nothing is allocated that the file does not hold the bytes
-of.
+The tree may come from anybody: only the builtin types that ``encoding`` lists are created, no class
+is looked up by a name in the file, and no more memory is allocated than the file has bytes.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ class Decoder:
         if order not in ("C", "F"):
             raise ValueError(f"the order {str(order)[:80]!r}")
         buffer, dtype = self._bytes_of(name), dtype_from_json(described)
-        key = (name, str(body))  # one array in two places is one array again
+        key = (name, str(body))  # an array that occurs twice is one object again
         if key not in self._arrays:
             self._arrays[key] = _ndarray(checked_shape(shape), dtype, buffer, order)
         return self._arrays[key]

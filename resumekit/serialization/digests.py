@@ -16,7 +16,7 @@ import xxhash
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.encoding import as_numbers, described_dtype, encode
 from resumekit.serialization.limits import MAX_DEPTH
-from resumekit.serialization.paths import Place, UniqueNames
+from resumekit.serialization.paths import StatePath, UniqueNames
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
 from resumekit.serialization.tensors import buffers_of, check_tensor
 
@@ -26,17 +26,16 @@ def leaf_digests(value: Any) -> dict[str, str]:
 
     Leaves are compared bit for bit: a tensor by type, shape and bytes, a float by its bits. The
     kind of a container does not count (a list and a tuple of the same leaves are the same), nor do
-    the device or the memory layout of a tensor. Of a DTensor this rank's part is digested, with the
-    place of that part. The digests are the same in every process, and
-    before and after a save.
+    the device or the memory layout of a tensor. Of a DTensor this rank's shard and its box are
+    digested. The digests are the same in every process, and before and after a save.
 
     Args:
         value: nested state, of the types that the codec stores.
 
     Raises:
-        UnsupportedValueError: a leaf is of another type; names its place.
+        UnsupportedValueError: a leaf is of another type; names its path.
     """
-    return {name: _digest(leaf, place) for name, place, leaf in _named_leaves(value)}
+    return {name: _digest(leaf, path) for name, path, leaf in _named_leaves(value)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Copy:
     """A part of a tensor that other ranks hold as well.
 
     Args:
-        group: what its holders have in common.
+        group: a name common to its holders.
         box: which part it is.
         digest: of its type, its whole shape and its bytes.
     """
@@ -62,20 +61,20 @@ def copy_digests(
     Args:
         value: nested state, of the types that the codec stores.
         num_ranks: of the job.
-        own: names of tensors that each rank has for itself.
+        own: names of tensors that differ between the ranks.
 
     Raises:
-        UnsupportedValueError: a tensor cannot be stored; names its place.
+        UnsupportedValueError: a tensor cannot be stored; names its path.
     """
     copies: dict[str, Copy] = {}
-    for name, place, leaf in _named_leaves(value):
+    for name, path, leaf in _named_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
         if not is_tensor or name in own or not local_part(leaf).numel():
             continue
         group = copy_group(leaf, num_ranks)
-        box = box_of(leaf, str(place)) if group is not None else None
+        box = box_of(leaf, str(path)) if group is not None else None
         if group is not None and box is not None:
-            copies[name] = Copy(group, box, _digest(leaf, place))
+            copies[name] = Copy(group, box, _digest(leaf, path))
     return copies
 
 
@@ -83,53 +82,53 @@ def state_digest(value: Any) -> str:
     """One digest of a whole state, 32 hexadecimal digits.
 
     Raises:
-        UnsupportedValueError: a leaf cannot be stored; names its place.
+        UnsupportedValueError: a leaf cannot be stored; names its path.
     """
     lines = sorted(f"{name}\0{digest}\n" for name, digest in leaf_digests(value).items())
     return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8"))
 
 
-def _named_leaves(value: Any) -> Iterator[tuple[str, Place, Any]]:
+def _named_leaves(value: Any) -> Iterator[tuple[str, StatePath, Any]]:
     names = UniqueNames()
-    for place, leaf in _leaves(value, Place("state")):
-        yield names.take(place.name), place, leaf
+    for path, leaf in _leaves(value, StatePath("state")):
+        yield names.take(path.name), path, leaf
 
 
-def _leaves(value: Any, place: Place, depth: int = 0) -> Iterator[tuple[Place, Any]]:
+def _leaves(value: Any, path: StatePath, depth: int = 0) -> Iterator[tuple[StatePath, Any]]:
     if depth > MAX_DEPTH:
-        raise UnsupportedValueError(str(place), found="nested too deeply, or part of itself")
+        raise UnsupportedValueError(str(path), found="nested too deeply, or part of itself")
     if isinstance(value, Enum):
-        yield from _leaves(value.value, place, depth + 1)
+        yield from _leaves(value.value, path, depth + 1)
     elif isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _leaves(item, place.key(key), depth + 1)
+            yield from _leaves(item, path.key(key), depth + 1)
     elif isinstance(value, list) and as_numbers(value) is not None:
-        yield place, value
+        yield path, value
     elif isinstance(value, list | tuple | deque) and value:
         fields = getattr(value, "_fields", None)
         for index, item in enumerate(value):
-            below = place.attribute(fields[index]) if fields else place.index(index)
+            below = path.attribute(fields[index]) if fields else path.index(index)
             yield from _leaves(item, below, depth + 1)
     else:
-        yield place, value
+        yield path, value
 
 
-def _digest(leaf: Any, place: Place) -> str:
+def _digest(leaf: Any, path: StatePath) -> str:
     header: Any
     if is_sharded(leaf):
         local = local_part(leaf)
-        check_tensor(local, place)
-        box = str(box_of(leaf, str(place)))
+        check_tensor(local, path)
+        box = str(box_of(leaf, str(path)))
         header, pieces = [str(leaf.dtype), list(leaf.shape), box], buffers_of(local)
     elif isinstance(leaf, torch.Tensor):
-        check_tensor(leaf, place)
+        check_tensor(leaf, path)
         header, pieces = [str(leaf.dtype), list(leaf.shape)], buffers_of(leaf)
     elif type(leaf) is np.ndarray:
-        header, pieces = [described_dtype(leaf.dtype, place), list(leaf.shape)], buffers_of(leaf)
+        header, pieces = [described_dtype(leaf.dtype, path), list(leaf.shape)], buffers_of(leaf)
     elif type(leaf) is bytes:
         header, pieces = ["bytes"], buffers_of(leaf)
     else:
-        encoded = encode(leaf, where=str(place))
+        encoded = encode(leaf, where=str(path))
         header = encoded.tree
         pieces = (piece for item in encoded.tensors.values() for piece in item.buffers())
     digester = xxhash.xxh3_128(json.dumps(header).encode("ascii"))

@@ -1,8 +1,7 @@
 """Nested Python state as JSON and bytes, without pickle.
 
-A value that JSON gives back as it is stands there plainly: None, bools, 64-bit ints, finite floats,
-strings, lists, and dicts with string keys. Everything else is an object with one key that begins
-with ``$``:
+None, bools, 64-bit ints, finite floats, strings, lists and dicts with string keys are plain JSON.
+Everything else is an object with one key that begins with ``$``:
 
 ================  =====================================================================
 ``$int``          an int beyond 64 bits, hexadecimal
@@ -12,7 +11,7 @@ with ``$``:
 ``$bytes``        bytes, hexadecimal; long ones are in the data file: ``$blob``, by name
 ``$numbers``      a long list of nothing but 64-bit ints or of floats: dtype, the name of its bytes
 ``$tuple``        the elements; ``$set`` likewise, in a fixed order
-``$dict``         keys and values by turns; ``$ordered_dict`` and ``$counter`` likewise
+``$dict``         alternating keys and values; ``$ordered_dict`` and ``$counter`` likewise
 ``$default_dict`` the name of the builtin factory or null, then keys and values
 ``$deque``        the maximal length or null, then the elements
 ``$namedtuple``   the type's name, the names of the fields, the elements
@@ -21,11 +20,10 @@ with ``$``:
 ``$tensor``       the name of a tensor, or a view of one: of, dtype, shape, strides, offset in bytes
 ================  =====================================================================
 
-What comes back is equal and of the same type, with these exceptions: an enum comes back as its
-value, an ``nn.Parameter`` as a plain tensor, a namedtuple as a new type of the same name and fields
-(equal to the old one), any tensor on the CPU, a tensor with holes in memory without the holes.
-Tensors that share memory share it again; of lists and dicts only the values are kept. Anything else
-is refused, by its place.
+A decoded value is equal and of the same type, with these exceptions: an enum becomes its value, an
+``nn.Parameter`` a plain tensor, a namedtuple a new type of the same name and fields (equal to the
+old one); tensors are on the CPU, without holes in memory. Tensors that share memory share it again;
+of lists and dicts only the values are kept. Other values are refused, with their path.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from resumekit.serialization.limits import (
     hash_flood,
     namedtuple_type,
 )
-from resumekit.serialization.paths import Place, UniqueNames
+from resumekit.serialization.paths import StatePath, UniqueNames
 from resumekit.serialization.tensors import FoundTensor, Leaf, StoredTensors, bytes_leaf, store
 
 
@@ -78,7 +76,7 @@ def encode(value: Any, *, where: str) -> Encoded:
         where: what error messages call it, e.g. ``"extras"``.
 
     Raises:
-        UnsupportedValueError: a part of it cannot be stored; names the place.
+        UnsupportedValueError: a part of it cannot be stored; names the path.
     """
     encoder = Encoder()
     tree = encoder.encode(value, where=where)
@@ -117,7 +115,7 @@ class Encoder:
         self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
         self._namedtuples: dict[tuple[str, ...], bool] = {}
         self._num_enums = 0
-        self._by_type: dict[type, Callable[[Any, Place, int], Any]] = {
+        self._by_type: dict[type, Callable[[Any, StatePath, int], Any]] = {
             type(None): _as_it_is,
             bool: _as_it_is,
             int: _int,
@@ -140,9 +138,9 @@ class Encoder:
         """The tree of one value; complete once ``finish`` was called.
 
         Raises:
-            UnsupportedValueError: a part of it cannot be stored; names the place.
+            UnsupportedValueError: a part of it cannot be stored; names the path.
         """
-        return self._encode(value, Place(where), 0)
+        return self._encode(value, StatePath(where), 0)
 
     def finish(self) -> StoredTensors:
         """What goes into the data file; fills in what the trees say about tensors."""
@@ -152,43 +150,43 @@ class Encoder:
         stored.leaves.update(self._leaves)
         return stored
 
-    def _encode(self, value: Any, place: Place, depth: int) -> Any:
+    def _encode(self, value: Any, path: StatePath, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise UnsupportedValueError(
-                str(place), found="nested too deeply, or part of itself", remedy="Flatten it"
+                str(path), found="nested too deeply, or part of itself", remedy="Flatten it"
             )
         known = self._by_type.get(type(value))
         if known is not None:
-            return known(value, place, depth)
+            return known(value, path, depth)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, place)
+            return self._tensor(value, path)
         if isinstance(value, Enum):
             self._num_enums += 1
-            return self._encode(value.value, place, depth)
+            return self._encode(value.value, path, depth)
         if isinstance(value, np.generic):
-            return _scalar(value, place)
+            return _scalar(value, path)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._namedtuple(value, place, depth)
+            return self._namedtuple(value, path, depth)
         kind = type(value)
         raise UnsupportedValueError(
-            str(place),
+            str(path),
             found=f"an object of class {kind.__module__}.{kind.__qualname__}",
             expected="plain values, numpy arrays or tensors",
             remedy="Store its state_dict() or its plain values instead",
         )
 
-    def _bytes(self, value: bytes, place: Place, _: int) -> Any:
+    def _bytes(self, value: bytes, path: StatePath, _: int) -> Any:
         if len(value) <= _MAX_INLINE_BYTES:
             return {"$bytes": value.hex()}
-        return {"$blob": self._leaf(bytes_leaf(value), place)}
+        return {"$blob": self._leaf(bytes_leaf(value), path)}
 
-    def _leaf(self, leaf: Leaf, place: Place) -> str:
-        name = self._name(place)
+    def _leaf(self, leaf: Leaf, path: StatePath) -> str:
+        name = self._name(path)
         self._leaves[name] = leaf
         return name
 
-    def _name(self, place: Place) -> str:
-        name, root = place.name, str(place.root.part)
+    def _name(self, path: StatePath) -> str:
+        name, root = path.name, str(path.root.part)
         if not name:
             return self._names.take(root)
         separator = "" if name.startswith("[") else "."
@@ -196,111 +194,111 @@ class Encoder:
 
     # Containers. Their own tag costs a level of JSON, so their elements are two levels down.
 
-    def _list(self, value: list[Any], place: Place, depth: int) -> Any:
+    def _list(self, value: list[Any], path: StatePath, depth: int) -> Any:
         numbers = as_numbers(value)
         if numbers is not None:
-            return {"$numbers": [numbers.dtype.str, self._leaf(bytes_leaf(numbers), place)]}
-        return self._items(value, place, depth)
+            return {"$numbers": [numbers.dtype.str, self._leaf(bytes_leaf(numbers), path)]}
+        return self._items(value, path, depth)
 
-    def _items(self, value: Iterable[Any], place: Place, depth: int) -> list[Any]:
+    def _items(self, value: Iterable[Any], path: StatePath, depth: int) -> list[Any]:
         return [
-            self._encode(item, place.index(index), depth + 1) for index, item in enumerate(value)
+            self._encode(item, path.index(index), depth + 1) for index, item in enumerate(value)
         ]
 
-    def _tuple(self, value: tuple[Any, ...], place: Place, depth: int) -> Any:
-        return {"$tuple": self._items(value, place, depth + 1)}
+    def _tuple(self, value: tuple[Any, ...], path: StatePath, depth: int) -> Any:
+        return {"$tuple": self._items(value, path, depth + 1)}
 
-    def _deque(self, value: deque[Any], place: Place, depth: int) -> Any:
-        return {"$deque": [value.maxlen, *self._items(value, place, depth + 1)]}
+    def _deque(self, value: deque[Any], path: StatePath, depth: int) -> Any:
+        return {"$deque": [value.maxlen, *self._items(value, path, depth + 1)]}
 
-    def _set(self, value: set[Any], place: Place, depth: int) -> Any:
+    def _set(self, value: set[Any], path: StatePath, depth: int) -> Any:
         # Sorted: the order in memory is another one in the next process.
-        return {"$set": sorted(self._keys(value, place, depth), key=dumps)}
+        return {"$set": sorted(self._keys(value, path, depth), key=dumps)}
 
-    def _namedtuple(self, value: Any, place: Place, depth: int) -> Any:
+    def _namedtuple(self, value: Any, path: StatePath, depth: int) -> Any:
         kind, fields = type(value).__name__, list(value._fields)
         signature = (kind, *fields)
         if signature not in self._namedtuples:
             self._namedtuples[signature] = namedtuple_type(kind, fields) is not None
         if not self._namedtuples[signature] or len(self._namedtuples) > MAX_NAMEDTUPLE_TYPES:
             raise UnsupportedValueError(
-                str(place), found=f"a namedtuple {kind} that cannot be made again from its fields"
+                str(path), found=f"a namedtuple {kind} that cannot be made again from its fields"
             )
         items = [
-            self._encode(item, place.attribute(field), depth + 2)
+            self._encode(item, path.attribute(field), depth + 2)
             for field, item in zip(fields, value, strict=True)
         ]
         return {"$namedtuple": [kind, fields, *items]}
 
-    def _dict(self, value: dict[Any, Any], place: Place, depth: int) -> Any:
+    def _dict(self, value: dict[Any, Any], path: StatePath, depth: int) -> Any:
         if all(type(key) is str and _is_plain_key(key) for key in value):
             return {
-                key: self._encode(item, place.key(key), depth + 1) for key, item in value.items()
+                key: self._encode(item, path.key(key), depth + 1) for key, item in value.items()
             }
-        return {"$dict": self._pairs(value, place, depth)}
+        return {"$dict": self._pairs(value, path, depth)}
 
-    def _ordered_dict(self, value: Mapping[Any, Any], place: Place, depth: int) -> Any:
-        return {"$ordered_dict": self._pairs(value, place, depth)}
+    def _ordered_dict(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> Any:
+        return {"$ordered_dict": self._pairs(value, path, depth)}
 
-    def _counter(self, value: Mapping[Any, Any], place: Place, depth: int) -> Any:
-        return {"$counter": self._pairs(value, place, depth)}
+    def _counter(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> Any:
+        return {"$counter": self._pairs(value, path, depth)}
 
-    def _default_dict(self, value: defaultdict[Any, Any], place: Place, depth: int) -> Any:
+    def _default_dict(self, value: defaultdict[Any, Any], path: StatePath, depth: int) -> Any:
         factory = value.default_factory
         if factory not in _FACTORIES:
             raise UnsupportedValueError(
-                str(place),
+                str(path),
                 found=f"a defaultdict whose default_factory is {factory!r}",
                 expected="a builtin: " + ", ".join(str(name) for name in _FACTORIES.values()),
                 remedy="Store dict(value)",
             )
-        return {"$default_dict": [_FACTORIES[factory], *self._pairs(value, place, depth)]}
+        return {"$default_dict": [_FACTORIES[factory], *self._pairs(value, path, depth)]}
 
-    def _pairs(self, value: Mapping[Any, Any], place: Place, depth: int) -> list[Any]:
+    def _pairs(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> list[Any]:
         flat: list[Any] = []
         for key, (original, item) in zip(
-            self._keys(value, place, depth), value.items(), strict=True
+            self._keys(value, path, depth), value.items(), strict=True
         ):
-            flat += (key, self._encode(item, place.key(original), depth + 2))
+            flat += (key, self._encode(item, path.key(original), depth + 2))
         return flat
 
-    def _keys(self, keys: Iterable[Any], place: Place, depth: int) -> list[Any]:
+    def _keys(self, keys: Iterable[Any], path: StatePath, depth: int) -> list[Any]:
         originals = list(keys)
         num_tensors, num_enums = len(self._found), self._num_enums
-        trees = [self._encode(key, place.key(key), depth + 2) for key in originals]
+        trees = [self._encode(key, path.key(key), depth + 2) for key in originals]
         if len(self._found) > num_tensors:
             raise UnsupportedValueError(
-                str(self._found[num_tensors].place),
+                str(self._found[num_tensors].path),
                 found="a tensor as a key, which is looked up by its address in memory",
                 remedy="Use a name as the key",
             )
         if self._num_enums > num_enums and len(set(map(_without_enums, originals))) < len(trees):
             raise UnsupportedValueError(
-                str(place), found="an enum as a key beside a key that equals the enum's value"
+                str(path), found="an enum as a key beside a key that equals the enum's value"
             )
         if hash_flood(originals):
-            raise UnsupportedValueError(str(place), found="more than 100 keys with the same hash")
+            raise UnsupportedValueError(str(path), found="more than 100 keys with the same hash")
         return trees
 
     # Arrays and tensors.
 
-    def _array(self, value: npt.NDArray[Any], place: Place, _: int) -> Any:
+    def _array(self, value: npt.NDArray[Any], path: StatePath, _: int) -> Any:
         if id(value) not in self._arrays:
-            dtype = described_dtype(value.dtype, place)
+            dtype = described_dtype(value.dtype, path)
             fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             leaf = bytes_leaf(value.T if fortran else value)
             order = "F" if fortran else "C"
-            node = {"$array": [dtype, list(value.shape), order, self._leaf(leaf, place)]}
+            node = {"$array": [dtype, list(value.shape), order, self._leaf(leaf, path)]}
             self._arrays[id(value)] = (value, node)  # the array too: its id must stay its own
         return self._arrays[id(value)][1]
 
-    def _tensor(self, value: torch.Tensor, place: Place) -> Any:
-        self._found.append(FoundTensor(value, place, self._name(place)))
+    def _tensor(self, value: torch.Tensor, path: StatePath) -> Any:
+        self._found.append(FoundTensor(value, path, self._name(path)))
         self._nodes.append({"$tensor": None})
         return self._nodes[-1]
 
 
-def _as_it_is(value: Any, _: Place, __: int) -> Any:
+def _as_it_is(value: Any, _: StatePath, __: int) -> Any:
     return value
 
 
@@ -319,33 +317,33 @@ def as_numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     return None
 
 
-def _int(value: int, _: Place, __: int) -> Any:
+def _int(value: int, _: StatePath, __: int) -> Any:
     return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
 
 
-def _float(value: float, _: Place, __: int) -> Any:
+def _float(value: float, _: StatePath, __: int) -> Any:
     return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
 
 
-def _complex(value: complex, place: Place, depth: int) -> Any:
-    return {"$complex": [_float(value.real, place, depth), _float(value.imag, place, depth)]}
+def _complex(value: complex, path: StatePath, depth: int) -> Any:
+    return {"$complex": [_float(value.real, path, depth), _float(value.imag, path, depth)]}
 
 
-def _str(value: str, _: Place, __: int) -> Any:
+def _str(value: str, _: StatePath, __: int) -> Any:
     if _has_surrogates(value):  # JSON would join two of them to one character
         return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
-def _scalar(value: np.generic, place: Place) -> Any:
+def _scalar(value: np.generic, path: StatePath) -> Any:
     if isinstance(value, np.str_):  # an array, and numpy's str(), would drop its trailing NULs
-        return {"$numpy_str": _str("".join(value), place, 0)}
+        return {"$numpy_str": _str("".join(value), path, 0)}
     if isinstance(value, np.bytes_):
         return {"$numpy_bytes": bytes(value).hex()}
-    return {"$scalar": [described_dtype(value.dtype, place), value.tobytes().hex()]}
+    return {"$scalar": [described_dtype(value.dtype, path), value.tobytes().hex()]}
 
 
-def described_dtype(dtype: np.dtype[Any], place: Place) -> Any:
+def described_dtype(dtype: np.dtype[Any], path: StatePath) -> Any:
     """The dtype as JSON.
 
     Raises:
@@ -355,7 +353,7 @@ def described_dtype(dtype: np.dtype[Any], place: Place) -> Any:
         return dtype_to_json(dtype)
     except ValueError as error:
         raise UnsupportedValueError(
-            str(place), found=f"numpy data of dtype {dtype!s:.80}: {error}"
+            str(path), found=f"numpy data of dtype {dtype!s:.80}: {error}"
         ) from error
 
 
@@ -368,7 +366,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _without_enums(key: Any) -> Any:
-    """The key as it comes back."""
+    """The key as it is decoded."""
     if isinstance(key, Enum):
         return _without_enums(key.value)
     return tuple(map(_without_enums, key)) if isinstance(key, tuple) else key

@@ -34,13 +34,13 @@ def read_pieces(
     that more slowly than a disk delivers: 1.49 GB took 0.8 s by two threads, 2.0 s by one.
 
     Args:
-        open_reader: opens the file; each thread has a reader of its own.
+        open_reader: opens the file; each thread opens its own.
         buffers: flat, writable memory.
         offset: where in the file the first one begins.
         block_digests: of all blocks of the file.
 
     Raises:
-        CheckpointError: whatever the reader says of the file.
+        CheckpointError: from the reader.
     """
 
     def fill(part: tuple[list[memoryview], int]) -> None:
@@ -172,9 +172,9 @@ def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> l
 def _different(
     tensors: Mapping[str, Logical], wanted: Mapping[str, Box]
 ) -> tuple[dict[str, Box], dict[str, list[str]]]:
-    """One tensor of those of which the same is wanted; and by its name, the names of them all.
+    """One tensor for each distinct chunk list and wanted box, and the names that it stands for.
 
-    torch looks at every part of every tensor, and most tensors are spread like another.
+    torch inspects every chunk of every tensor, and most tensors are sharded like another.
     """
     asked: dict[str, Box] = {}
     alike: dict[str, list[str]] = {}
@@ -182,7 +182,7 @@ def _different(
     for name, box in wanted.items():
         if box.num_elements and box != Box.whole(tensors[name].shape):
             logical = tensors[name]
-            # Those that the index gives one layout have one list of parts, the same object.
+            # Tensors with the same layout in the index share one list of chunks.
             same = first.setdefault((id(logical.chunks), logical.shape, box), name)
             asked.setdefault(same, box)
             alike.setdefault(same, []).append(name)
@@ -199,13 +199,13 @@ def _fetch(name: str, item: Any, chunks: Sequence[Chunk]) -> Fetch:
     )
 
 
-_MAX_STRETCH_BYTES = 16 << 20
-_MANY_BYTES = 32 << 20  # from here on two threads are worth opening the file for
+_MAX_RANGE_BYTES = 16 << 20
+_MANY_BYTES = 32 << 20  # from here on, two threads pay off
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Consecutive bytes of a data file, and where the elements among them belong.
+class ByteRange:
+    """Consecutive bytes of a data file, and the memory for the wanted elements among them.
 
     Args:
         offset: in the file.
@@ -221,7 +221,7 @@ class Stretch:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes can be read to where they belong, without a copy."""
+        """Whether the bytes can be read into the target without a copy."""
         return self.num_bytes == self._target_bytes and self.target.is_contiguous()
 
     @property
@@ -229,17 +229,17 @@ class Stretch:
         return self.target.numel() * self.target.element_size()
 
     def copy_from(self, memory: torch.Tensor) -> None:
-        """Moves the wanted elements of the stretch, as it was read, to where they belong."""
-        stretch = memory.view(self.target.dtype)
-        self.target.copy_(stretch.as_strided(self.target.shape, self.strides))
+        """Copies the wanted elements of the bytes that were read into the target."""
+        found = memory.view(self.target.dtype)
+        self.target.copy_(found.as_strided(self.target.shape, self.strides))
 
 
-def stretches(
+def byte_ranges(
     stored: Box, sizes: Sequence[int], begin: int, target: torch.Tensor
-) -> Iterator[Stretch]:
-    """The stretches that hold a box of a row-major tensor, none of them much longer than 16 MiB.
+) -> Iterator[ByteRange]:
+    """The byte ranges that hold a box of a row-major tensor, of about 16 MiB at most.
 
-    One that needs no copy may be of any length.
+    One that needs no copy may have any length.
 
     Args:
         stored: the box, in the tensor that is stored.
@@ -251,9 +251,9 @@ def stretches(
     first = sum(o * s for o, s in zip(stored.offsets, strides, strict=True))
     extent = 1 + sum((n - 1) * s for n, s in zip(stored.sizes, strides, strict=True))
     width = target.element_size()
-    stretch = Stretch(begin + first * width, extent * width, target, strides)
-    if stretch.is_direct or stretch.num_bytes <= _MAX_STRETCH_BYTES or target.numel() == 1:
-        yield stretch
+    found = ByteRange(begin + first * width, extent * width, target, strides)
+    if found.is_direct or found.num_bytes <= _MAX_RANGE_BYTES or target.numel() == 1:
+        yield found
         return
     dimension = next(d for d, size in enumerate(stored.sizes) if size > 1)
     half = stored.sizes[dimension] // 2
@@ -262,15 +262,15 @@ def stretches(
         offsets[dimension] += start
         lengths[dimension] = length
         part = Box(tuple(offsets), tuple(lengths))
-        yield from stretches(part, sizes, begin, target.narrow(dimension, start, length))
+        yield from byte_ranges(part, sizes, begin, target.narrow(dimension, start, length))
 
 
-def read_stretches(
+def read_ranges(
     open_reader: Callable[[], FileReader],
-    wanted: Iterable[Stretch],
+    wanted: Iterable[ByteRange],
     block_digests: Sequence[str],
 ) -> None:
-    """Reads stretches of one file, each block of it once, and fills their targets.
+    """Reads byte ranges of one file, each block once, and fills their targets.
 
     Args:
         open_reader: opens the file.
@@ -278,13 +278,15 @@ def read_stretches(
         block_digests: of all blocks of the file.
 
     Raises:
-        CheckpointError: whatever the reader says of the file.
+        CheckpointError: from the reader.
     """
     reader = open_reader()
     try:
-        for run in _runs(sorted(wanted, key=lambda stretch: stretch.offset)):
+        for run in _runs(sorted(wanted, key=lambda each: each.offset)):
             memories = [
-                flat_memory(each.target) if each.is_direct else _memory(each.num_bytes)
+                _flat_memory(each.target)
+                if each.is_direct
+                else torch.empty(each.num_bytes, dtype=torch.uint8)
                 for each in run
             ]
             buffers = [flat_bytes(memory) for memory in memories]
@@ -299,18 +301,14 @@ def read_stretches(
         reader.close()
 
 
-def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a tensor over the same memory."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _memory(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-
-def _runs(ordered: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Stretches that follow one another in the file and need no copy, together; others alone."""
-    run: list[Stretch] = []
+def _runs(ordered: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Groups consecutive byte ranges that need no copy; others alone."""
+    run: list[ByteRange] = []
     for each in ordered:
         joins = run and run[-1].offset + run[-1].num_bytes == each.offset
         if run and not (joins and each.is_direct and run[-1].is_direct):

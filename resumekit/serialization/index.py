@@ -63,7 +63,7 @@ class Record:
 
 
 def arrange(leaves: Mapping[str, Leaf]) -> tuple[Record, ...]:
-    """A place for every leaf, one after the other without a gap.
+    """An offset for every leaf, one after the other without a gap.
 
     Large elements come first, so that each tensor is aligned to its elements; stock readers view
     the file in place and need that.
@@ -212,7 +212,7 @@ def _record(name: str, row: dict[str, Any], where: str) -> Record:
     if set(row) - {"strides"} != {"dtype", "shape", "begin", "end"}:
         raise ValueError(f"{name[:200]!r} has the fields {str(sorted(row))[:200]}")
     if type(row["begin"]) is not int or type(row["end"]) is not int:
-        raise ValueError(f"{name[:200]!r} has no place in the file")
+        raise ValueError(f"{name[:200]!r} has no offsets in the file")
     shape = checked_shape(row["shape"])
     strides = checked_sizes(row["strides"]) if "strides" in row else None
     if strides is not None and not _is_dense(shape, strides):
@@ -273,7 +273,7 @@ def _filled(parts: list[str], inner: str) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of a tensor; it stands in its writer's data file under ``part_name``.
+    """A stored part of a tensor; stored in its writer's data file under ``part_name``.
 
     Args:
         writer: the rank that wrote it.

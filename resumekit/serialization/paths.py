@@ -1,4 +1,4 @@
-"""Where a value stands inside nested state, as people write it and as a tensor is named."""
+"""The path of a value in nested state, as an expression for people and as a tensor's name."""
 
 from __future__ import annotations
 
@@ -10,69 +10,69 @@ _MAX_KEY_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place in nested state; ``str`` gives it as an expression: ``extras['a'][3].b``.
+class StatePath:
+    """A position in nested state; ``str`` gives it as an expression: ``extras['a'][3].b``.
 
     Args:
         part: the name of the root, a key, an index or an attribute.
         kind: which of these it is.
-        parent: the place of the container; None for the root.
+        parent: the container's path; None for the root.
     """
 
     part: Any
     kind: Literal["root", "key", "index", "attribute"] = "root"
-    parent: Place | None = None
+    parent: StatePath | None = None
 
-    def key(self, part: Any) -> Place:
-        """The place of the value under this key; an enum counts as its value, as it is stored."""
-        return Place(part.value if isinstance(part, Enum) else part, "key", self)
+    def key(self, part: Any) -> StatePath:
+        """The path of the value under this key; an enum is stored as its value."""
+        return StatePath(part.value if isinstance(part, Enum) else part, "key", self)
 
-    def index(self, part: int) -> Place:
-        """The place of this element."""
-        return Place(part, "index", self)
+    def index(self, part: int) -> StatePath:
+        """The path of this element."""
+        return StatePath(part, "index", self)
 
-    def attribute(self, part: str) -> Place:
-        """The place of this field of a namedtuple."""
-        return Place(part, "attribute", self)
+    def attribute(self, part: str) -> StatePath:
+        """The path of this field of a namedtuple."""
+        return StatePath(part, "attribute", self)
 
     def __str__(self) -> str:
-        return "".join(_expression(place) for place in self._from_root())
+        return "".join(_expression(path) for path in self._from_root())
 
     @property
     def name(self) -> str:
         """The dotted name below the root, ``transformer.wte.weight`` or ``state[0].exp_avg``.
 
-        A flat dict of tensors by FQN gives exactly the FQNs. Empty for the root itself.
+        A flat dict of tensors by FQN gives the FQNs. Empty for the root.
         """
         text = ""
-        for place in self._from_root()[1:]:
-            text += _name_part(place) if text else _name_part(place).removeprefix(".")
+        for path in self._from_root()[1:]:
+            text += _name_part(path) if text else _name_part(path).removeprefix(".")
         return text
 
     @property
-    def root(self) -> Place:
-        """The place of the whole value."""
+    def root(self) -> StatePath:
+        """The path of the whole value."""
         return self._from_root()[0]
 
-    def _from_root(self) -> list[Place]:
-        places: list[Place] = []
-        place: Place | None = self
-        while place is not None:
-            places.append(place)
-            place = place.parent
-        return places[::-1]
+    def _from_root(self) -> list[StatePath]:
+        parts: list[StatePath] = []
+        path: StatePath | None = self
+        while path is not None:
+            parts.append(path)
+            path = path.parent
+        return parts[::-1]
 
 
-def _expression(place: Place) -> str:
-    if place.kind == "root":
-        return str(place.part)
-    return f".{place.part}" if place.kind == "attribute" else f"[{_short(place.part)}]"
+def _expression(path: StatePath) -> str:
+    if path.kind == "root":
+        return str(path.part)
+    return f".{path.part}" if path.kind == "attribute" else f"[{_short(path.part)}]"
 
 
-def _name_part(place: Place) -> str:
-    if place.kind == "attribute" or type(place.part) is str:
-        return f".{place.part}"
-    return f"[{_short(place.part)}]"
+def _name_part(path: StatePath) -> str:
+    if path.kind == "attribute" or type(path.part) is str:
+        return f".{path.part}"
+    return f"[{_short(path.part)}]"
 
 
 def _short(part: Any) -> str:
@@ -81,14 +81,14 @@ def _short(part: Any) -> str:
 
 
 class UniqueNames:
-    """Names of which no two are the same; a second ``a.b`` becomes ``a.b~2``."""
+    """Distinct names; a second ``a.b`` becomes ``a.b~2``."""
 
     def __init__(self, *reserved: str) -> None:
         self._taken = set(reserved)
 
     def take(self, wanted: str) -> str:
         """The wanted name, or the first free one after it."""
-        # A lone surrogate has no place in the UTF-8 of a file's header.
+        # The header of a file is UTF-8, which has no lone surrogates.
         wanted = wanted.encode("utf-8", "replace").decode("utf-8")
         name, number = wanted, 1
         while name in self._taken:

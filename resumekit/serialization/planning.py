@@ -1,4 +1,8 @@
-"""One rank's view of a state whose tensors are spread: a tree without values, and its parts."""
+"""Plans a sharded save: what each rank holds of a state, and which rank writes which part.
+
+Tensors that are sharded alike are planned once: rank 0's work grows with ranks times tensors, and
+is small for each.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import Tensor
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Chunk, Logical, part_name
-from resumekit.serialization.paths import Place
+from resumekit.serialization.paths import StatePath
 from resumekit.serialization.sharding import (
     Box,
     FlatPart,
@@ -34,10 +38,10 @@ class LocalState:
 
     Args:
         key: the component's key.
-        tree: what is not a tensor, with the name of a tensor where one stands.
-        tensors: the live tensors by name, in parts or plain.
-        found: the part of each that lies in this rank's memory.
-        leaves: bytes that are no tensors, alike on every rank.
+        tree: everything except tensors, which it refers to by name.
+        tensors: the live tensors by name, sharded or plain.
+        found: the part of each in this rank's memory.
+        leaves: bytes that are no tensors, equal on every rank.
         ties: names of tensors that are the same tensor as another name.
         first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
     """
@@ -52,9 +56,9 @@ class LocalState:
 
     @property
     def layout(self) -> Any:
-        """All that a plan depends on; the plan for an equal one is the same plan."""
+        """All that a plan depends on; equal layouts have the same plan."""
         tensors = {
-            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, spreading(tensor))
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, sharding_of(tensor))
             for name, tensor in self.tensors.items()
         }
         return tensors, self.ties, self.first_rank_only
@@ -63,7 +67,7 @@ class LocalState:
         """This rank's parts of a tensor, each with the name that it is stored under."""
         found = self.found[name]
         for number, piece in enumerate(pieces_of(self.tensors[name])):
-            yield part_name(name, number), FoundTensor(piece, found.place, name).leaf()
+            yield part_name(name, number), FoundTensor(piece, found.path, name).leaf()
 
 
 def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
@@ -71,11 +75,11 @@ def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ())
 
     Args:
         key: the component's key.
-        state: nested state; tensors are named by their place in it, a model's by FQN.
+        state: nested state; tensors are named by their path in it, a model's by FQN.
         first_rank_only: names of plain tensors that may differ between the ranks.
 
     Raises:
-        UnsupportedValueError: a value cannot be stored; names its place.
+        UnsupportedValueError: a value cannot be stored; names its path.
     """
     encoder = _LocalEncoder()
     tree = encoder.encode(state, where=key)
@@ -90,7 +94,7 @@ def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ())
     )
 
 
-def spreading(tensor: Any) -> Any:
+def sharding_of(tensor: Any) -> Any:
     """The mesh and the placements of a DTensor; None for a plain tensor. Equal for equal ones."""
     if isinstance(tensor, FlatPart):
         return tensor.begin
@@ -113,23 +117,23 @@ class _LocalEncoder(Encoder):
         """Bytes that are no tensors, by name."""
         return self._leaves
 
-    def _flat(self, value: FlatPart, place: Place, _: int) -> Any:
-        name = self._name(place)
-        # A tie is one object in two places: that is seen by ranks whose part is empty as well.
+    def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
+        name = self._name(path)
+        # A tie is the same object twice, which ranks with an empty part see too.
         first = self._owners.setdefault(id(value), name)
         if first != name:
             self.ties[name] = first
             return {"$tensor": first}
         self.tensors[name] = value
-        self.found[name] = FoundTensor(value.local, place, name)
+        self.found[name] = FoundTensor(value.local, path, name)
         return {"$tensor": name}
 
-    def _tensor(self, value: Tensor, place: Place) -> Any:
-        name = self._name(place)
-        found = FoundTensor(local_part(value), place, name)
+    def _tensor(self, value: Tensor, path: StatePath) -> Any:
+        name = self._name(path)
+        found = FoundTensor(local_part(value), path, name)
         self._found.append(found)  # where a tensor as a key is noticed
-        if not found.shares_nothing:
-            view = (found.view, tuple(value.shape), spreading(value))
+        if not found.is_unaliased:
+            view = (found.view, tuple(value.shape), sharding_of(value))
             first = self._owners.setdefault(view, name)
             if first != name:
                 self.ties[name] = first
@@ -141,48 +145,48 @@ class _LocalEncoder(Encoder):
 
 _MOST_NAMED = 3
 
-# Every rank reads all of what every rank holds. Spread over a thousand files, a thousand counts of
-# steps would cost each rank a thousand blocks.
+# Every rank reads what all ranks hold. In a thousand files, a thousand step counts would cost each
+# rank a thousand blocks.
 _SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank could write of a component; it travels to the first rank of its group.
+    """What one rank could write of a component; sent to the first rank of its group.
 
     Args:
         parts: the different parts that it holds of its tensors, each a box or several, none of
             them empty.
-        held: by name of a tensor, the number of the part that it holds.
+        part_numbers: by name of a tensor, the number of the part that it holds.
         signature: a digest of the names, types and whole shapes of all tensors.
     """
 
     parts: tuple[tuple[Box, ...], ...]
-    held: dict[str, int]
+    part_numbers: dict[str, int]
     signature: str
 
     @classmethod
-    def of(cls, local: LocalState, place: int) -> Proposal:
+    def of(cls, local: LocalState, position: int) -> Proposal:
         """What this rank could write.
 
         Args:
             local: the state as this rank holds it.
-            place: of this rank in its group, from 0.
+            position: of this rank in its group, from 0.
 
         Raises:
-            UnsupportedValueError: a DTensor's part cannot be told; names it.
+            UnsupportedValueError: a DTensor's part is unknown; names it.
         """
         known: dict[object, tuple[Box, ...]] = {}
         numbers: dict[tuple[Box, ...], int] = {}
-        held: dict[str, int] = {}
+        part_numbers: dict[str, int] = {}
         for name, tensor in local.tensors.items():
-            kind = (tensor.shape, local_part(tensor).shape, spreading(tensor))
+            kind = (tensor.shape, local_part(tensor).shape, sharding_of(tensor))
             if kind not in known:
                 known[kind] = boxes_of(tensor, f"{local.key}: {name}")
             part = known[kind]
-            if part and not (place and _is_first_ranks(local, name)):
-                held[name] = numbers.setdefault(part, len(numbers))
-        return cls(tuple(numbers), held, _signature(local))
+            if part and not (position and _is_first_ranks(local, name)):
+                part_numbers[name] = numbers.setdefault(part, len(numbers))
+        return cls(tuple(numbers), part_numbers, _signature(local))
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ class Assignment:
 def assign(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
 ) -> list[Assignment]:
-    """What each rank is to write; parts that several ranks hold are spread over them.
+    """What each rank is to write; parts that several ranks hold are divided among them.
 
     Args:
         local: the state as the first rank holds it.
@@ -216,7 +220,7 @@ def assign(
     _require_one_state(local.key, proposals, ranks)
     holders = _holders(local, proposals, ranks)
     chosen = choose_writers(
-        (name, held, local.found[name].element.num_bytes) for name, held in holders.items()
+        (name, ranks_of, local.found[name].element.num_bytes) for name, ranks_of in holders.items()
     )
     names: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in local.tensors:
@@ -228,35 +232,37 @@ def assign(
         for name, tensor in local.tensors.items()
     }
     return [
-        Assignment(tuple(names[rank]), None if place else tensors)
-        for place, rank in enumerate(ranks)
+        Assignment(tuple(names[rank]), None if position else tensors)
+        for position, rank in enumerate(ranks)
     ]
 
 
 def _holders(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int]
 ) -> dict[str, Holders]:
-    """Who holds the parts of each tensor; one object for all that are spread alike."""
+    """The ranks that hold the parts of each tensor; one object for all that are sharded alike."""
     rows = {name: [-1] * len(proposals) for name in local.tensors}
-    for place, proposal in enumerate(proposals):
-        for name, number in proposal.held.items():
+    for position, proposal in enumerate(proposals):
+        for name, number in proposal.part_numbers.items():
             if name not in rows:
-                raise _not_tied(local, name, ranks[place])
-            rows[name][place] = number
+                raise _not_tied(local, name, ranks[position])
+            rows[name][position] = number
     alike: dict[object, Holders] = {}
     found: dict[str, Holders] = {}
     for name, row in rows.items():
         shape = tuple(local.tensors[name].shape)
         kind = (shape, *row)
         if kind not in alike:
-            held: dict[tuple[Box, ...], list[int]] = {}
-            for place, number in enumerate(row):
+            ranks_of: dict[tuple[Box, ...], list[int]] = {}
+            for position, number in enumerate(row):
                 if number >= 0:
-                    held.setdefault(proposals[place].parts[number], []).append(ranks[place])
-            problem = tiling_problem(shape, (box for boxes in held for box in boxes))
+                    ranks_of.setdefault(proposals[position].parts[number], []).append(
+                        ranks[position]
+                    )
+            problem = tiling_problem(shape, (box for boxes in ranks_of for box in boxes))
             if problem is not None:
                 raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
-            alike[kind] = Holders(held)
+            alike[kind] = Holders(ranks_of)
         found[name] = alike[kind]
     return found
 
@@ -310,22 +316,22 @@ def _not_tied(local: LocalState, name: str, rank: int) -> RankDisagreementError:
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold each part of a tensor; tensors that are spread alike share one.
+    """The ranks that hold each part of a tensor; shared by tensors that are sharded alike.
 
     Args:
-        ranks: in order, by what each of them holds: a box, or several.
+        ranks: in order, by the boxes that each of them holds.
     """
 
     ranks: Mapping[tuple[Box, ...], Sequence[int]]
 
     @cached_property
-    def turns(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The ways to share the writing: in each, the next one of its holders writes a part.
+    def rotations(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The possible assignments of writers: in each, the next holder of a part writes it.
 
-        There are no more of them than a part has holders. A writer for each part of each tensor
-        could be balanced a little better, and would give every tensor a layout of its own.
+        As many as a part has holders. Choosing a writer for each part of each tensor would balance
+        a little better, but give every tensor a separate layout.
         """
-        num_turns = max(map(len, self.ranks.values()), default=1)
+        num_rotations = max(map(len, self.ranks.values()), default=1)
         parts = sorted(
             (
                 (box, number, ranks)
@@ -335,8 +341,8 @@ class Holders:
             key=lambda part: part[0].offsets,
         )
         return tuple(
-            tuple(Chunk(ranks[turn % len(ranks)], box, number) for box, number, ranks in parts)
-            for turn in range(num_turns)
+            tuple(Chunk(ranks[rotation % len(ranks)], box, number) for box, number, ranks in parts)
+            for rotation in range(num_rotations)
         )
 
 
@@ -350,16 +356,16 @@ def choose_writers(tensors: Iterable[tuple[str, Holders, int]]) -> dict[str, tup
     chosen: dict[str, tuple[Chunk, ...]] = {}
     shared: list[tuple[int, str, Holders, int]] = []
     for name, holders, num_bytes in tensors:
-        if len(holders.turns) == 1:
-            chosen[name] = holders.turns[0]
-            _add(load, holders.turns[0], num_bytes)
+        if len(holders.rotations) == 1:
+            chosen[name] = holders.rotations[0]
+            _add(load, holders.rotations[0], num_bytes)
         else:
             whole = num_bytes * sum(box.num_elements for boxes in holders.ranks for box in boxes)
             shared.append((whole, name, holders, num_bytes))
     # The large ones first.
     for _, name, holders, num_bytes in sorted(shared, key=lambda each: -each[0]):
         chosen[name] = min(
-            holders.turns, key=lambda turn: max(load[chunk.writer] for chunk in turn)
+            holders.rotations, key=lambda rotation: max(load[chunk.writer] for chunk in rotation)
         )
         _add(load, chosen[name], num_bytes)
     return chosen

@@ -1,4 +1,7 @@
-"""From the parts that several ranks wrote to the parts that this rank needs."""
+"""Reads states that one rank wrote whole, or several ranks in shards, as this rank needs them.
+
+A state that one rank wrote is read as a sharded one with a single writer.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,37 @@ from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.decoding import Decoder, references
-from resumekit.serialization.fetching import Fetch, Stretch, plan_fetches, read_stretches, stretches
+from resumekit.serialization.fetching import (
+    ByteRange,
+    Fetch,
+    byte_ranges,
+    plan_fetches,
+    read_ranges,
+)
 from resumekit.serialization.index import Index, Logical, ShardedIndex, header, part_name, stem_of
 from resumekit.serialization.sharding import Box, box_of, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.storage import MAX_JSON_BYTES, FileReader, StepReader
 
-# Pairs of a tensor of the state without values and the live DTensor whose part is wanted of it.
+# A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
 
-
-# What is left out of a state, and what is put together from several: see ``Stateful``.
+# How states of several groups are merged, and which entries this rank needs: see ``Stateful``.
 Merge = Callable[[list[Any]], Any]
 PartOf = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a component stands in a checkpoint.
+    """The files of a component in a checkpoint.
 
     Args:
         step: the checkpoint.
         directory: of the component.
         key: of the component.
-        indices: the file names of its indices, one for each group that wrote parts of it; none
-            where rank ``writer`` wrote it whole.
-        writer: the rank that wrote it whole.
+        indices: the file names of its indices, one for each process group; empty if rank
+            ``writer`` wrote it whole.
+        writer: that rank.
     """
 
     step: StepReader
@@ -115,20 +123,20 @@ def read_sharded(
     merge: Merge = lambda states: states[0],
     part_of: PartOf | None = None,
 ) -> tuple[Any, frozenset[str]]:
-    """The state of one component, with this rank's part of what is spread; all of it verified.
+    """The verified state of one component, with this rank's shard of its sharded tensors.
 
     Only the blocks that hold wanted bytes are read, into host memory.
 
     Args:
-        source: where it stands.
-        pair: given the state with tensors of the meta device in the place of all tensors, the live
-            DTensor that each is to be spread like; a tensor without one is read whole.
-        check: given the same, refuses it before anything more is read.
-        merge: one state of those of all groups.
-        part_of: what this rank needs of a state; by default all of it.
+        source: its files.
+        pair: takes the state with all tensors on the meta device; returns the live DTensor whose
+            placements each gets. A tensor without one is read whole.
+        check: takes the same and may refuse it before tensors are read.
+        merge: makes one state of those of all groups.
+        part_of: selects what this rank needs; by default all.
 
     Returns:
-        The state, and the names of the tensors that are not part of what this rank needs.
+        The state, and the names of the tensors that this rank does not need.
 
     Raises:
         CorruptCheckpointError: damage; names the file.
@@ -137,30 +145,29 @@ def read_sharded(
     """
     views = source.views()
 
-    def put_together(states: list[Any]) -> Any:
-        merged = merge(states)
-        return merged if part_of is None else part_of(merged)
+    def merged(states: list[Any]) -> Any:
+        state = merge(states)
+        return state if part_of is None else part_of(state)
 
-    skeleton = put_together([view.skeleton for view in views])
+    skeleton = merged([view.skeleton for view in views])
     check(skeleton)
     partners = {id(saved): live for saved, live in pair(skeleton)}
     needed = None if part_of is None else set(map(id, _tensors_in(skeleton)))
     for view in views:
         view.read(partners, needed)
-    state = put_together([view.state() for view in views])
+    state = merged([view.state() for view in views])
     if len(views) > 1:
-        check(state)  # what only values tell, such as a learning rate that is a tensor
+        check(state)  # values matter too, such as a learning rate that is a tensor
     taken = {name for view in views for name in view.taken(needed)}
-    return state, frozenset({name for view in views for name in view.spread} - taken)
+    return state, frozenset({name for view in views for name in view.meta_tensors} - taken)
 
 
 class _View:
     """What one group wrote of a component, by its index.
 
     Attributes:
-        skeleton: the state, with tensors of the meta device in the place of tensors; what is not
-            a tensor is there.
-        spread: those tensors, by name.
+        skeleton: the state with tensors on the meta device; all other values are real.
+        meta_tensors: those tensors, by name.
     """
 
     def __init__(self, source: Source, name: str, index: ShardedIndex) -> None:
@@ -173,36 +180,36 @@ class _View:
         whole = {name for name, is_whole in references(self._tree) if is_whole}
         self._values = self._read(dict.fromkeys(whole))
         shapes = {name: _without_values(logical) for name, logical in index.tensors.items()}
-        self.spread = {name: tensor for name, tensor in shapes.items() if name not in whole}
+        self.meta_tensors = {name: tensor for name, tensor in shapes.items() if name not in whole}
         self.skeleton = self._decoded({**shapes, **self._values})
 
     def read(self, partners: Mapping[int, Any], needed: set[int] | None) -> None:
         """Reads the tensors of the skeleton.
 
         Args:
-            partners: the live DTensor that a tensor of the skeleton is to be spread like, by id.
-            needed: the ids of those that are needed; None for all.
+            partners: the live DTensor whose placements a tensor of the skeleton gets, by id.
+            needed: the ids of the needed ones; None for all.
         """
         named = {name for name, is_whole in references(self._tree) if not is_whole}
         self._values |= self._read(
-            {name: partners.get(id(self.spread[name])) for name in self.taken(needed) & named}
+            {name: partners.get(id(self.meta_tensors[name])) for name in self.taken(needed) & named}
         )
 
     def taken(self, needed: set[int] | None) -> set[str]:
         """The names of the tensors that are needed."""
         if needed is None:
-            return set(self.spread)
-        return {name for name, tensor in self.spread.items() if id(tensor) in needed}
+            return set(self.meta_tensors)
+        return {name for name, tensor in self.meta_tensors.items() if id(tensor) in needed}
 
     def state(self) -> Any:
         """The state with the tensors that have been read."""
-        return self._decoded({**self.spread, **self._values})
+        return self._decoded({**self.meta_tensors, **self._values})
 
     def _decoded(self, tensors: Mapping[str, Tensor]) -> Any:
         return Decoder(tensors, where=self.where).decode(self._tree)
 
     def _read(self, partners: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of these names: this rank's part where there is a partner, else all of it."""
+        """Tensors by name: this rank's shard of those with a partner, the others whole."""
         return _read(self._index, partners, self.where, self._files)
 
 
@@ -252,7 +259,7 @@ def _read(
     }
     strides: dict[str, tuple[int, ...] | None] = {}
     for writer, file in used.items():
-        parts: list[Stretch] = []
+        parts: list[ByteRange] = []
         for fetch in fetches[writer]:
             parts += file.parts(fetch, memory[fetch.name])
             if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
@@ -332,12 +339,12 @@ class _DataFile:
     def _open(self) -> FileReader:
         return self._step.file(self._path)
 
-    def read(self, parts: list[Stretch], *, check_header: bool) -> None:
+    def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
         """Fills the targets of these parts of the file; compares its header, if asked to."""
         found = torch.empty(len(self._header) if check_header else 0, dtype=torch.uint8)
         if check_header:
-            parts = [Stretch(0, found.numel(), found, (1,)), *parts]
-        read_stretches(self._open, parts, self._index.block_digests)
+            parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
+        read_ranges(self._open, parts, self._index.block_digests)
         if check_header and flat_bytes(found) != self._header:
             raise CorruptCheckpointError(
                 f"{self._step.name}/{self._path}",
@@ -349,28 +356,28 @@ class _DataFile:
         return self._records[name].strides
 
     def require(self, fetch: Fetch, logical: Logical) -> None:
-        """Raises CorruptCheckpointError unless the part that is to be fetched is there."""
+        """Raises CorruptCheckpointError unless the file has the part to fetch."""
         record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
         if record is None or record.shape != sizes or record.element != logical.element:
             raise CorruptCheckpointError(
                 f"{self._step.name}/{self._path}",
                 found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
-                expected="the part that the index of all ranks tells of",
+                expected="the part that the index of all ranks lists",
             )
 
-    def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[Stretch]:
-        """Where in the file the elements are that are to be fetched.
+    def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[ByteRange]:
+        """The byte ranges of the elements to fetch.
 
         Args:
-            fetch: one that ``require`` has let pass.
-            memory: of the part wanted; the elements go to their place in it.
+            fetch: accepted by ``require``.
+            memory: of the wanted part; receives the elements.
         """
         record = self._records[_stored_name(fetch)]
         cut = tuple(
             slice(begin, begin + size)
             for begin, size in zip(fetch.wanted.offsets, fetch.wanted.sizes, strict=True)
         )
-        return stretches(fetch.stored, record.shape, self._begin + record.begin, memory[cut])
+        return byte_ranges(fetch.stored, record.shape, self._begin + record.begin, memory[cut])
 
     def _check_size(self) -> None:
         reader = self._open()

@@ -52,13 +52,13 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class FlatPart:
-    """A stretch of the elements of a tensor, row by row: what a rank holds under the first FSDP.
+    """A range of the elements of a tensor in row-major order: what a rank holds under FSDP1.
 
     Args:
         shape: of the whole tensor.
-        begin: the first element of the stretch.
+        begin: the first element of the range.
         local: its elements, in one dimension; the live memory.
-        copies: what the ranks that hold the same stretch have in common; None for the only one.
+        copies: a name common to all ranks that hold the same range; None for a single holder.
     """
 
     shape: torch.Size
@@ -72,12 +72,12 @@ class FlatPart:
         return self.local.dtype
 
     def like(self, local: Tensor) -> FlatPart:
-        """The same stretch of a tensor of this shape with other elements."""
+        """The same range of a tensor of this shape with other elements."""
         return FlatPart(self.shape, self.begin, local, self.copies)
 
     def boxes(self) -> tuple[Box, ...]:
         """The boxes that it is made of, in the order of its elements."""
-        return _stretch_boxes(tuple(self.shape), self.begin, self.begin + self.local.numel())
+        return _boxes_in_range(tuple(self.shape), self.begin, self.begin + self.local.numel())
 
     def pieces(self) -> Iterator[Tensor]:
         """The elements of each box."""
@@ -98,14 +98,14 @@ class FlatPart:
         return Box((first, *(0,) * len(shape[1:])), (last + 1 - first, *shape[1:]))
 
     def cut(self, memory: Tensor) -> Tensor:
-        """The stretch in memory that holds the box of its rows, or all of the tensor; a copy."""
+        """A copy of the range out of the box of its rows, or out of the whole tensor."""
         begin = self.begin
         if memory.shape != self.shape and self.local.numel():
             begin -= self.rows().offsets[0] * math.prod(self.shape[1:])
         return memory.reshape(-1)[begin : begin + self.local.numel()].clone()
 
 
-def _stretch_boxes(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
+def _boxes_in_range(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
     """The rest of a row, whole rows, and the beginning of one; each row like the whole."""
     if begin == end:
         return ()
@@ -125,7 +125,7 @@ def _stretch_boxes(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, .
 def _in_row(shape: tuple[int, ...], number: int, begin: int, end: int) -> tuple[Box, ...]:
     return tuple(
         Box((number, *box.offsets), (1, *box.sizes))
-        for box in _stretch_boxes(shape[1:], begin, end)
+        for box in _boxes_in_range(shape[1:], begin, end)
     )
 
 
@@ -139,8 +139,8 @@ def local_part(tensor: Any) -> Any:
     """The memory of this rank: a part's local tensor, and any other value itself."""
     if isinstance(tensor, FlatPart):
         return tensor.local
-    # Not to_local(): that is an operation of autograd, and waits for nothing that a settled
-    # point has not waited for. torch 2.13 tensor/_api.py, DTensor.__new__ sets the attribute.
+    # Not to_local(): that is an operation of autograd, and waits for nothing that is
+    # unfinished at a safe point. torch 2.13 tensor/_api.py, DTensor.__new__ sets the attribute.
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
@@ -275,14 +275,14 @@ def fill(live: Any, saved: Any) -> None:
 
 
 # One for each dimension of a device mesh; the corners of a box are two to this power.
-_MOST_SPLIT = 8
+_MAX_SPLIT = 8
 
 
 def tiling_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """What is wrong with boxes that should tile a tensor; None when they do.
 
-    In time linear in the number of boxes: a sum of boxes is told by its corners, each with a plus
-    or a minus sign, so they tile the tensor if and only if their corners add up to its own.
+    Linear in the number of boxes: signed corners determine a sum of boxes, so boxes tile the tensor
+    if and only if their corners add up to those of the tensor.
 
     Args:
         shape: of the whole tensor.
@@ -297,8 +297,8 @@ def tiling_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         num_elements += box.num_elements
     # A dimension that nobody splits adds nothing, and doubles the corners.
     split = [d for d, length in enumerate(shape) if any(box.sizes[d] != length for box in given)]
-    if len(split) > _MOST_SPLIT:
-        return f"its parts split {len(split)} dimensions, at most {_MOST_SPLIT} can be"
+    if len(split) > _MAX_SPLIT:
+        return f"its parts split {len(split)} dimensions, at most {_MAX_SPLIT} can be"
     for box in given:
         _add_corners(corners, box, split, 1)
     if num_elements != whole.num_elements:
@@ -307,8 +307,8 @@ def tiling_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     if whole.num_elements:
         _add_corners(corners, whole, split, -1)
     if any(corners.values()):
-        place = min(corner for corner, count in corners.items() if count)
-        return f"its parts overlap or leave a gap at {list(place)}"
+        corner = min(corner for corner, count in corners.items() if count)
+        return f"its parts overlap or leave a gap at {list(corner)}"
     return None
 
 

@@ -1,7 +1,13 @@
-"""A leaf: one stretch of bytes for the data file, still in the memory of its live owner.
+"""Live tensors as bytes of a data file: which can be stored, which share memory, and their bytes.
 
-Nothing is copied before it is written. What cannot be handed out as it lies in memory (a tensor on
-another device, one that is not contiguous) is copied in chunks, so a save needs little memory.
+Nothing is copied before it is written. A tensor on another device, or one that is not contiguous,
+is copied in chunks, so a save needs little memory.
+
+Aliases are found by comparing the memory that tensors span. A tensor alone in its memory is stored
+under its name. The same view twice (tied weights) is stored once, under the first name. Of views
+that overlap, the one that covers the others is stored, or else all of the memory that they span,
+and each view is noted as type, shape, strides and offset. Views that do not overlap are separate
+tensors: a change of one is not visible in another.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, element_type
-from resumekit.serialization.paths import Place, UniqueNames
+from resumekit.serialization.paths import StatePath, UniqueNames
 
 CHUNK_BYTES = 4 << 20
 
@@ -28,7 +34,7 @@ PLAIN_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 1
 
 @dataclass(frozen=True)
 class Leaf:
-    """Bytes to be stored, and how they are read again as a tensor.
+    """Bytes to store, and how they are read as a tensor.
 
     Args:
         source: where the bytes come from.
@@ -45,7 +51,7 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """The length of the stretch."""
+        """The number of bytes."""
         return math.prod(self.shape) * self.element.num_bytes
 
     def buffers(self) -> Iterator[memoryview]:
@@ -179,19 +185,19 @@ class FoundTensor:
 
     Args:
         tensor: the live tensor.
-        place: where it stands.
+        path: its path in the state.
         name: the name that it is stored under if it gets bytes of its own.
 
     Raises:
-        UnsupportedValueError: it cannot be stored bit for bit; names the place.
+        UnsupportedValueError: it cannot be stored bit for bit; names the path.
     """
 
     tensor: torch.Tensor
-    place: Place
+    path: StatePath
     name: str
 
     def __post_init__(self) -> None:
-        check_tensor(self.tensor, self.place)
+        check_tensor(self.tensor, self.path)
 
     @property
     def element(self) -> ElementType:
@@ -212,7 +218,7 @@ class FoundTensor:
 
     @cached_property
     def view(self) -> tuple[Any, ...]:
-        """What two tensors that are the same view of the same memory have in common."""
+        """Equal for tensors that are the same view of the same memory."""
         return (self.memory, self.span, self.tensor.dtype, self.tensor.shape, self.tensor.stride())
 
     @property
@@ -227,10 +233,10 @@ class FoundTensor:
         return self.tensor.numel() * self.element.num_bytes > end - begin
 
     @property
-    def shares_nothing(self) -> bool:
-        """Whether no other tensor can see what is done to it: it has no bytes.
+    def is_unaliased(self) -> bool:
+        """Whether it has no bytes that another tensor could share.
 
-        One that is lazily conjugated or negated counts too: its memory does not hold its values.
+        Also true for a lazily conjugated or negated one: its memory does not hold its values.
         """
         return self.tensor.numel() == 0 or self.tensor.is_conj() or self.tensor.is_neg()
 
@@ -245,7 +251,7 @@ class FoundTensor:
         return Leaf(self.tensor, self.element, shape, strides)
 
     def view_of(self, name: str, begin: int) -> dict[str, Any]:
-        """What says in a tree that it is a view.
+        """Its node in a tree, as a view.
 
         Args:
             name: the tensor that it is a view of.
@@ -260,12 +266,12 @@ class FoundTensor:
         }
 
 
-def check_tensor(tensor: torch.Tensor, place: Place) -> None:
+def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
     """Raises UnsupportedValueError for a tensor that cannot be stored bit for bit."""
     reason = _refusal(tensor)
     if reason is not None:
         found, remedy = reason
-        raise UnsupportedValueError(str(place), found=found, remedy=remedy)
+        raise UnsupportedValueError(str(path), found=found, remedy=remedy)
 
 
 def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
@@ -308,7 +314,7 @@ class StoredTensors:
 
     Args:
         leaves: what gets bytes, by name.
-        references: for each tensor found, in order, what stands in its place in the tree.
+        references: for each tensor found, in order, its node in the tree.
         ties: the names that have no bytes of their own, with the name that has the same tensor.
     """
 
@@ -322,14 +328,14 @@ def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
 
     Args:
         found: every tensor of the payload, in the order met.
-        names: for stretches of memory that no single tensor covers.
+        names: for memory that no single tensor covers.
     """
     stored = StoredTensors(references=[None] * len(found))
     for indices in _clusters(found):
         cluster = {index: found[index] for index in indices}
         base = _base(cluster)
         if base is None:
-            _store_stretch(cluster, stored, names)
+            _store_span(cluster, stored, names)
         else:
             _store_base(base, cluster, stored)
     return stored
@@ -337,11 +343,11 @@ def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
 
 def _clusters(found: Sequence[FoundTensor]) -> list[list[int]]:
     """The tensors' indices, those that overlap in memory together, in the order met."""
-    clusters = [[index] for index, item in enumerate(found) if item.shares_nothing]
+    clusters = [[index] for index, item in enumerate(found) if item.is_unaliased]
     spans = sorted(
         (*item.memory, *item.span, index)
         for index, item in enumerate(found)
-        if not item.shares_nothing
+        if not item.is_unaliased
     )
     reached = ("", 0, 0)
     for device, storage, begin, end, index in spans:
@@ -355,10 +361,10 @@ def _clusters(found: Sequence[FoundTensor]) -> list[list[int]]:
 
 
 def _base(cluster: Mapping[int, FoundTensor]) -> FoundTensor | None:
-    """The member to store, which the others are the same as, or views of; None if there is none."""
+    """The member that contains all others, as equal or as views; None if there is none."""
     items = list(cluster.values())
     first = items[0]
-    if first.shares_nothing:
+    if first.is_unaliased:
         return first
     if all(item.view == first.view for item in items) and not first.overlaps_itself:
         return first
@@ -383,18 +389,18 @@ def _store_base(
             stored.ties[item.name] = base.name
 
 
-def _store_stretch(
+def _store_span(
     cluster: Mapping[int, FoundTensor], stored: StoredTensors, names: UniqueNames
 ) -> None:
-    """Stores the bytes that the cluster spans, and every member as a view of them."""
+    """Stores the memory that the cluster spans, and every member as a view of it."""
     items = list(cluster.values())
     # Two storages may begin at one address (torch.from_numpy twice): the longer one has all of it.
     longest = max(items, key=lambda item: item.tensor.untyped_storage().nbytes())
     storage = longest.memory[1]
     offset = (min(item.span[0] for item in items) - storage) // _ALIGNMENT * _ALIGNMENT
     num_bytes = max(item.span[1] for item in items) - storage - offset
-    stretch = retyped(longest.tensor, torch.uint8, offset, (num_bytes,), (1,))
+    span = retyped(longest.tensor, torch.uint8, offset, (num_bytes,), (1,))
     name = names.take(f"{items[0].name}.storage")
-    stored.leaves[name] = Leaf(stretch, ELEMENT_TYPES["uint8"], (num_bytes,))
+    stored.leaves[name] = Leaf(span, ELEMENT_TYPES["uint8"], (num_bytes,))
     for index, item in cluster.items():
         stored.references[index] = item.view_of(name, storage + offset)

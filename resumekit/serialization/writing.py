@@ -1,4 +1,4 @@
-"""A data file and the index beside it, as one rank writes them."""
+"""What one rank writes of a checkpoint: its data file, the index beside it, and small files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _BATCH_BYTES = 16 << 20
 _MANY_VALUES = 500_000  # far below what the parser of the index takes
 
 
-class _RankFiles:
-    """What one rank writes under one stem, ``<stem>.safetensors`` and ``<stem>.json``.
+class _Files:
+    """Files that one rank writes: its data file, the index beside it, and small ones.
 
     Nothing is copied, and nothing written before ``write``: the leaves must not change until then.
 
     Args:
-        stem: the path of both files without the suffix, relative to the step directory.
+        directory: of all files, relative to the step directory.
         rank: the rank that writes.
         leaves: what goes into the data file, by name; without any there is no data file.
         ties: names without bytes of their own, with the name of the same tensor.
-        states: the tree of each state, by component key.
+        states: the tree of each state, by component key; None for an index only with a data file.
+        small_files: the content of other files, by file name.
 
     Raises:
         UnsupportedValueError: the index would be too large.
@@ -36,49 +37,59 @@ class _RankFiles:
 
     def __init__(
         self,
-        stem: str,
+        directory: str,
         rank: int,
         leaves: Mapping[str, Leaf],
         *,
         ties: Mapping[str, str],
-        states: Mapping[str, Any],
+        states: Mapping[str, Any] | None,
+        small_files: Mapping[str, bytes],
     ) -> None:
-        self._stem = stem
         self._rank = rank
+        self._stem = stem_of(directory, rank)
         self._leaves = leaves
         self._ties = ties
-        self._states = states
+        self._states = states or {}
+        self._small_files = {f"{directory}/{name}": data for name, data in small_files.items()}
         self._records = arrange(leaves)
         self._header = header(self._records, ties) if self._records else b""
-        self._data_bytes = len(self._header) + (self._records[-1].end if self._records else 0)
-        self._index_bytes = self._size_of_index()
+        self._has_index = bool(self._records) or states is not None
+        data_bytes = len(self._header) + (self._records[-1].end if self._records else 0)
+        index_bytes = self._size_of_index(data_bytes) if self._has_index else 0
+        self._num_bytes = data_bytes + index_bytes + sum(map(len, small_files.values()))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it will write."""
-        return self._data_bytes + self._index_bytes
+        return self._num_bytes
 
     @property
     def num_files(self) -> int:
         """Files that it will write."""
-        return 2 if self._records else 1
+        return bool(self._records) + self._has_index + len(self._small_files)
 
     def write(self, staging: Staging) -> list[FileEntry]:
         """The lines of its files in the inventory, once their bytes survive a power cut.
 
         Raises:
+            ConfigurationError: a name that no file in a checkpoint can have.
             SaveError: a file could not be written.
         """
         entries = []
+        small_files = dict(self._small_files)
         block_digests: tuple[str, ...] = ()
         if self._records:
             with staging.create(f"{self._stem}.safetensors", writer=self._rank) as data:
                 _write_pieces(data, self._pieces())
                 entries.append(data.finish())
                 block_digests = data.block_digests
-        with staging.create(f"{self._stem}.json", writer=self._rank) as index:
-            index.write([memoryview(self._index(block_digests).to_bytes())])
-            entries.append(index.finish())
+        if self._has_index:
+            index = self._index(block_digests).to_bytes()
+            small_files = {f"{self._stem}.json": index, **small_files}
+        for path, content in small_files.items():
+            with staging.create(path, writer=self._rank) as file:
+                file.write([memoryview(content)])
+                entries.append(file.finish())
         return entries
 
     def _pieces(self) -> Iterator[memoryview]:
@@ -89,8 +100,8 @@ class _RankFiles:
     def _index(self, block_digests: tuple[str, ...]) -> Index:
         return Index(self._states, self._records, self._ties, block_digests)
 
-    def _size_of_index(self) -> int:
-        num_blocks = -(-self._data_bytes // BLOCK_BYTES)
+    def _size_of_index(self, data_bytes: int) -> int:
+        num_blocks = -(-data_bytes // BLOCK_BYTES)
         data = self._index((_NO_DIGEST,) * num_blocks).to_bytes()
         if len(data) > MAX_JSON_BYTES or data.count(b",") > _MANY_VALUES:
             try:
@@ -105,19 +116,19 @@ class _RankFiles:
         return len(data)
 
 
-class Payload(_RankFiles):
+class Payload(_Files):
     """The states of some components, ready to be written by one rank.
 
     Nothing is copied, and nothing written before ``write``: the states must not change until then.
 
     Args:
-        directory: where its files go, relative to the step directory.
+        directory: of its files, relative to the step directory.
         rank: the rank that writes.
-        states: nested state by component key. With one key the tensors are named by their place in
+        states: nested state by component key. With one key the tensors are named by their path in
             the state (a model's by FQN); with more, the key comes first.
 
     Raises:
-        UnsupportedValueError: a value cannot be stored; names its place.
+        UnsupportedValueError: a value cannot be stored; names its path.
     """
 
     def __init__(self, directory: str, rank: int, states: Mapping[str, Any]) -> None:
@@ -125,31 +136,21 @@ class Payload(_RankFiles):
         trees = {key: encoder.encode(state, where=key) for key, state in states.items()}
         stored = encoder.finish()
         super().__init__(
-            stem_of(directory, rank), rank, stored.leaves, ties=stored.ties, states=trees
+            directory, rank, stored.leaves, ties=stored.ties, states=trees, small_files={}
         )
 
 
-def index_name(first_rank: int, is_in_stages: bool) -> str:
-    """The file name of the index of one group's parts.
-
-    Args:
-        first_rank: of the group; it writes the index.
-        is_in_stages: whether other groups hold other entries of the state.
-    """
-    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
-
-
-class ShardedPayload:
-    """One rank's parts of a state, ready to be written; the first rank adds the index of all parts.
+class ShardedPayload(_Files):
+    """One rank's shards of a state, ready to be written; the first rank adds the common index.
 
     Nothing is copied, and nothing written before ``write``: the state must not change until then.
 
     Args:
-        directory: where its files go, relative to the step directory.
+        directory: of its files, relative to the step directory.
         rank: the rank that writes.
         local: the state as this rank holds it.
         assignment: what this rank is to write.
-        index_name: the file name of the index.
+        index_name: the file name of the common index.
     """
 
     def __init__(
@@ -161,42 +162,40 @@ class ShardedPayload:
         *,
         index_name: str = "index.json",
     ) -> None:
-        self._rank = rank
-        # What every rank reads stands together: in a block or two, not in one of each large part.
+        # Plain tensors, which every rank reads, come first: all in a block or two.
         names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
         leaves = _distinct(local.key, (part for name in names for part in local.leaves_of(name)))
-        self._index_path = f"{directory}/{index_name}"
-        self._index: bytes | None = None
+        small_files: dict[str, bytes] = {}
         if assignment.tensors is not None:
             leaves.update(local.leaves)
             plain = {name: Logical.of_one_writer(leaf, rank) for name, leaf in local.leaves.items()}
             tensors = {**assignment.tensors, **plain}
-            self._index = ShardedIndex({local.key: local.tree}, tensors, local.ties).to_bytes()
-        stem = stem_of(directory, rank)
-        self._files = _RankFiles(stem, rank, leaves, ties={}, states={}) if leaves else None
+            index = ShardedIndex({local.key: local.tree}, tensors, local.ties)
+            small_files[index_name] = index.to_bytes()
+        super().__init__(directory, rank, leaves, ties={}, states=None, small_files=small_files)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it will write."""
-        return (self._files.num_bytes if self._files else 0) + len(self._index or b"")
 
-    @property
-    def num_files(self) -> int:
-        """Files that it will write."""
-        return (self._files.num_files if self._files else 0) + (self._index is not None)
+class FilesBeside(_Files):
+    """Small files of a component for other tools; a resume does not read them.
 
-    def write(self, staging: Staging) -> list[FileEntry]:
-        """The lines of its files in the inventory, once their bytes survive a power cut.
+    Args:
+        directory: of the files, relative to the step directory.
+        rank: the rank that writes.
+        files: the content of each by its name.
+    """
 
-        Raises:
-            SaveError: a file could not be written.
-        """
-        entries = self._files.write(staging) if self._files else []
-        if self._index is not None:
-            with staging.create(self._index_path, writer=self._rank) as file:
-                file.write([memoryview(self._index)])
-                entries.append(file.finish())
-        return entries
+    def __init__(self, directory: str, rank: int, files: Mapping[str, bytes]) -> None:
+        super().__init__(directory, rank, {}, ties={}, states=None, small_files=files)
+
+
+def index_name(first_rank: int, is_in_stages: bool) -> str:
+    """The file name of the common index of one group.
+
+    Args:
+        first_rank: of the group; it writes the index.
+        is_in_stages: whether other groups hold other entries of the state.
+    """
+    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
 
 
 def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
@@ -208,44 +207,6 @@ def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
             )
         leaves[name] = leaf
     return leaves
-
-
-class FilesBeside:
-    """Files of a given content, written beside a component's own.
-
-    Args:
-        directory: where they go, relative to the step directory.
-        rank: the rank that writes.
-        files: the content of each by its name.
-    """
-
-    def __init__(self, directory: str, rank: int, files: Mapping[str, bytes]) -> None:
-        self._rank = rank
-        self._files = {f"{directory}/{name}": content for name, content in files.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it will write."""
-        return sum(map(len, self._files.values()))
-
-    @property
-    def num_files(self) -> int:
-        """Files that it will write."""
-        return len(self._files)
-
-    def write(self, staging: Staging) -> list[FileEntry]:
-        """The lines of the files in the inventory, once their bytes survive a power cut.
-
-        Raises:
-            ConfigurationError: a name that no file in a checkpoint can have.
-            SaveError: a file could not be written.
-        """
-        entries = []
-        for path, content in self._files.items():
-            with staging.create(path, writer=self._rank) as file:
-                file.write([memoryview(content)])
-                entries.append(file.finish())
-        return entries
 
 
 def _write_pieces(writer: FileWriter, pieces: Iterable[memoryview]) -> None:
