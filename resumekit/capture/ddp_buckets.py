@@ -121,8 +121,6 @@ class GradientBuckets(ComponentState):
         # torch 2.13 distributed/algorithms/join.py Join sets it.
         return any(module._join_config.enable for module in self._wrappers.values())
 
-    waits_for_batches = requires_equal_batches
-
     def before_save(self) -> None:
         """Rebuilds the buckets now instead of at the next iteration. Collective."""
         for module in self._wrappers.values():

@@ -187,7 +187,7 @@ class GradientWatch:
             # The loop dropped them so far. They are saved until a step shows what it does now.
             self._is_known = False
         elif any(now is not None and now.requires_grad for now, _ in there):
-            self._set_carried()  # with create_graph=True autograd adds out of place
+            self._set_carried()  # with create_graph=True autograd does not add in place
         elif there:
             self._is_known = True
             self._remove_probe()

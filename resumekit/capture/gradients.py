@@ -164,8 +164,6 @@ class AccumulatedGradients(ComponentState):
             self._flat.set_views()
         self.watch.look()
 
-    put_back_with_random = after_rng_restore
-
     def _mismatches(self, saved: Mapping[str, Any]) -> Iterator[Mismatch]:
         parameters = self._named()
         for name, gradient in saved.items():

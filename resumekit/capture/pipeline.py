@@ -13,11 +13,11 @@ from resumekit.errors import StateMismatchError
 from resumekit.state import ComponentState
 
 
-def merged(stateful: Any, key: str, states: Sequence[Any]) -> Any:
+def merged(live: ComponentState | None, key: str, states: Sequence[Any]) -> Any:
     """One state of those of all groups.
 
     Args:
-        stateful: the live object, None where it is not known yet; its ``merge_state_dicts`` decides
+        live: the live state, None where it is not known yet; its ``merge_state_dicts`` decides
             where it has one.
         key: of the component, for errors.
         states: one of each group.
@@ -27,16 +27,14 @@ def merged(stateful: Any, key: str, states: Sequence[Any]) -> Any:
     """
     if len(states) == 1:
         return states[0]
-    merged_state = (
-        stateful.merge_state_dicts(states) if isinstance(stateful, ComponentState) else None
-    )
-    return union(key, states) if merged_state is None else merged_state
+    result = None if live is None else live.merge_state_dicts(states)
+    return union(key, states) if result is None else result
 
 
-def part_of(stateful: Any, state: Any) -> Any:
-    """What the live object holds of a merged state; its ``part_of`` decides where it has one."""
-    part = stateful.part_of(state) if isinstance(stateful, ComponentState) else None
-    return _entries_of(state, stateful.state_dict()) if part is None else part
+def part_of(live: ComponentState, state: Any) -> Any:
+    """What the live state holds of a merged one; its ``part_of`` decides where it has one."""
+    part = live.part_of(state)
+    return _entries_of(state, live.state_dict()) if part is None else part
 
 
 def union(where: str, states: Sequence[Any]) -> Any:

@@ -284,15 +284,15 @@ def fits(live: Any, saved: Any) -> bool:
     )
 
 
-def pairs_of(stateful: Any, state: Any) -> Iterator[tuple[Tensor, Any]]:
+def pairs_of(live: ComponentState, state: Any) -> Iterator[tuple[Tensor, Any]]:
     """Each tensor of a saved state with the live DTensor whose mesh and placements it gets.
 
     Args:
-        stateful: the live object; its method ``pairs`` decides where it has one.
+        live: the live state; its method ``pairs`` decides where it has one.
         state: the saved state, its tensors on the meta device.
     """
-    pairs = stateful.pairs(state) if isinstance(stateful, ComponentState) else None
-    yield from pairs_in(state, stateful.state_dict()) if pairs is None else pairs
+    pairs = live.pairs(state)
+    yield from pairs_in(state, live.state_dict()) if pairs is None else pairs
 
 
 def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:

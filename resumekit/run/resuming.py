@@ -260,8 +260,8 @@ def read_spread(
         return read_sharded(source, lambda state: (), merge=partial(merged, None, record.key))
     return read_sharded(
         source,
-        lambda state: pairs_of(live.stateful, state),
+        lambda state: pairs_of(live.state, state),
         live.state.check_state_dict,
-        merge=partial(merged, live.stateful, record.key),
-        part_of=partial(part_of, live.stateful) if in_stages else None,
+        merge=partial(merged, live.state, record.key),
+        part_of=partial(part_of, live.state) if in_stages else None,
     )

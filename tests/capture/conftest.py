@@ -100,7 +100,7 @@ def job() -> type[Job]:
 
 @pytest.fixture
 def stored() -> Callable[[Any], Any]:
-    """Gives a state as it comes back from storage."""
+    """Gives a state as it is read from storage."""
     return _stored
 
 

@@ -11,7 +11,7 @@ from resumekit.capture import AttributeState
 from resumekit.errors import StateMismatchError
 
 
-def test_named_attributes_come_back_and_others_stay() -> None:
+def test_named_attributes_are_restored_and_others_stay() -> None:
     saved = AttributeState(
         SimpleNamespace(step=7, log=[{"loss": 0.5}], total=torch.tensor(1.5), name="then"),
         ("step", "log", "total"),
@@ -24,7 +24,7 @@ def test_named_attributes_come_back_and_others_stay() -> None:
     assert (live.step, live.log, live.total.item(), live.name) == (7, [{"loss": 0.5}], 1.5, "now")
 
 
-def test_an_attribute_that_the_checkpoint_lacks_is_refused_by_name() -> None:
+def test_an_attribute_that_the_checkpoint_lacks_is_refused() -> None:
     state = AttributeState(SimpleNamespace(step=0, other=1), ("step", "other"), key="callbacks/a")
     with pytest.raises(StateMismatchError, match="has no other"):
         state.check_state_dict({"step": 3})

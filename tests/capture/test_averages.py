@@ -1,4 +1,4 @@
-"""Averaged weights continue: torch's AveragedModel, a plain module, an object of one's own."""
+"""Averaged weights continue: torch's AveragedModel, a plain module, a user object."""
 
 from __future__ import annotations
 
@@ -143,12 +143,12 @@ def test_what_an_object_makes_of_other_ranks_states_is_asked_of_it() -> None:
     change = WorldChange(0, 1, 3)
     resplit = ObjectState(Summed()).resplit_state_dict(states, change)
     assert resplit is not None
-    state, remarks = resplit
+    state, messages = resplit
     live = ObjectState(Summed())
     live.check_state_dict(state)
     live.load_state_dict(state)
     assert live.given.shadow["weight"].tolist() == [3, 3]
-    assert remarks == ["summed up"]
+    assert messages == ["summed up"]
     assert ObjectState(Shadow()).resplit_state_dict(states, change) is None
     assert ObjectState(net()).resplit_state_dict(states, change) is None
 
@@ -170,7 +170,7 @@ def test_another_kind_of_average_is_refused(stored: Any) -> None:
     assert "another.Shade" in refused(ObjectState(kinds["own"]), states["own"])
 
 
-def test_weights_that_do_not_fit_are_refused_by_name(stored: Any) -> None:
+def test_weights_that_do_not_fit_are_refused(stored: Any) -> None:
     saved = stored(ObjectState(average(net())).state_dict())
     live = ObjectState(average(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))))
     assert "ema: 0.weight" in refused(live, saved)

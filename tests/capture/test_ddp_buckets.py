@@ -112,18 +112,18 @@ def test_buckets_of_a_module_that_formed_some_are_left_out_where_none_are_formed
     resumed = wrapped(find_unused_parameters=True)
     component = buckets_of(resumed)
     component.load_state_dict(buckets_of(module).state_dict())
-    (remark,) = component.after_resume()
-    assert "with find_unused_parameters=True they stay the first" in remark
+    (message,) = component.after_resume()
+    assert "with find_unused_parameters=True they stay the first" in message
     iterate(resumed, 2)
 
 
-def test_other_parameters_are_told() -> None:
+def test_other_parameters_are_reported() -> None:
     module = wrapped()
     iterate(module, 3)
     component = buckets_of(wrapped(nn.Linear(4, 1)))
     component.load_state_dict(buckets_of(module).state_dict())
-    (remark,) = component.after_resume()
-    assert "other parameters have gradients than before" in remark
+    (message,) = component.after_resume()
+    assert "other parameters have gradients than before" in message
 
 
 def _with_a_hook() -> DistributedDataParallel:
@@ -132,7 +132,7 @@ def _with_a_hook() -> DistributedDataParallel:
     return module
 
 
-def test_what_a_communication_hook_keeps_is_told_to_be_lost() -> None:
+def test_what_a_communication_hook_keeps_is_reported_as_lost() -> None:
     module = wrapped()
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -155,7 +155,7 @@ def _with_a_step_in_backward() -> DistributedDataParallel:
         (lambda: wrapped(nn.Embedding(4, 4, sparse=True)), "sparse"),
     ],
 )
-def test_what_cannot_be_learned_again_is_told_and_left_alone(make: Any, words: str) -> None:
+def test_what_cannot_be_learned_again_is_reported_and_left_alone(make: Any, words: str) -> None:
     module = make()
     component = buckets_of(module)
     fidelity, reason = component.fidelity

@@ -1,4 +1,4 @@
-"""Extras: values of the user's own, and objects with state."""
+"""Extras: user values, and objects with state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAIN: dict[Any, Any] = {
 }
 
 
-def test_values_and_objects_come_back(stored: Any, assert_same: Any) -> None:
+def test_values_and_objects_are_restored(stored: Any, assert_same: Any) -> None:
     saved = stored(Extras({**PLAIN, "object": Phase(5)}).state_dict())
     live: dict[Any, Any] = {"object": Phase(), "phase": 0}
     extras = Extras(live)
@@ -71,13 +71,13 @@ def test_objects_containers_and_tensors_that_others_hold_are_filled_in_place(sto
         "table": {},
         "mean": torch.zeros(2),
     }
-    held = dict(live)
+    saved_state = dict(live)
     Extras(live).load_state_dict(saved)
-    for name, value in held.items():
+    for name, value in saved_state.items():
         assert live[name] is value, name
-    assert held["history"] == [1, [2.5]]
-    assert held["counts"] == Counter(a=2)
-    assert held["mean"].tolist() == [1, 1]
+    assert saved_state["history"] == [1, [2.5]]
+    assert saved_state["counts"] == Counter(a=2)
+    assert saved_state["mean"].tolist() == [1, 1]
 
 
 def test_a_value_of_another_kind_is_replaced(stored: Any) -> None:
@@ -99,7 +99,7 @@ def test_nothing_is_shared_with_the_loaded_state(stored: Any) -> None:
     assert live["t"].item() == 1
 
 
-def test_a_value_that_the_checkpoint_lacks_stays_and_is_told(stored: Any) -> None:
+def test_a_value_that_the_checkpoint_lacks_stays_and_is_reported(stored: Any) -> None:
     live = {"new": 4}
     extras = Extras(live)
     saved = stored(Extras({}).state_dict())

@@ -1,4 +1,4 @@
-"""The fingerprint tells what has changed since a checkpoint, and what that means."""
+"""The fingerprint shows what has changed since a checkpoint, and what that means."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_loops_own_horizon_is_one_too() -> None:
     assert (found.name, found.severity) == ("horizon.epochs", Severity.HORIZON)
 
 
-def test_hyperparameters_and_the_world_are_told_only() -> None:
+def test_hyperparameters_and_the_world_are_only_reported() -> None:
     found = {d.name: d for d in differences(run(), run(lr=0.2, world_size=2))}
     assert found["world_size"].now == 2
     assert found["optimizer.param_groups[0].lr"].then == 0.1

@@ -1,4 +1,4 @@
-"""Models and optimizers under the first FSDP, as one rank of several sees them."""
+"""Models and optimizers under FSDP1, as one rank of several sees them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     return {n: v.clone() if hasattr(v, "clone") else v for n, v in model.state_dict().items()}
 
 
-def test_a_model_is_its_stretches_under_the_names_of_the_bare_one() -> None:
+def test_a_model_is_its_shards_under_the_names_of_the_bare_one() -> None:
     torch.manual_seed(0)
     bare = Model()
     expected = whole_state(bare)
@@ -147,8 +147,8 @@ def test_the_pattern_and_the_buffers_of_each_rank() -> None:
         "model/attributes": SharingPattern.PER_RANK,
         "model/rank_buffers": SharingPattern.PER_RANK,
     }
-    (own,) = rank_buffer_components(model=model)
-    assert set(own.stateful.state_dict()) == {
+    (buffers,) = rank_buffer_components(model=model)
+    assert set(buffers.stateful.state_dict()) == {
         "norm.running_mean",
         "norm.running_var",
         "norm.num_batches_tracked",
@@ -160,9 +160,9 @@ def test_the_pattern_and_the_buffers_of_each_rank() -> None:
 def test_moments_that_only_other_ranks_have_are_added_empty_once() -> None:
     model = flattened(Model())
     capture = FlatOptimizerState(stepped(model), {"model": model})
-    own = capture.state_dict()
+    local = capture.state_dict()
     names = [name for name, _ in Model().named_parameters()]
-    missing = [name for name in names if name not in own["state"]]
+    missing = [name for name in names if name not in local["state"]]
     assert missing
     outline = capture.outline()
     some = next(iter(outline.values()))
@@ -173,13 +173,13 @@ def test_moments_that_only_other_ranks_have_are_added_empty_once() -> None:
         assert joined["state"][name]["exp_avg"].local.numel() == 0
         assert joined["state"][name]["exp_avg"].shape == Model().get_parameter(name).shape
         assert joined["state"][name]["step"] == 1
-    assert set(capture.state_dict()["state"]) == set(own["state"])
-    assert own["parameters"] == {
+    assert set(capture.state_dict()["state"]) == set(local["state"])
+    assert local["parameters"] == {
         name: f"float32 {tuple(p.shape)}" for name, p in Model().named_parameters()
     }
 
 
-def test_an_optimizer_takes_its_stretches_of_a_whole_state() -> None:
+def test_an_optimizer_takes_its_shards_of_a_whole_state() -> None:
     bare = Model()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.5)
     for parameter in bare.parameters():
@@ -194,15 +194,15 @@ def test_an_optimizer_takes_its_stretches_of_a_whole_state() -> None:
     capture.load_state_dict(saved)
     assert fresh.param_groups[0]["lr"] == 0.5
     parts = flat_parts("", model)
-    held = capture.state_dict()["state"]
-    assert set(held) == {name for name, part in parts.items() if part.local.numel()}
-    for name, values in held.items():
+    saved_state = capture.state_dict()["state"]
+    assert set(saved_state) == {name for name, part in parts.items() if part.local.numel()}
+    for name, values in saved_state.items():
         expected = parts[name].cut(saved["state"][name]["exp_avg"])
         assert torch.equal(values["exp_avg"].local, expected)
         assert values["exp_avg"].local.untyped_storage().nbytes() == expected.nbytes
 
 
-def test_tied_names_are_one_stretch_and_two_values_for_them_are_refused() -> None:
+def test_tied_names_are_one_shard_and_two_values_for_them_are_refused() -> None:
     model = flattened(Model(tied=True))
     capture = FlatModelState(model)
     state = capture.state_dict()
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_by_whole_shapes() -> None:
         capture.check_state_dict(saved)
 
 
-def test_settings_that_cannot_be_stored_exactly_are_refused_by_name() -> None:
+def test_settings_that_cannot_be_stored_exactly_are_refused() -> None:
     model = nn.Sequential(flattened(nn.Linear(4, 4), use_orig_params=False))
     with pytest.raises(DeclarationError, match=r"model: 0: .*use_orig_params=False"):
         state_components(model=model)
@@ -235,7 +235,7 @@ def test_settings_that_cannot_be_stored_exactly_are_refused_by_name() -> None:
     parameter = next(iter(optimizer.state))
     for value in (torch.zeros(2, 2), [torch.zeros(3)]):
         optimizer.state[parameter]["row"] = value
-        with pytest.raises(UnsupportedValueError, match=r"optimizer: .*row.*stretch"):
+        with pytest.raises(UnsupportedValueError, match=r"optimizer: .*row.*shard"):
             FlatOptimizerState(optimizer, {"model": wrapped}).state_dict()
     (component, *_) = state_components(model=wrapped)
     with pytest.raises(ConfigurationError, match="mid_accumulation"):

@@ -78,7 +78,7 @@ def with_graph(loss: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_sums_out_of_place_are_seen_too() -> None:
+def test_not_in_place_sums_are_seen_too() -> None:
     assert concluded(backward=with_graph) == [True] * 4
     assert concluded(drop, backward=with_graph, steps=2) == [True, False]
 
@@ -120,7 +120,7 @@ def test_a_loop_that_stops_clearing_is_noticed() -> None:
     assert concluded(sometimes, steps=8) == [True, False, False, False, True, True, True, True]
 
 
-def test_ddps_buckets_as_gradients_are_told_from_a_sum(tmp_path: Any) -> None:
+def test_ddps_buckets_as_gradients_are_distinguished_from_a_sum(tmp_path: Any) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
@@ -192,7 +192,7 @@ def test_gradients_that_no_step_needed_stop_no_model_that_keeps_them_elsewhere(
     tmp_path: Path,
 ) -> None:
     class Engine(ModelState):
-        """A framework's own, whose parameters have no ``.grad``."""
+        """An optimizer of a framework, whose parameters have no ``.grad``."""
 
     model = nn.Linear(2, 1)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Models come back in place, whatever wraps them, or are refused by name."""
+"""Models are restored in place, whatever wraps them, or are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def stored(stored: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda state: stored(state.state_dict() if isinstance(state, ModelState) else state)
 
 
-def test_extra_state_comes_back_and_is_not_shared(stored: Any) -> None:
+def test_extra_state_is_restored_and_is_not_shared(stored: Any) -> None:
     running, live = nn.Sequential(Counting()), nn.Sequential(Counting())
     running[0].seen["batches"] = [1, 2]
     saved = stored(ModelState(running))

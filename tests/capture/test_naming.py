@@ -84,10 +84,10 @@ def test_names_in_ddp_are_those_of_the_unwrapped_module() -> None:
 
 
 def test_a_class_derived_from_a_wrapper_is_a_wrapper() -> None:
-    class Own(DataParallel):
+    class Custom(DataParallel):
         pass
 
-    assert clean_name(Own(Misleading()), "module.module.weight") == "module.weight"
+    assert clean_name(Custom(Misleading()), "module.module.weight") == "module.weight"
 
 
 def test_a_class_that_only_has_the_name_of_a_wrapper_is_none() -> None:

@@ -1,4 +1,4 @@
-"""The states of a rank that did not exist: its own, the same each time, and told."""
+"""The states of a rank that did not exist: distinct, deterministic and reported."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def seeded(seed: int) -> RngState:
 
 
 def drawn(rng: RngState) -> dict[str, float]:
-    own = {name: draw(generator) for name, generator in rng.generators.items()}
+    named = {name: draw(generator) for name, generator in rng.generators.items()}
     common = {
         "global python": random.random(),
         "global numpy": float(np.random.rand()),
         "global torch": float(torch.rand(())),
     }
-    return {**own, **common}
+    return {**named, **common}
 
 
 def drawn_by(rank: int, states: list[Any], world_size: int) -> tuple[dict[str, float], Any]:
-    """What a rank of the new job draws first, and what was told."""
+    """What a rank of the new job draws first, and the messages."""
     change = WorldChange(rank, world_size, len(states))
     rng = seeded(1234)  # whatever the process happens to be at
-    state, remarks = rng.resplit_state_dict({r: states[r] for r in change.readable}, change)
+    state, messages = rng.resplit_state_dict({r: states[r] for r in change.readable}, change)
     rng.check_state_dict(state)
     rng.load_state_dict(copy.deepcopy(state))
-    return drawn(rng), remarks
+    return drawn(rng), messages
 
 
 def test_a_new_rank_draws_its_own_numbers_and_the_same_each_time() -> None:
@@ -79,14 +79,14 @@ def test_what_all_former_ranks_drew_alike_a_new_one_draws_alike() -> None:
     states = [seeded(7).state_dict() for _ in range(2)]
     torch.manual_seed(8)
     states[1]["torch"] = torch.get_rng_state()
-    numbers, (remark,) = drawn_by(2, states, 3)
+    numbers, (message,) = drawn_by(2, states, 3)
     expected = drawn(seeded(7))
     differing = [name for name in numbers if numbers[name] != expected[name]]
     assert differing == ["global torch"]
-    assert remark == "rng: rank 2 is new, its torch derived from the random state of rank 0"
+    assert message == "rng: rank 2 is new, its torch derived from the random state of rank 0"
 
 
-def test_one_former_rank_does_not_tell_whether_the_ranks_were_alike() -> None:
+def test_one_former_rank_does_not_show_whether_the_ranks_were_alike() -> None:
     states = [seeded(7).state_dict()]
     (first, _), (second, _) = (drawn_by(rank, states, 2) for rank in range(2))
     assert not set(first.items()) & set(second.items())
@@ -136,8 +136,8 @@ def test_each_former_rank_is_in_the_care_of_one_rank() -> None:
 def test_a_new_rank_gets_a_copy_of_a_former_ranks_buffers() -> None:
     states = {rank: {"running_mean": torch.full((2,), float(rank))} for rank in (0, 1)}
     buffers = RankBuffers(ModelState(nn.BatchNorm1d(2)), key="model/rank_buffers")
-    kept, told = buffers.resplit_state_dict(states, WorldChange(1, 3, 2))
-    assert (kept, told) == (states[1], ())
-    copied, told = buffers.resplit_state_dict(states, WorldChange(2, 3, 2))
+    kept, messages = buffers.resplit_state_dict(states, WorldChange(1, 3, 2))
+    assert (kept, messages) == (states[1], ())
+    copied, messages = buffers.resplit_state_dict(states, WorldChange(2, 3, 2))
     assert copied is states[0]
-    assert told == ("model/rank_buffers: rank 2 is new, its buffers are those of rank 0",)
+    assert messages == ("model/rank_buffers: rank 2 is new, its buffers are those of rank 0",)

@@ -78,8 +78,8 @@ def test_a_module_that_is_registered_contains_its_parameters() -> None:
     assert found(model, optimizer, *registered_components([head])) == {}
 
 
-def test_a_model_with_a_state_of_its_own_kind_contains_what_shares_memory_with_it() -> None:
-    class Own:
+def test_a_model_with_a_custom_state_contains_tensors_in_its_memory() -> None:
+    class Custom:
         def __init__(self) -> None:
             self.weight = nn.Parameter(torch.ones(3))
 
@@ -89,8 +89,11 @@ def test_a_model_with_a_state_of_its_own_kind_contains_what_shares_memory_with_i
         def load_state_dict(self, state: Any) -> None:
             self.weight.data.copy_(state["w"])
 
-    own = Own()
-    components = [StateComponent("model", own), StateComponent("optimizer", SGD([own.weight]))]
+    custom = Custom()
+    components = [
+        StateComponent("model", custom),
+        StateComponent("optimizer", SGD([custom.weight])),
+    ]
     assert parameter_components(components) == ()
 
 
@@ -141,7 +144,7 @@ def test_values_are_restored_in_place_under_their_names() -> None:
 
 
 class Run:
-    """A loop over a model and tensors of the script's own."""
+    """A loop over a model and tensors of the script."""
 
     def __init__(self, directory: Path, *tensors: torch.Tensor, **options: Any) -> None:
         torch.manual_seed(0)

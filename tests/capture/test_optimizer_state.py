@@ -169,7 +169,7 @@ def test_new_moments_share_memory_with_the_loaded_state_only_when_adopted(
     assert (ours.data_ptr() == theirs.data_ptr()) is adopt
 
 
-def test_moments_wider_than_their_parameter_come_back_bit_for_bit(
+def test_moments_wider_than_their_parameter_are_restored_bit_for_bit(
     stored: Any, assert_same: Any
 ) -> None:
     running = adam_state(TwoLayers(dtype=torch.bfloat16))
@@ -234,7 +234,7 @@ def test_state_of_a_parameter_without_saved_state_goes(stored: Any) -> None:
     assert not live.optimizer.state
 
 
-def test_values_of_any_shape_come_back(stored: Any, assert_same: Any) -> None:
+def test_values_of_any_shape_are_restored(stored: Any, assert_same: Any) -> None:
     class Odd(SGD):
         pass
 
@@ -265,8 +265,12 @@ def test_further_keys_of_an_optimizers_state_are_restored(stored: Any) -> None:
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
-            self.register_state_dict_post_hook(lambda own, state: {**state, "count": own.count})
-            self.register_load_state_dict_pre_hook(lambda own, state: own.take(state["count"]))
+            self.register_state_dict_post_hook(
+                lambda it, state: {**state, "count": optimizer.count}
+            )
+            self.register_load_state_dict_pre_hook(
+                lambda optimizer, state: optimizer.take(state["count"])
+            )
 
         def take(self, count: int) -> None:
             self.count = count

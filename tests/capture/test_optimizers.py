@@ -115,8 +115,8 @@ def test_a_variant_of_an_optimizer_continues_bit_for_bit(
     name: str, arguments: dict[str, Any], job: Any, stored: Any, assert_same: Any
 ) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        return maker(name, **own)(model)
+        values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        return maker(name, **values)(model)
 
     uninterrupted = job(make)
     uninterrupted.train(STEPS_BEFORE)

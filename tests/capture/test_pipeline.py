@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import OptimizerState
+from resumekit.capture import ModelState, OptimizerState
 from resumekit.capture.pipeline import merged, part_of, union
 from resumekit.errors import StateMismatchError
 
@@ -31,7 +31,7 @@ def test_dicts_of_several_groups_are_joined_and_equal_values_kept() -> None:
     whole = union("state", [first, second])
     assert list(whole) == ["a", "deep", "count", "b"]
     assert whole["deep"] == {"x": 1, "y": 2}
-    assert part_of(nn.ParameterDict({"b": torch.zeros(2)}), whole).keys() == {"b"}
+    assert part_of(ModelState(nn.ParameterDict({"b": torch.zeros(2)})), whole).keys() == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_dicts_of_several_groups_are_joined_and_equal_values_kept() -> None:
     ],
     ids=str,
 )
-def test_different_values_under_one_name_are_refused_by_name(value: Any, other: Any) -> None:
+def test_different_values_under_one_name_are_refused(value: Any, other: Any) -> None:
     with pytest.raises(StateMismatchError, match="state: x: y"):
         union("state", [{"x": {"y": value}}, {"x": {"y": other}}])
 

@@ -104,15 +104,15 @@ def test_spawned_children_continue(stored: Any) -> None:
     assert [draws(child) for child in live.spawn(2)] == expected
 
 
-def test_children_that_cannot_be_counted_on_are_told(stored: Any) -> None:
+def test_children_that_cannot_be_counted_on_are_reported(stored: Any) -> None:
     running = np.random.default_rng(3)
     saved = stored(RngState({"mine": running}).state_dict())
-    (remark,) = RngState({"mine": np.random.default_rng(4)}).load_state_dict(saved)
-    assert remark.startswith("mine: its seed sequence is another one")
+    (message,) = RngState({"mine": np.random.default_rng(4)}).load_state_dict(saved)
+    assert message.startswith("mine: its seed sequence is another one")
     ahead = np.random.default_rng(3)
     ahead.spawn(1)
-    (remark,) = RngState({"mine": ahead}).load_state_dict(saved)
-    assert "more children" in remark
+    (message,) = RngState({"mine": ahead}).load_state_dict(saved)
+    assert "more children" in message
 
 
 def test_a_list_as_entropy_is_understood(stored: Any) -> None:
@@ -163,14 +163,14 @@ def test_what_has_no_state_to_save_is_refused_when_declared(given: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without CUDA")
-def test_cuda_devices_that_are_not_here_are_told(stored: Any) -> None:
+def test_cuda_devices_that_are_not_here_are_reported(stored: Any) -> None:
     saved = stored(RngState().state_dict())
     assert saved["cuda"] == []
     saved["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 2
     state = RngState()
     state.check_state_dict(saved)
-    (remark,) = state.load_state_dict(saved)
-    assert "2 CUDA devices, here are 0" in remark
+    (message,) = state.load_state_dict(saved)
+    assert "2 CUDA devices, here are 0" in message
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

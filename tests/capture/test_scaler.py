@@ -47,7 +47,7 @@ def test_scale_and_growth_continue(used_before: bool, stored: Any, assert_same: 
     assert steps(scaler(), 6) != expected
 
 
-def test_a_disabled_scaler_comes_back_disabled(stored: Any) -> None:
+def test_a_disabled_scaler_is_restored_disabled(stored: Any) -> None:
     saved = stored(ScalerState(scaler(enabled=False)).state_dict())
     live = ScalerState(scaler(enabled=False))
     live.check_state_dict(saved)
@@ -59,18 +59,20 @@ def test_a_checkpoint_of_a_disabled_scaler_starts_the_enabled_one_afresh(stored:
     saved = stored(ScalerState(scaler(enabled=False)).state_dict())
     live = ScalerState(scaler())
     live.check_state_dict(saved)
-    (remark,) = live.load_state_dict(saved)
-    assert "afresh" in remark
+    (message,) = live.load_state_dict(saved)
+    assert "afresh" in message
     assert live.scaler.get_scale() == 2.0**10
-    assert live.start_fresh() == (remark,)
+    assert live.start_fresh() == (message,)
 
 
-def test_the_state_of_an_enabled_scaler_is_unused_by_a_disabled_one_and_told(stored: Any) -> None:
+def test_the_state_of_an_enabled_scaler_is_unused_by_a_disabled_one(
+    stored: Any,
+) -> None:
     saved = stored(ScalerState(scaler()).state_dict())
     live = ScalerState(scaler(enabled=False))
     live.check_state_dict(saved)
-    (remark,) = live.load_state_dict(saved)
-    assert "disabled" in remark
+    (message,) = live.load_state_dict(saved)
+    assert "disabled" in message
 
 
 def test_a_missing_value_is_refused(stored: Any) -> None:

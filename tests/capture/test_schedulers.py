@@ -232,7 +232,7 @@ def test_what_is_no_scheduler_state_is_refused(state: Any) -> None:
         fresh(sequential).check_state_dict(state)
 
 
-def test_an_attribute_that_the_checkpoint_lacks_stays_as_built_and_is_told(stored: Any) -> None:
+def test_an_attribute_that_the_checkpoint_lacks_stays_as_built_and_is_reported(stored: Any) -> None:
     saved = stored(fresh(MAKERS["StepLR"]).state_dict())
     del saved["state"]["gamma"]
     live = fresh(MAKERS["StepLR"])
@@ -304,7 +304,7 @@ LENGTHS: dict[str, Callable[[int], Make]] = {
 
 
 @pytest.mark.parametrize("name", sorted(LENGTHS))
-def test_the_horizon_tells_one_length_from_another(name: str) -> None:
+def test_the_horizon_distinguishes_lengths(name: str) -> None:
     short, same, longer = (
         horizon(fresh(LENGTHS[name](n)).scheduler) for n in (BASE_STEPS, BASE_STEPS, 40)
     )
@@ -350,12 +350,12 @@ def test_an_allowed_change_of_the_horizon_keeps_what_this_run_built(
 
 
 def test_of_a_scheduler_of_ones_own_every_whole_number_is_a_length() -> None:
-    class Own(schedulers.LambdaLR):
+    class Custom(schedulers.LambdaLR):
         def __init__(self, optimizer: torch.optim.Optimizer, *, warm: int, power: float) -> None:
             self.warm, self.power, self.late = warm, power, 3
             super().__init__(optimizer, lambda step: min(1.0, step / warm) ** power)
 
-    found = fresh(lambda o: Own(o, warm=7, power=2.0)).fingerprint()
+    found = fresh(lambda o: Custom(o, warm=7, power=2.0)).fingerprint()
     assert found["horizon"]["warm"] == 7
     assert found["settings"]["power"] == 2.0
     assert "late" not in found["horizon"]

@@ -1,4 +1,4 @@
-"""Models and optimizers whose tensors are spread over ranks: their names, pattern and moments."""
+"""Models and optimizers whose tensors are sharded: their names, pattern and moments."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_shapes_alone() -> None
         capture.check_state_dict(saved)
 
 
-def test_a_scalar_parameter_is_told_from_a_count_of_steps() -> None:
+def test_a_scalar_parameter_is_distinguished_from_a_count_of_steps() -> None:
     mesh = init_device_mesh("cpu", (1,))
     scale = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
     model = nn.Module()
@@ -199,19 +199,19 @@ def test_a_sharded_buffer_belongs_to_the_model_and_not_to_the_rank() -> None:
     module.register_buffer("table", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     assert rank_buffer_components(model=module) == ()
     module.register_buffer("seen", torch.zeros(()))
-    (own,) = rank_buffer_components(model=module)
-    assert list(own.stateful.state_dict()) == ["seen"]
+    (buffers,) = rank_buffer_components(model=module)
+    assert list(buffers.stateful.state_dict()) == ["seen"]
     assert ModelState(module).first_rank_only() == {"seen"}
 
 
-def test_gradients_of_sharded_parameters_are_refused_by_name() -> None:
+def test_gradients_of_sharded_parameters_are_refused() -> None:
     component = StateComponent("model", ModelState(sharded()), SharingPattern.SHARDED)
     with pytest.raises(ConfigurationError, match="parameters of model are sharded"):
         require_gradients([component])
 
 
-class Own:
-    """A component of a user's own: DTensors in a list in a dict."""
+class Custom:
+    """A user object: DTensors in a list in a dict."""
 
     def __init__(self, value: float) -> None:
         mesh = init_device_mesh("cpu", (1,))
@@ -225,18 +225,18 @@ class Own:
             live.copy_(saved)
 
 
-def test_a_component_of_ones_own_may_hold_dtensors(tmp_path: Path) -> None:
-    def component(own: Own) -> StateComponent:
-        return StateComponent("callbacks/own", own, SharingPattern.SHARDED)
+def test_a_user_component_may_hold_dtensors(tmp_path: Path) -> None:
+    def component(live: Custom) -> StateComponent:
+        return StateComponent("callbacks/custom", live, SharingPattern.SHARDED)
 
-    with Checkpointer(tmp_path, components=[component(Own(1.0))]) as first:
+    with Checkpointer(tmp_path, components=[component(Custom(1.0))]) as first:
         first.resume()
         first.save()
-    assert list(tmp_path.glob("step-*/callbacks/own/index.json"))
-    own = Own(2.0)
-    with Checkpointer(tmp_path, components=[component(own)]) as second:
+    assert list(tmp_path.glob("step-*/callbacks/custom/index.json"))
+    live = Custom(2.0)
+    with Checkpointer(tmp_path, components=[component(live)]) as second:
         assert second.resume().resumed
-    assert torch.equal(own.parts[0].to_local(), torch.ones(4))
+    assert torch.equal(live.parts[0].to_local(), torch.ones(4))
 
 
 def test_a_save_before_the_first_step_leaves_the_optimizer_alone(tmp_path: Path) -> None:

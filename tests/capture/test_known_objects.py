@@ -40,7 +40,7 @@ class Scaler:
 KNOWN = KnownObjects(Stage, Address, Scaler)
 
 
-def test_what_comes_back_after_storing_is_what_was_taken_apart(
+def test_what_is_read_after_storing_is_what_was_taken_apart(
     stored: Callable[[Any], Any],
 ) -> None:
     state = {
@@ -69,7 +69,7 @@ def test_tensors_stay_the_same_ones() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Exception("no"), lambda: None])
-def test_anything_else_is_refused_by_its_place(value: Any) -> None:
+def test_anything_else_is_refused_with_its_position(value: Any) -> None:
     with pytest.raises(UnsupportedValueError, match=r"state\['a'\]\[1\]: .*an object of class"):
         KNOWN.plain({"a": [0, value]}, where="state")
 
