@@ -28,7 +28,7 @@ class Severity(str, Enum):
     """What a difference means for a resume."""
 
     HORIZON = "horizon"  # refused, unless allow_changes names it
-    TOLD = "told"  # the checkpoint's value is used where it is state; the user is told
+    REPORTED = "reported"  # logged; where the value is state, the checkpoint's is used
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Differ
         then: the fingerprint in the checkpoint.
         now: the fingerprint of this run.
     """
-    return tuple(_differences("", plain(then), plain(now), Severity.TOLD))
+    return tuple(_differences("", plain(then), plain(now), Severity.REPORTED))
 
 
 def plain(value: Any) -> Any:

@@ -52,7 +52,7 @@ def test_hyperparameters_and_the_world_are_only_reported() -> None:
     found = {d.name: d for d in differences(run(), run(lr=0.2, world_size=2))}
     assert found["world_size"].now == 2
     assert found["optimizer.param_groups[0].lr"].then == 0.1
-    assert {each.severity for each in found.values()} == {Severity.TOLD}
+    assert {each.severity for each in found.values()} == {Severity.REPORTED}
 
 
 def test_what_only_one_side_has_is_a_difference() -> None:

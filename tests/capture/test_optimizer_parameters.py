@@ -89,10 +89,10 @@ def test_a_model_with_a_custom_state_contains_tensors_in_its_memory() -> None:
         def load_state_dict(self, state: Any) -> None:
             self.weight.data.copy_(state["w"])
 
-    custom = Custom()
+    model = Custom()
     components = [
-        StateComponent("model", custom),
-        StateComponent("optimizer", SGD([custom.weight])),
+        StateComponent("model", model),
+        StateComponent("optimizer", SGD([model.weight])),
     ]
     assert parameter_components(components) == ()
 

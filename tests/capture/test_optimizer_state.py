@@ -265,9 +265,7 @@ def test_further_keys_of_an_optimizers_state_are_restored(stored: Any) -> None:
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
-            self.register_state_dict_post_hook(
-                lambda it, state: {**state, "count": optimizer.count}
-            )
+            self.register_state_dict_post_hook(lambda it, state: {**state, "count": it.count})
             self.register_load_state_dict_pre_hook(
                 lambda optimizer, state: optimizer.take(state["count"])
             )
