@@ -20,6 +20,7 @@ from resumekit.capture.ddp_buckets import (
 from resumekit.capture.extras import AttributeState, Extras, KnownObjects
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.fsdp1 import FlatModelState
+from resumekit.capture.global_rng import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -56,7 +57,6 @@ from resumekit.capture.rng import (
 )
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState, horizon
-from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.user_state import (
     Holder,
     UserState,

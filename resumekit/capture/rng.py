@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from resumekit.capture.global_rng import PYTHON_WORDS, NumpyState, PythonState, python_state
 from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
-from resumekit.capture.unchanged import PYTHON_WORDS, NumpyState, PythonState, python_state
 from resumekit.distributed import WorldChange
 from resumekit.errors import DeclarationError
 from resumekit.state import ComponentState

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resumekit.capture import unchanged
-from resumekit.capture.unchanged import NumpyState, PythonState, python_state
+from resumekit.capture import global_rng
+from resumekit.capture.global_rng import NumpyState, PythonState, python_state
 
 State = dict[str, Any]
 
@@ -21,22 +21,22 @@ class Library(NamedTuple):
     """One of the two, as the tests drive it."""
 
     reader: type[PythonState] | type[NumpyState]
-    tell_all: str  # the name of the trial on a generator of our own
+    layout_check: str  # the name of the check on a new generator
     in_full: Callable[[], State]
     seed: Callable[[int], Any]
     normals: Callable[[int], Any]
     uniforms: Callable[[int], Any]
-    put_back: Callable[[State], Any]
+    restore: Callable[[State], Any]
 
 
 def _put_python_back(state: State) -> None:
-    words = unchanged.PYTHON_WORDS.unpack(state["words"])
+    words = global_rng.PYTHON_WORDS.unpack(state["words"])
     random.setstate((state["version"], words, state["gauss_next"]))
 
 
 PYTHON = Library(
     PythonState,
-    "_python_bytes_tell_all",
+    "_is_python_layout_known",
     lambda: python_state(random),
     random.seed,
     lambda number: [random.gauss(0.0, 1.0) for _ in range(number)],
@@ -45,7 +45,7 @@ PYTHON = Library(
 )
 NUMPY = Library(
     NumpyState,
-    "_numpy_bytes_tell_all",
+    "_is_numpy_layout_known",
     lambda: dict(np.random.get_state(legacy=False)),
     np.random.seed,
     np.random.standard_normal,
@@ -82,7 +82,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("normals"), st.integers(1, 3)),
     st.tuples(st.just("uniforms"), st.integers(1, 700)),
     st.tuples(st.just("keep"), st.just(0)),
-    st.tuples(st.just("put back"), st.just(0)),
+    st.tuples(st.just("restore"), st.just(0)),
     st.tuples(st.just("read"), st.just(0)),
 )
 
@@ -96,8 +96,8 @@ def test_every_read_is_a_full_one(library: Library, actions: list[tuple[str, int
     for action, number in actions:
         if action == "keep":
             kept = library.in_full()
-        elif action == "put back":
-            library.put_back(kept)
+        elif action == "restore":
+            library.restore(kept)
         elif action == "read":
             assert plain(reader.read()) == plain(library.in_full())
         else:
@@ -106,7 +106,7 @@ def test_every_read_is_a_full_one(library: Library, actions: list[tuple[str, int
 
 
 @LIBRARIES
-def test_half_of_a_pair_is_seen_where_the_words_stand_still(library: Library) -> None:
+def test_half_of_a_pair_is_seen_without_a_change_of_the_words(library: Library) -> None:
     reader, read = library.reader(), []
     for num_normals in (1, 2, 1):
         library.seed(5)
@@ -128,7 +128,7 @@ def test_an_unchanged_state_is_not_asked_for_in_full(
         library.reader, "_in_full", lambda self: asked.append(None) or in_full(self)
     )
     assert reader.read() is first
-    assert not asked, "the bytes of this interpreter or library do not tell all any more"
+    assert not asked, "the memory layout of this interpreter or library is not the expected one"
     library.uniforms(1)
     assert reader.read() is not first
     assert asked
@@ -146,10 +146,10 @@ def test_what_was_read_stays_as_it_was(library: Library) -> None:
 
 
 @LIBRARIES
-def test_where_the_bytes_do_not_tell_all_every_read_is_a_full_one(
+def test_with_an_unknown_layout_every_read_is_a_full_one(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unchanged, library.tell_all, lambda: False)
+    monkeypatch.setattr(global_rng, library.layout_check, lambda: False)
     reader = library.reader()
     for _ in range(3):
         assert plain(reader.read()) == plain(library.in_full())
@@ -165,10 +165,10 @@ def test_bytes_that_are_not_the_state_s_are_never_believed_again(
     for _ in range(3):
         assert plain(reader.read()) == plain(library.in_full())
         library.normals(1)
-    assert not reader._sees_all
+    assert not reader._is_comparable
 
 
-def test_another_kind_of_generator_in_numpy_s_place_is_read_in_full() -> None:
+def test_another_kind_of_generator_in_numpy_is_read_in_full() -> None:
     reader = NumpyState()
     reader.read()
     np.random.set_bit_generator(np.random.PCG64(1))
@@ -179,13 +179,13 @@ def test_another_kind_of_generator_in_numpy_s_place_is_read_in_full() -> None:
         np.random.random_sample()
 
 
-def test_functions_that_a_user_has_put_in_python_s_place_are_asked(
+def test_functions_that_a_user_has_set_in_python_are_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = random.Random(7)
+    generator = random.Random(7)
     reader = PythonState()
     reader.read()
-    monkeypatch.setattr(random, "getstate", own.getstate)
+    monkeypatch.setattr(random, "getstate", generator.getstate)
     for _ in range(2):
-        assert reader.read() == python_state(own)
-        own.random()
+        assert reader.read() == python_state(generator)
+        generator.random()
