@@ -16,7 +16,7 @@ from resumekit.capture.fsdp1 import (
     require_no_flat_parameters,
 )
 from resumekit.capture.model import RANK_BUFFERS, ModelState, RankBuffers
-from resumekit.capture.naming import by_class_and_ordinal, by_key, named_states
+from resumekit.capture.naming import by_class_and_ordinal, by_key
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.restore import holds_sharded
 from resumekit.capture.scaler import ScalerState
@@ -25,7 +25,7 @@ from resumekit.capture.user_state import attribute_components
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
 from resumekit.serialization import is_sharded
-from resumekit.state import SharingPattern, Slot, StateComponent, Stateful
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
 
 def state_components(
@@ -57,33 +57,28 @@ def state_components(
     modules = _modules(model)
     is_flat = any(True for module in modules.values() for _ in flat_modules(module))
     optimizer_kind = FlatOptimizerState if is_flat else OptimizerState
-    states = {
-        **named_states(Slot.MODEL, model, lambda given, key: model_state(given, key=key)),
-        **named_states(
-            Slot.OPTIMIZER,
-            optimizer,
-            lambda given, key: optimizer_kind(
-                given, modules, key=key, adopt=adopt, prefix=_stage_prefix(stage_group)
-            ),
-        ),
-        **named_states(
-            Slot.LR_SCHEDULER, lr_scheduler, lambda given, key: SchedulerState(given, key=key)
-        ),
-        **named_states(
-            Slot.GRAD_SCALER, grad_scaler, lambda given, key: ScalerState(given, key=key)
-        ),
-        **named_states(Slot.EMA, ema, lambda given, key: ObjectState(given, key=key)),
+    optimizers, averages = by_key(Slot.OPTIMIZER, optimizer), by_key(Slot.EMA, ema)
+    for key, each in averages.items():
+        require_no_flat_parameters(key, each)
+    names = {_name_of(key): module for key, module in modules.items()}
+    prefix = _stage_prefix(stage_group)
+    states: dict[str, ComponentState] = {
+        **{key: model_state(module, key=key) for key, module in modules.items()},
+        **{
+            key: optimizer_kind(each, names, key=key, adopt=adopt, prefix=prefix)
+            for key, each in optimizers.items()
+        },
+        **{k: SchedulerState(v, key=k) for k, v in by_key(Slot.LR_SCHEDULER, lr_scheduler).items()},
+        **{k: ScalerState(v, key=k) for k, v in by_key(Slot.GRAD_SCALER, grad_scaler).items()},
+        **{key: ObjectState(each, key=key) for key, each in averages.items()},
     }
-    for key, module in by_key(Slot.EMA, ema).items():
-        require_no_flat_parameters(key, module)
     shared = [
         StateComponent(key, stateful, SharingPattern.SHARDED, process_group=stage_group)
         if stage_group is not None and key.split("/")[0] in _IN_STAGES
         else StateComponent(key, stateful, _pattern_of(stateful))
         for key, stateful in states.items()
     ]
-    named = (by_key(slot, given) for slot, given in ((Slot.OPTIMIZER, optimizer), (Slot.EMA, ema)))
-    attributes = attribute_components(model, [e for each in named for e in each.values()])
+    attributes = attribute_components(model, [*optimizers.values(), *averages.values()])
     if num_ranks == 1:
         return (*shared, *attributes)
     buffers = rank_buffer_components(model=model, ema=ema, even_none=stage_group is not None)
@@ -100,11 +95,11 @@ def _stage_prefix(stage_group: Any) -> str:
     return f"rank{min(ranks)}." if ranks else ""
 
 
-def _pattern_of(stateful: Stateful) -> SharingPattern:
+def _pattern_of(stateful: ComponentState) -> SharingPattern:
     return SharingPattern.SHARDED if _is_sharded(stateful) else SharingPattern.REPLICATED
 
 
-def _is_sharded(stateful: Stateful) -> bool:
+def _is_sharded(stateful: ComponentState) -> bool:
     if isinstance(stateful, (FlatModelState, FlatOptimizerState)):
         return True
     if isinstance(stateful, OptimizerState):
@@ -157,11 +152,14 @@ def rank_buffer_components(
 
 
 def _modules(model: Any) -> Mapping[str, nn.Module]:
-    prefix = f"{Slot.MODEL.value}/"
     modules = by_key(Slot.MODEL, model)
     for key, module in modules.items():
         if not isinstance(module, nn.Module):
             raise DeclarationError(
                 key, found=f"a {type(module).__name__}", expected="a torch.nn.Module"
             )
-    return {key.removeprefix(prefix): module for key, module in modules.items()}
+    return modules
+
+
+def _name_of(key: str) -> str:
+    return key.removeprefix(f"{Slot.MODEL.value}/")

@@ -20,7 +20,7 @@ import torch
 import resumekit
 from resumekit.state import StateComponent
 
-# A value under this name, at any depth, shapes how long the run is.
+# A value under this name, at any depth, is the length of the run.
 HORIZON = "horizon"
 
 
@@ -33,13 +33,13 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting that is not what it was.
+    """One setting that has changed.
 
     Args:
         name: its dotted name in the fingerprint.
         then: the checkpoint's value, None where it has none.
         now: this run's value, None where it has none.
-        severity: what it means for a resume.
+        severity: its effect on a resume.
     """
 
     name: str
@@ -58,14 +58,14 @@ def fingerprint(
     settings: Mapping[str, Any] | None = None,
     record_command: bool = True,
 ) -> dict[str, Any]:
-    """What describes this run, in plain values that JSON can hold.
+    """The description of this run in JSON values.
 
-    Take it when the run starts, before anything is loaded: a load brings old settings back.
+    Call it when the run starts, before anything is loaded: a load restores old settings.
 
     Args:
         world_size: the number of ranks.
         components: the run's state; a stateful with a method ``fingerprint()`` adds its own.
-        settings: more to compare. What stands under a key ``"horizon"`` is how long the run is.
+        settings: more to compare; a value under a key ``"horizon"`` is the length of the run.
         record_command: whether the command line is part of it; secrets in it are ``***``.
     """
     found: dict[str, Any] = {
@@ -98,7 +98,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Differ
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it: tensors as numbers, what has no plain form by its type's name."""
+    """A JSON value: tensors as numbers, objects as the name of their type."""
     if isinstance(value, torch.Tensor):
         return plain(value.tolist()) if value.numel() <= 16 else f"<Tensor {tuple(value.shape)}>"
     if isinstance(value, np.generic):
@@ -128,7 +128,7 @@ def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator
         yield Difference(name, then, now, severity)
 
 
-# A slow file system must not hold up a job for a line in a report.
+# A slow file system must not delay a job for a line of a report.
 _LIMIT_SECONDS = 5.0
 
 

@@ -7,7 +7,7 @@ by cutting substrings: a sub-module that the user called ``module`` keeps its na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,7 @@ _WRAPPED_ATTRIBUTE = {
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute that holds the wrapped module, or None when this is no wrapper."""
+    """The attribute that holds the wrapped module; None for a module that is no wrapper."""
     kind: Any = type(module)
     return _wrapped_attribute_of(kind)
 
@@ -57,8 +57,8 @@ def clean_name(module: nn.Module, raw_name: str) -> str:
 
     Args:
         module: the root that the name starts from, wrapped or not.
-        raw_name: a dotted name as ``named_parameters`` or ``state_dict`` gives it. Some wrappers
-            already leave their own part out there; both spellings are understood.
+        raw_name: a dotted name as ``named_parameters`` or ``state_dict`` gives it, with or without
+            the wrappers' attributes.
     """
     parts = raw_name.split(".")
     clean: list[str] = []
@@ -109,12 +109,12 @@ def _tensor_names(module: nn.Module) -> Iterator[str]:
 def parameter_names(modules: Mapping[str, nn.Module], parameters: Iterable[Tensor]) -> list[str]:
     """A name for each parameter that an optimizer holds, in the order given.
 
-    A parameter is called by its FQN; where the parameters given belong to several modules, by
-    ``<module>.<FQN>``. One that belongs to no module has the name ``""``.
+    The name is the FQN, or ``<module>.<FQN>`` where the parameters belong to several modules, or
+    ``""`` for a parameter of no module.
 
     Args:
         modules: the modules by name; where two share a parameter, the first one names it.
-        parameters: the parameters in question.
+        parameters: the parameters to name.
     """
     homes: dict[int, tuple[str, str]] = {}
     for home, module in modules.items():
@@ -160,24 +160,8 @@ def by_key(slot: Slot, given: Any) -> dict[str, Any]:
     return found
 
 
-def named_states(
-    slot: Slot, given: Any, wrap: Callable[[Any, str], Stateful]
-) -> dict[str, Stateful]:
-    """The captured state of each object of a slot, by component key.
-
-    Args:
-        slot: the slot.
-        given: an object, a mapping of name to object, or None.
-        wrap: makes the captured state from an object and its component key.
-
-    Raises:
-        DeclarationError: see ``by_key``.
-    """
-    return {key: wrap(value, key) for key, value in by_key(slot, given).items()}
-
-
 def one_or_named(objects: Sequence[Any]) -> Any:
-    """What a slot takes, from a framework's list: nothing, the one object, or named ones."""
+    """A framework's list as a slot takes it: None, the one object, or named ones."""
     if len(objects) < 2:
         return objects[0] if objects else None
     return by_class_and_ordinal(objects)

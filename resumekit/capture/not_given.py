@@ -1,4 +1,4 @@
-"""Models, optimizers, schedulers and averages of a user's script that the run was not given."""
+"""Finds models, optimizers, schedulers and averages of the script that the run was not given."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 # ModelEmaV2, EMAModel, ExponentialMovingAverage, ...
 _NAMED_LIKE_AN_AVERAGE = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
 
-# How each is to be given; an adapter may have another way.
+# How to pass each to the run; an adapter may have other remedies.
 REMEDIES: Mapping[Slot, str] = {
     Slot.MODEL: "pass model={{..., {name!r}: {name}}}",
     Slot.OPTIMIZER: "pass optimizer={{..., {name!r}: {name}}}",
@@ -30,16 +30,16 @@ REMEDIES: Mapping[Slot, str] = {
     Slot.EMA: "pass ema={name}",
 }
 
-# Of a module that may have changed: what is digested of it.
+# The most that is digested of a module that may have changed.
 _SAMPLE_BYTES = 16 * 2**20
-# What a component refers to is searched in objects of these packages; others are the user's.
+# Objects of these packages are searched for the objects of a component; others are user code.
 _ENTERED = frozenset({"resumekit", "accelerate", "deepspeed", "torch"})
 _MAX_DEPTH = 5
 _MAX_OBJECTS = 20_000
 
 
 class Given:
-    """All objects that a run's components hold, and the parameters that are saved with them.
+    """All objects of a run's components, and the parameters that are saved with them.
 
     Args:
         components: of the run.
@@ -76,15 +76,15 @@ class Given:
         return id(value) in self._ids
 
     def saves(self, value: Any) -> bool:
-        """Whether the run saves an object, by itself or with an optimizer that trains it."""
+        """Whether the run saves an object, directly or with an optimizer that trains it."""
         return any(id(value) in ids for ids in (self._ids, self.trained, self._tracked))
 
     def saves_attributes_of(self, value: Any) -> bool:
-        """Whether the run saves what the attributes of an object hold."""
+        """Whether the run saves the attributes of an object."""
         return id(value) in self._tracked
 
     def misses(self, module: nn.Module) -> list[Tensor]:
-        """The parameters and buffers of a module that no component holds."""
+        """The parameters and buffers of a module that no component saves."""
         every = (*module.parameters(), *module.buffers())
         return [each for each in every if id(each) not in self._tensors]
 
@@ -94,7 +94,7 @@ class Unconfirmed:
     """An object that is state only if training changes it.
 
     Args:
-        line: what to report then.
+        line: of the capture report in that case.
         value: a module or an optimizer.
         digest: of its content at the start.
     """
@@ -104,19 +104,19 @@ class Unconfirmed:
     digest: int | None
 
     def has_changed(self) -> bool:
-        """Whether its content is another than at the start."""
+        """Whether its content has changed since the start."""
         return _digest(self.value) != self.digest
 
 
 def not_given(
     variables: Mapping[str, Any], given: Given, remedies: Mapping[Slot, str] = REMEDIES
 ) -> tuple[list[CaptureLine], list[Unconfirmed]]:
-    """What the variables of a script hold and the run was not given.
+    """Objects in the variables of a script that the run was not given.
 
     Args:
         variables: by name.
-        given: what the run holds.
-        remedies: how to give an object, by slot; ``{name}`` is the variable's.
+        given: the objects of the run.
+        remedies: how to pass an object to the run, by slot; ``{name}`` is the variable's.
 
     Returns:
         The lines that are certain, and the objects that are state if training changes them.
@@ -145,7 +145,7 @@ def not_given(
 
 
 def _is_certain(value: Any, slot: Slot, given: Given) -> bool | None:
-    """Whether an object is state for certain; None if it is none.
+    """Whether an object certainly is state; None if it is not.
 
     The values of parameters that a given optimizer trains are saved with that optimizer.
     """
@@ -168,7 +168,7 @@ def _is_certain(value: Any, slot: Slot, given: Given) -> bool | None:
 
 
 def slot_of(value: Any) -> Slot | None:
-    """Which slot an object would be given for; None for one without training state."""
+    """The slot for an object; None for one without training state."""
     if isinstance(value, LRScheduler):
         return Slot.LR_SCHEDULER
     if isinstance(value, Optimizer):
@@ -185,7 +185,7 @@ def slot_of(value: Any) -> Slot | None:
 
 
 def _is_untrained_engine(value: Any) -> bool:
-    """Whether it is an engine of DeepSpeed that is to be trained; one of a former run has been."""
+    """Whether it is a DeepSpeed engine before its first step, not one of a former run."""
     is_engine = any(each.__name__ == "DeepSpeedEngine" for each in type(value).__mro__)
     return is_engine and value.optimizer is not None and value.global_steps == 0
 
@@ -195,7 +195,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _digest(value: Any) -> int | None:
-    """Of a module its smallest tensors up to a limit; of an optimizer how far it is."""
+    """Digest of a module's smallest tensors up to a limit, or of an optimizer's step counts."""
     if isinstance(value, nn.Module):
         tensors = sorted((*value.parameters(), *value.buffers()), key=lambda each: each.nbytes)
         sample: list[Tensor] = []
@@ -238,5 +238,5 @@ def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether a module is a wrapper that holds an optimizer and a scheduler, as an engine does."""
+    """Whether a module is an engine that holds an optimizer and a scheduler."""
     return type(module).__module__.startswith("deepspeed")
