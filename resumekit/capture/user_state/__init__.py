@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from resumekit.capture.user_state.content import content_digest
-from resumekit.capture.user_state.leaves import is_user_object
-from resumekit.capture.user_state.library_code import attributes_set_by, attributes_set_in
-from resumekit.capture.user_state.models import attribute_components, trained_parameters
-from resumekit.capture.user_state.slots import Holder
-from resumekit.capture.user_state.tracker import UserState
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.kinds import (
+    attributes_set_by,
+    attributes_set_in,
+    is_user_object,
+)
+from resumekit.capture.user_state.user_state import UserState, attribute_components
+from resumekit.capture.user_state.walk import content_digest, trained_parameters
 
 __all__ = [
     "Holder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
 from resumekit.capture.rng import set_generator_state
+from resumekit.capture.user_state.attributes import Role, Slot
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
     NODE_MAPPINGS,
@@ -21,8 +22,7 @@ from resumekit.capture.user_state.encoding import (
     LiveClasses,
     can_be_made,
 )
-from resumekit.capture.user_state.leaves import Kind, is_namedtuple, kind_of
-from resumekit.capture.user_state.slots import Role, Slot
+from resumekit.capture.user_state.kinds import Kind, is_namedtuple, kind_of
 from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
@@ -53,16 +53,53 @@ class Decoder:
             id(each.value) for each in walk.seen.values() if isinstance(each.value, torch.Tensor)
         )
         self._actions: list[Callable[[], Any]] = []
+        self._assigned: list[tuple[Slot, Any]] = []
         self._taken: dict[int, Any] = {}  # live objects that a node fills, by id
 
     def run(self) -> None:
-        """Changes the live objects."""
+        """Changes the live objects.
+
+        Raises:
+            StateMismatchError: an object does not keep a value that was assigned to it.
+        """
         for action in self._actions:
             action()
+        for slot, value in self._assigned:
+            slot.set(value)
+            self._read_back(slot, value)
 
-    def then(self, action: Callable[[], Any]) -> None:
-        """One more thing to do."""
-        self._actions.append(action)
+    def restore(self, slot: Slot, encoded: Any, path: str) -> None:
+        """Adds a slot that ``run`` sets to an encoded value.
+
+        Raises:
+            StateMismatchError: the live value cannot hold it, or an object that it needs is absent.
+        """
+        present = self._walk.seen.get(path)
+        live = None if present is None else present.value
+        self._require_compatible(path, encoded, live)
+        self.assign(slot, self.value(encoded, live, path))
+
+    def assign(self, slot: Slot, value: Any) -> None:
+        """Adds a slot that ``run`` sets to a live value, when the objects are filled."""
+        self._assigned.append((slot, value))
+
+    def _require_compatible(self, path: str, encoded: Any, live: Any) -> None:
+        saved = self._nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
+        kind = kind_of(live)
+        needed = {Kind.GENERATOR: "generator", Kind.STATEFUL: "stateful", Kind.MODULE: "object"}
+        is_same = needed.get(kind, saved) == saved
+        if not is_same or (kind is Kind.LEAF and saved not in ("tensor", "live")):
+            expected = f"what can hold {saved}, as when the checkpoint was written"
+            raise self._mismatch(path, describe(live), expected)
+
+    def _read_back(self, slot: Slot, value: Any) -> None:
+        if slot.role in (Role.ITEMS, Role.EXTRA_STATE):
+            return
+        now = slot.get()
+        if now is not value and not (type(now) is type(value) and repr(now) == repr(value)):
+            raise StateMismatchError(
+                f"{self._where}: {slot.name}", found=describe(now), expected=describe(value)
+            )
 
     def value(self, encoded: Any, live: Any, path: str) -> Any:
         """The value to be put where ``live`` is.
@@ -238,6 +275,14 @@ class Decoder:
             expected=expected,
             remedy="Make it in __init__ or when the training begins",
         )
+
+
+def device_of(objects: Iterable[Any]) -> torch.device | None:
+    """The device of the first parameter or buffer of a model."""
+    modules = (each for each in objects if isinstance(each, nn.Module))
+    tensors = (t for m in modules for group in (m.parameters(), m.buffers()) for t in group)
+    first = next(tensors, None)
+    return None if first is None else first.device
 
 
 def _is(value: Any, name: str) -> bool:

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.leaves import (
+from resumekit.capture.user_state.kinds import (
     MAPPINGS,
     SCALARS,
     SETS,

@@ -19,8 +19,9 @@ import torch
 
 from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
+from resumekit.capture.user_state.attributes import without_wrappers
 from resumekit.capture.user_state.digests import UncapturedError
-from resumekit.capture.user_state.leaves import (
+from resumekit.capture.user_state.kinds import (
     MAPPINGS,
     SCALARS,
     TORCH_CONSTANTS,
@@ -30,7 +31,6 @@ from resumekit.capture.user_state.leaves import (
     is_secret,
     kind_of,
 )
-from resumekit.capture.user_state.slots import without_wrappers
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
 

@@ -1,39 +1,39 @@
-"""Walks user state: finds every slot below the holders, and digests what each one holds."""
+"""Finds every slot below the holders, and digests what each one holds."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from resumekit.capture.restore import class_name
-from resumekit.capture.user_state.digests import (
-    Content,
-    OverLimitError,
-    UncapturedError,
-    size_of,
+from resumekit.capture.user_state.attributes import (
+    Holder,
+    Role,
+    Slot,
+    registered,
+    slots,
+    submodules,
+    tensors_in_state_dict,
+    without_wrappers,
 )
-from resumekit.capture.user_state.leaves import (
+from resumekit.capture.user_state.digests import Content, OverLimitError, UncapturedError, size_of
+from resumekit.capture.user_state.kinds import (
     LIBRARIES,
     Kind,
+    attributes_set_by,
     class_of,
     is_secret,
     kind_of,
     top_package,
 )
-from resumekit.capture.user_state.library_code import attributes_set_by
-from resumekit.capture.user_state.slots import (
-    Holder,
-    Role,
-    Slot,
-    slots,
-    submodules,
-    without_wrappers,
-)
+from resumekit.state import CaptureLine, Fidelity, Stateful
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 
@@ -50,6 +50,15 @@ class Problem(NamedTuple):
 
     reason: str
     num_bytes: int = 0
+
+    def line(self, path: str, fidelity: Fidelity) -> CaptureLine:
+        """The line of the capture report for a slot that has this problem."""
+        remedy = f'pass transient={{"{path}"}}'
+        if self.num_bytes:
+            size = f"{self.num_bytes / 1e6:.0f} MB"
+            return CaptureLine(path, fidelity, f"{size}, {self.reason}: raise it, or {remedy}")
+        remedy = f"keep it in an object with state_dict, or {remedy}"
+        return CaptureLine(path, fidelity, f"{self.reason}; {remedy}")
 
 
 def over_limit(num_bytes: int) -> Problem:
@@ -79,6 +88,17 @@ class Seen(NamedTuple):
     is_ignored: bool
     problem: Problem | None
     num_bytes: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its content was digested."""
+        return self.problem is None and not self.is_ignored
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether it has no visible content."""
+        is_opaque = not self.is_ignored and kind_of(self.value) is Kind.OPAQUE
+        return self.problem is not None or is_opaque
 
 
 @dataclass(frozen=True)
@@ -128,6 +148,10 @@ class Walk:
         """The class of each object, by path."""
         return {path: class_name(value) for path, value in self.objects.items()}
 
+    def unsaved(self) -> set[str]:
+        """The paths of values without visible content."""
+        return {path for path, each in self.seen.items() if each.is_unsaved}
+
     def of(self, owner: str) -> Iterator[Seen]:
         """The slots of one object."""
         return (each for each in self.seen.values() if each.owner == owner)
@@ -145,6 +169,33 @@ def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = F
     found = walker.run()
     vars(walker).clear()  # it and its digests refer to each other, and to all that was found
     return found
+
+
+def content_digest(value: Any, *, limit_bytes: int, foreign: Collection[Any] = ()) -> int | None:
+    """A number that changes when the content of an object does.
+
+    It depends on the order of elements, and cycles are no problem. Attributes are read from
+    ``__dict__`` and ``__slots__``; what is never entered, as a logger, counts as constant. An
+    object of a library with ``state_dict``, as an optimizer, is its state.
+
+    Args:
+        value: any object.
+        limit_bytes: the most that is digested: of Python objects, and of tensors and arrays.
+        foreign: objects that count as constant wherever they occur in it.
+
+    Returns:
+        The digest; None where the content is larger, or a part of it cannot be read.
+    """
+    if kind_of(value) is Kind.LEAF:
+        if not isinstance(value, Stateful) or isinstance(value, type):
+            return None
+        value = value.state_dict()
+    scope = Scope(lambda: foreign, limit_bytes=limit_bytes, memory_bytes=limit_bytes)
+    seen = walk({"it": Holder(SimpleNamespace(value=value))}, scope).seen
+    if any(each.is_unsaved for each in seen.values()):
+        return None
+    texts = (f"{path}\0{each.digest}\n" for path, each in seen.items())
+    return xxhash.xxh3_64_intdigest("".join(texts).encode("utf-8", "surrogatepass"))
 
 
 class _Walker:
@@ -284,20 +335,24 @@ class Foreign:
             elif each is not None:
                 self.ids.add(id(each))
         for module in modules:
-            loose = module._non_persistent_buffers_set
-            saved = [b for name, b in module._buffers.items() if name not in loose]
-            tensors = (*module._parameters.values(), *saved)
-            self._memory.update(_address(each) for each in tensors if each is not None)
+            self._memory.update(map(_address, tensors_in_state_dict(module)))
 
     def _add_module(self, module: nn.Module) -> None:
         if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
             self.ids.add(id(module))
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            self._memory.update(_address(each) for each in tensors if each is not None)
+            own = (registered(module, what).values() for what in ("parameters", "buffers"))
+            self._memory.update(_address(t) for each in own for t in each if t is not None)
 
     def has_tensor(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of theirs, or begins in the memory of one."""
         return bool(self._memory) and _address(tensor) in self._memory
+
+
+def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
+    """The parameters of the optimizers among some objects, which are saved with them."""
+    for each in objects:
+        for group in getattr(each, "param_groups", None) or ():
+            yield from group["params"]
 
 
 def _address(tensor: Tensor) -> int:

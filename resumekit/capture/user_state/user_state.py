@@ -6,29 +6,34 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from resumekit.capture.restore import describe, require_fields
-from resumekit.capture.user_state.decoding import Decoder
-from resumekit.capture.user_state.digests import UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, check_nodes
-from resumekit.capture.user_state.leaves import Kind, is_secret, kind_of
-from resumekit.capture.user_state.slots import Holder, Role, Slot, may_appear
-from resumekit.capture.user_state.submodule_changes import (
+from resumekit.capture.naming import by_key
+from resumekit.capture.restore import require_fields
+from resumekit.capture.user_state.attributes import (
+    Holder,
+    Role,
+    Slot,
     are_copies,
     copied_paths,
     copies_in,
+    may_appear,
+    registered,
     restore_copies,
     submodule_lines,
     submodules_of,
 )
+from resumekit.capture.user_state.decoding import Decoder, device_of
+from resumekit.capture.user_state.digests import UncapturedError
+from resumekit.capture.user_state.encoding import Encoder, check_nodes
+from resumekit.capture.user_state.kinds import is_secret
 from resumekit.capture.user_state.walk import (
     Problem,
     Scope,
     Seen,
     Walk,
     over_limit,
+    trained_parameters,
     walk,
 )
 from resumekit.distributed import WorldChange
@@ -40,8 +45,8 @@ from resumekit.state import (
     SharingPattern,
     StateComponent,
 )
+from resumekit.state import Slot as ComponentSlot
 
-_FIELDS = ("slots", "nodes", "first", "lost")
 _NUM_NAMED = 3
 _DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
@@ -105,7 +110,7 @@ class UserState(ComponentState):
 
     def _take_baseline(self) -> None:
         found = self._walk()
-        self._first = {path: each.digest for path, each in found.seen.items() if _is_known(each)}
+        self._first = {path: each.digest for path, each in found.seen.items() if each.is_known}
         self._made = {
             path: copy.deepcopy(each.value)
             for path, each in found.seen.items()
@@ -113,10 +118,9 @@ class UserState(ComponentState):
         }
         self._known = found.kinds()
         self._made_submodules = submodules_of(found.objects)
-        self._unsaved_from_start = _unsaved(found)
+        self._unsaved_from_start = found.unsaved()
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
-        """Takes the run's options, before training begins."""
         scope = _scope(self._scope.foreign, transient, limit_bytes)
         if scope != self._scope:
             self._scope = scope
@@ -152,7 +156,7 @@ class UserState(ComponentState):
     # ---------------------------------------------------------------- saving
 
     def before_save(self) -> None:
-        """Looks at the objects once for the whole save."""
+        """Walks the objects once for the whole save."""
         self._for_save = self._encoded(self._walk())
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,10 +166,7 @@ class UserState(ComponentState):
         changes, self._for_save = self._for_save or self._encoded(self._walk()), None
         found, encoded = changes.found, changes.values
         return {
-            "slots": [
-                [found.seen[path].owner, *_place(found.seen[path].slot), value]
-                for path, value in encoded.items()
-            ],
+            "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
             "nodes": changes.nodes,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
@@ -203,18 +204,13 @@ class UserState(ComponentState):
         return _Changes(found, encoder.nodes, values, problems, copies)
 
     def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
-        """The slots that differ; those of an object that is encoded as a whole are in there.
-
-        Args:
-            found: the objects as they are.
-            known: the objects whose slots are saved one by one, by path.
-        """
+        """The slots that differ, of the objects whose slots are saved one by one."""
         return [
             path
             for path, each in found.seen.items()
-            if _is_known(each)
+            if each.is_known
             and each.owner in known
-            and self._first.get(path, _NOTHING) != each.digest
+            and (path not in self._first or self._first[path] != each.digest)
         ]
 
     def _known_in(self, found: Walk, copies: Mapping[str, Any]) -> Mapping[str, str]:
@@ -230,14 +226,14 @@ class UserState(ComponentState):
 
         A flag or a length beside it may describe what a resumed launch would not have.
         """
-        paths = [path for path in (*_unsaved(found), *problems) if path in found.seen]
+        paths = [path for path in (*found.unsaved(), *problems) if path in found.seen]
         new = (path for path in paths if path not in self._unsaved_from_start)
         return {found.seen[path].owner: path for path in new}
 
     def digests(self) -> dict[str, Any]:
         """The digest of each value as it is now, or was at ``before_save``, by path."""
         found = self._for_save.found if self._for_save else self._walk()
-        return {path: each.digest for path, each in found.seen.items() if _is_known(each)}
+        return {path: each.digest for path, each in found.seen.items() if each.is_known}
 
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
@@ -252,20 +248,16 @@ class UserState(ComponentState):
         changes = self._for_save or self._encoded(self._walk())
         seen = changes.found.seen.items()
         unknown = {path: each.problem for path, each in seen if each.problem}
-        lines = [_line(path, each, Fidelity.UNKNOWN) for path, each in unknown.items()]
-        lines += [_line(path, each, Fidelity.LOST) for path, each in changes.problems.items()]
+        lines = [each.line(path, Fidelity.UNKNOWN) for path, each in unknown.items()]
+        lines += [each.line(path, Fidelity.LOST) for path, each in changes.problems.items()]
         lines += submodule_lines(self._submodules, changes.found.objects, changes.copies)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     # ---------------------------------------------------------------- restoring
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be kept; changes nothing.
-
-        Raises:
-            StateMismatchError: it is no user state.
-        """
-        require_fields(self.key, state, {"slots": list, "nodes": list, "first": dict, "lost": list})
+        fields = {"slots": list, "nodes": list, "first": dict, "lost": list, "holders": dict}
+        require_fields(self.key, state, fields)
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
@@ -308,17 +300,14 @@ class UserState(ComponentState):
         return path in self._made and str(self._first[path]) != digest
 
     def start_fresh(self) -> tuple[str, ...]:
-        """A checkpoint that has none was written when nothing had changed."""
-        return ()
+        return ()  # a checkpoint without it was written when nothing had changed
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What one former rank had."""
         return dict(states[change.model_rank]), ()
 
     def after_rng_restore(self) -> None:
-        """Restores at the last moment: the first batch follows."""
         self.restore_now()
 
     put_back_with_random = after_rng_restore
@@ -349,7 +338,7 @@ class UserState(ComponentState):
         for saved in self._waiting:
             restored += self._restore(saved, found)
         self._waiting = [each for each in map(self._rest, self._waiting) if each["slots"]]
-        self._unsaved_from_start |= _unsaved(found)
+        self._unsaved_from_start |= found.unsaved()
         self._submodules = {**submodules_of(found.objects), **self._submodules}
         self._known = {**found.kinds(), **self._known}
         return tuple(restored)
@@ -365,29 +354,20 @@ class UserState(ComponentState):
         return {**saved, "slots": slots, "copies": copies, "waiting": []}
 
     def _restore(self, saved: Mapping[str, Any], found: Walk) -> tuple[str, ...]:
-        decoder = Decoder(self.key, saved["nodes"], found, self._device())
-        written: list[tuple[Slot, Any]] = []
+        given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
+        decoder = Decoder(self.key, saved["nodes"], found, device_of(given))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
-            if slot is None:
-                continue
-            path = _label(entry)
-            present = found.seen.get(path)
-            live = present.value if present is not None else None
-            self._require_compatible(path, entry[3], live, saved["nodes"])
-            written.append((slot, decoder.value(entry[3], live, path)))
-            restored.append(path)
+            if slot is not None:
+                decoder.restore(slot, entry[3], _label(entry))
+                restored.append(_label(entry))
         kept = {*restored, *saved["lost"], *saved["first"]}
         changed = [] if self._grows else self._changed(found, self._known)
-        holders = saved.get("holders", self._holders)  # an older checkpoint has no names
         for path in changed:
-            if path in self._made and path not in kept and _is_below(path, holders):
-                written.append((found.seen[path].slot, copy.deepcopy(self._made[path])))
+            if path in self._made and path not in kept and _is_below(path, saved["holders"]):
+                decoder.assign(found.seen[path].slot, copy.deepcopy(self._made[path]))
         decoder.run()
-        for slot, value in written:
-            slot.set(value)
-            self._read_back(slot, value)
         return tuple(restored)
 
     def _slot(self, entry: Any, found: Walk) -> Slot | None:
@@ -400,32 +380,9 @@ class UserState(ComponentState):
         if _label(entry) in found.seen:
             return slot
         is_allowed = slot.role is Role.ATTRIBUTE and may_appear(owner, name)
-        is_buffer = slot.role is Role.BUFFER and name in getattr(owner, "_buffers", ())
+        is_buffer = slot.role is Role.BUFFER and isinstance(owner, nn.Module)
+        is_buffer = is_buffer and name in registered(owner, "buffers")
         return slot if is_allowed or is_buffer else None
-
-    def _require_compatible(
-        self, path: str, encoded: Any, live: Any, nodes: list[list[Any]]
-    ) -> None:
-        kind = kind_of(live)
-        saved = nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
-        needed = {Kind.GENERATOR: "generator", Kind.STATEFUL: "stateful", Kind.MODULE: "object"}
-        is_same = needed.get(kind, saved) == saved
-        if not is_same or (kind is Kind.LEAF and saved not in ("tensor", "live")):
-            raise StateMismatchError(
-                f"{self.key}: {path}",
-                found=describe(live),
-                expected=f"what can hold {saved}, as when the checkpoint was written",
-                remedy="Make it in __init__ or when the training begins",
-            )
-
-    def _read_back(self, slot: Slot, value: Any) -> None:
-        if slot.role in (Role.ITEMS, Role.EXTRA_STATE):
-            return
-        now = slot.get()
-        if now is not value and not (type(now) is type(value) and repr(now) == repr(value)):
-            raise StateMismatchError(
-                f"{self.key}: {slot.name}", found=describe(now), expected=describe(value)
-            )
 
     # ---------------------------------------------------------------- helpers
 
@@ -433,17 +390,6 @@ class UserState(ComponentState):
         found = walk(self._holders, self._scope)
         self.objects = found.objects
         return found
-
-    def _device(self) -> torch.device | None:
-        """That of the first parameter or buffer of a model."""
-        given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
-        modules = (each for each in given if isinstance(each, nn.Module))
-        tensors = (t for m in modules for group in (m.parameters(), m.buffers()) for t in group)
-        first = next(tensors, None)
-        return None if first is None else first.device
-
-
-_NOTHING = object()
 
 
 def _is_below(path: str, names: Iterable[str]) -> bool:
@@ -455,25 +401,12 @@ def _as_holder(given: Any) -> Holder:
     return given if isinstance(given, Holder) else Holder(given)
 
 
-def _is_known(seen: Seen) -> bool:
-    return seen.problem is None and not seen.is_ignored
-
-
 def _is_small(value: Any) -> bool:
     return not isinstance(value, (list, tuple, dict, set)) or len(value) <= _MAX_COPIED
 
 
-def _unsaved(found: Walk) -> set[str]:
-    """The paths of values that have no visible content."""
-    return {
-        path
-        for path, each in found.seen.items()
-        if each.problem or (not each.is_ignored and kind_of(each.value) is Kind.OPAQUE)
-    }
-
-
-def _place(slot: Slot) -> tuple[str, str]:
-    return slot.role.value, slot.name
+def _entry(seen: Seen, value: Any) -> list[Any]:
+    return [seen.owner, seen.slot.role.value, seen.slot.name, value]
 
 
 def _label(entry: Any) -> str:
@@ -487,21 +420,28 @@ def _scope(
     return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes)
 
 
-def _line(path: str, problem: Problem, fidelity: Fidelity) -> CaptureLine:
-    if problem.num_bytes:
-        reason = f"{problem.num_bytes / 1e6:.0f} MB, {problem.reason}: raise it"
-        return CaptureLine(path, fidelity, f"{reason}, or pass {_transient(path)}")
-    return CaptureLine(path, fidelity, f"{problem.reason}; {_remedy(path)}")
-
-
-def _remedy(path: str) -> str:
-    return f"keep it in an object with state_dict, or pass {_transient(path)}"
-
-
-def _transient(path: str) -> str:
-    return f'transient={{"{path}"}}'
-
-
 def _listed(names: list[str]) -> str:
     more = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def attribute_components(model: Any, others: Iterable[Any] = ()) -> tuple[StateComponent, ...]:
+    """The attributes of modules as components: each rank has its own.
+
+    They are flags (``requires_grad``, ``training``), buffers with ``persistent=False``, and
+    attributes. A module with ``get_extra_state`` says itself which of its attributes are state.
+
+    Args:
+        model: a module, or a dict of named ones, as the script has made them.
+        others: what else of the run is saved: optimizers with their parameters, averages.
+    """
+    models = by_key(ComponentSlot.MODEL, model)
+    given = [*models.values(), *others]
+    return tuple(
+        UserState(
+            {key.replace("/", "."): Holder(module, is_component=True)},
+            key=f"{key}/attributes",
+            foreign=lambda: [*given, *trained_parameters(given)],
+        ).component()
+        for key, module in models.items()
+    )

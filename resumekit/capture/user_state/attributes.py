@@ -1,9 +1,16 @@
-"""The attributes of one object as slots that can be read and written, without its properties."""
+"""The slots of one object, which hold its user state: attributes, flags, parameters, buffers.
+
+Also the submodules of modules. Each value of a module is restored into the live module at its path.
+A submodule that the script adds during training has none. A copy of another one, as torchmetrics'
+MetricTracker appends it in each epoch (1.9 wrappers/tracker.py ``increment``), is recreated; all
+others are reported.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -11,23 +18,19 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from resumekit.capture.naming import unwrapped, wrapped_attribute
-from resumekit.capture.user_state.leaves import Kind, class_of, kind_of, slots_of
+from resumekit.capture.restore import class_name
+from resumekit.capture.user_state.kinds import Kind, class_of, kind_of, slots_of, word_set
+from resumekit.state import CaptureLine, Fidelity
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-# deepspeed 0.19 runtime/zero/parameter_offload.py: what stage 3 notes in every module.
-_OF_ZERO = frozenset(
-    {
-        "_external_params",
-        "_original_parameters",
-        "applied_pre_backward_ref_cnt",
-        "ds_external_parameters",
-        "ds_grads_remaining",
-        "ds_id",
-        "ds_inflight_param_registry",
-        "ds_recompute_parameters",
-    }
+# deepspeed 0.19 runtime/zero/parameter_offload.py: what stage 3 sets in every module.
+_OF_ZERO = word_set(
+    """
+    _external_params _original_parameters applied_pre_backward_ref_cnt ds_external_parameters
+    ds_grads_remaining ds_id ds_inflight_param_registry ds_recompute_parameters
+    """
 )
 
 # torchmetrics 1.9 metric.py Metric: `_defaults` names what it sums up; the rest follows from that.
@@ -106,11 +109,11 @@ class Slot(NamedTuple):
             return owner
         if self.role is Role.TRAINING:
             return owner.training
-        if self.role is Role.REQUIRES_GRAD:
-            return owner._parameters[name].requires_grad
         if self.role is Role.EXTRA_STATE:
             return owner.get_extra_state()
-        return (owner._parameters if self.role is Role.PARAMETER else owner._buffers)[name]
+        if self.role is Role.REQUIRES_GRAD:
+            return registered(owner, "parameters")[name].requires_grad
+        return registered(owner, f"{self.role.value}s")[name]
 
     def set(self, value: Any) -> None:
         """Writes the value; what other code does on assignment is not done."""
@@ -123,16 +126,14 @@ class Slot(NamedTuple):
             _refill(owner, value)
         elif self.role is Role.TRAINING:
             owner.training = value
-        elif self.role is Role.STATE:
-            pass  # the object itself, which has loaded its state
         elif self.role is Role.REQUIRES_GRAD:
             # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
-            if owner._parameters[name].requires_grad != value:
-                owner._parameters[name].requires_grad_(value)
+            if self.get() != value:
+                registered(owner, "parameters")[name].requires_grad_(value)
         elif self.role is Role.EXTRA_STATE:
             owner.set_extra_state(value)
-        else:
-            (owner._parameters if self.role is Role.PARAMETER else owner._buffers)[name] = value
+        elif self.role is not Role.STATE:  # such an object has loaded its state
+            registered(owner, f"{self.role.value}s")[name] = value
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""
@@ -141,6 +142,26 @@ class Slot(NamedTuple):
         if self.role is Role.REQUIRES_GRAD:
             return f"{path}.{self.name}.requires_grad"
         return f"{path}.{self.name or self.role.value}"
+
+
+def registered(module: nn.Module, what: str) -> Any:
+    """What a module itself registers, values that are None included.
+
+    Args:
+        module: the module.
+        what: ``"parameters"``, ``"buffers"``, ``"modules"`` or ``"non_persistent_buffers_set"``.
+    """
+    # torch 2.13 nn/modules/module.py Module.__init__ makes them under these names with a "_".
+    return getattr(module, f"_{what}")
+
+
+def tensors_in_state_dict(module: nn.Module) -> Iterator[Any]:
+    """The parameters and persistent buffers of a module itself."""
+    loose = registered(module, "non_persistent_buffers_set")
+    yield from (each for each in registered(module, "parameters").values() if each is not None)
+    for name, buffer in registered(module, "buffers").items():
+        if buffer is not None and name not in loose:
+            yield buffer
 
 
 def _refill(owner: Any, items: Any) -> None:
@@ -161,7 +182,8 @@ def may_appear(owner: Any, name: str) -> bool:
     own = inspect.getattr_static(type(owner), name, None)
     is_code = inspect.isroutine(own) or inspect.isclass(own) or inspect.isdatadescriptor(own)
     if isinstance(owner, nn.Module):
-        is_code = is_code or name in _OF_EVERY_MODULE | set(owner._modules) | set(owner._parameters)
+        is_code = is_code or name in _OF_EVERY_MODULE
+        is_code = is_code or any(name in registered(owner, w) for w in ("modules", "parameters"))
     return hasattr(owner, "__dict__") and not is_code
 
 
@@ -205,31 +227,34 @@ def attribute_names(owner: Any) -> list[str]:
 
 def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
     yield Slot(module, Role.TRAINING, "")
-    loose = module._non_persistent_buffers_set
-    for name, parameter in module._parameters.items():
+    loose = registered(module, "non_persistent_buffers_set")
+    for name, parameter in registered(module, "parameters").items():
         if parameter is not None:
             yield Slot(module, Role.REQUIRES_GRAD, name)
             if not in_component:
                 yield Slot(module, Role.PARAMETER, name)
-    for name, buffer in module._buffers.items():
+    for name, buffer in registered(module, "buffers").items():
         if buffer is not None and (not in_component or name in loose):
             yield Slot(module, Role.BUFFER, name)
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        if not in_component:  # it says itself which of its attributes are state
-            yield Slot(module, Role.EXTRA_STATE, "")
-        return
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        yield from (Slot(module, Role.ATTRIBUTE, name) for name in _names_in(module))
+    elif not in_component:  # it says itself which of its attributes are state
+        yield Slot(module, Role.EXTRA_STATE, "")
+
+
+def _names_in(module: nn.Module) -> Iterator[str]:
+    """The attributes of a module that are no bookkeeping."""
     sums: Any = getattr(module, "_defaults", ())
     is_metric = isinstance(sums, dict) and hasattr(module, _UPDATES)
     for name in vars(module):
-        if name in _OF_EVERY_MODULE or name in _OF_ZERO:
-            continue
-        if not is_metric or name in sums or name in _BESIDE_SUMS:
-            yield Slot(module, Role.ATTRIBUTE, name)
+        is_own = name not in _OF_EVERY_MODULE and name not in _OF_ZERO
+        if is_own and (not is_metric or name in sums or name in _BESIDE_SUMS):
+            yield name
 
 
 def submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The direct submodules without their wrappers, by name."""
-    for name, each in module._modules.items():
+    for name, each in registered(module, "modules").items():
         if each is not None:
             yield name, unwrapped(each)
 
@@ -238,3 +263,104 @@ def without_wrappers(value: Any) -> Any:
     """A module inside its wrappers; any other object as it is."""
     is_wrapper = isinstance(value, nn.Module) and wrapped_attribute(value) is not None
     return unwrapped(value) if is_wrapper else value
+
+
+# ---------------------------------------------------------------- changed submodules
+
+Classes = Mapping[str, Mapping[str, str]]  # of the direct submodules, by name, by path
+Copies = Mapping[str, Mapping[str, str]]  # the name of the original, by name, by path
+
+
+def submodules_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The class of each direct submodule, by name, for each module among some objects, by path."""
+    return {
+        path: {name: class_name(each) for name, each in submodules(module)}
+        for path, module in objects.items()
+        if isinstance(module, nn.Module)
+    }
+
+
+def copies_in(former: Classes, objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The submodules that training appended to a ModuleList as copies of one that was there.
+
+    Such a copy has the class of its original, and nothing in its ``state_dict``: what it holds is
+    user state. A layer with parameters is none, as an optimizer may not know them yet.
+
+    Args:
+        former: ``submodules_of`` of the module as the script made it.
+        objects: the objects as they are, by path.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for path, module in objects.items():
+        if not isinstance(module, nn.ModuleList) or path not in former:
+            continue
+        originals = {kind: name for name, kind in reversed([*former[path].items()])}
+        for name, each in submodules(module):
+            original = originals.get(class_name(each))
+            if name not in former[path] and original is not None and not each.state_dict():
+                found.setdefault(path, {})[name] = original
+    return found
+
+
+def copied_paths(copies: Copies) -> list[str]:
+    """The paths of the copies."""
+    return [f"{path}.{name}" for path, names in copies.items() for name in names]
+
+
+def are_copies(given: Any) -> bool:
+    """Whether a value of a checkpoint is what ``copies_in`` gives."""
+    return isinstance(given, dict) and all(
+        isinstance(originals, dict)
+        and all(name.isdecimal() and isinstance(each, str) for name, each in originals.items())
+        for originals in given.values()
+    )
+
+
+def restore_copies(saved: Copies, former: Classes, objects: Mapping[str, Any]) -> bool:
+    """Makes the copies that a checkpoint has, and removes those that it lacks.
+
+    Args:
+        saved: ``copies_in`` when it was written.
+        former: ``submodules_of`` of the modules as the script made them.
+        objects: the objects as they are, by path.
+
+    Returns:
+        Whether there were any.
+    """
+    live = copies_in(former, objects)
+    for path, originals in saved.items():
+        parent = objects.get(path)
+        modules = registered(parent, "modules") if isinstance(parent, nn.ModuleList) else {}
+        for name in live.get(path, {}).keys() - originals.keys():
+            del modules[name]
+        for name, original in originals.items():
+            if name not in modules and original in modules:
+                modules[name] = copy.deepcopy(modules[original])
+    return bool(saved)
+
+
+def submodule_lines(
+    former: Classes, objects: Mapping[str, Any], copies: Copies
+) -> Iterator[CaptureLine]:
+    """A line for each submodule that differs, by its path.
+
+    Args:
+        former: ``submodules_of`` when training began.
+        objects: the objects as they are, by path.
+        copies: those that are restored.
+    """
+    now = submodules_of(objects)
+    for path in former.keys() & now.keys():
+        for name in sorted(former[path].keys() | now[path].keys()):
+            before, after = former[path].get(name), now[path].get(name)
+            if before == after or _is_lazy(before) or name in copies.get(path, {}):
+                continue
+            what = "added" if before is None else "removed" if after is None else "replaced"
+            key = f"{path}.{name}"
+            remedy = f'do that before the first batch, or pass transient={{"{key}"}}'
+            yield CaptureLine(key, Fidelity.LOST, f"training {what} this module; {remedy}")
+
+
+def _is_lazy(name: str | None) -> bool:
+    """Whether torch gives such a module another class at its first call, as ``LazyLinear``."""
+    return name is not None and name.rpartition(".")[2].startswith("Lazy")
