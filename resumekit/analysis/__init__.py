@@ -6,10 +6,16 @@ Standard library only; what exists at run time is asked through functions that t
 from __future__ import annotations
 
 from resumekit.analysis.loop_carried import LoopCarried, Variable, loop_carried
-from resumekit.analysis.program import Program, stored_keys
+from resumekit.analysis.program import (
+    Located,
+    Program,
+    function_of,
+    loop_at,
+    program_of,
+    stored_keys,
+)
 from resumekit.analysis.roles import Role
 from resumekit.analysis.scopes import Function, LoopNode
-from resumekit.analysis.source import Located, function_of, loop_at, program_of
 
 __all__ = [
     "Function",

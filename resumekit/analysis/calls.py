@@ -5,80 +5,34 @@ from __future__ import annotations
 import ast
 import re
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Methods whose receiver (and arguments) belong to training, whatever they are called on.
-TRAINING_METHODS = frozenset(
-    {
-        "add_param_group",
-        "backward",
-        "clip_grad_norm",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "load_state_dict",
-        "manual_backward",
-        "manual_seed",
-        "requires_grad_",
-        "set_epoch",
-        "step_update",
-        "unscale_",
-        "update_parameters",
-        "zero_grad",
-    }
+TRAINING_METHODS = _names(
+    """
+    add_param_group backward clip_grad_norm clip_grad_norm_ clip_grad_value_ load_state_dict
+    manual_backward manual_seed requires_grad_ set_epoch step_update unscale_ update_parameters
+    zero_grad
+    """
 )
 # Methods that only modules, optimizers and the like have.
-OF_TRAINING_OBJECTS = frozenset(
-    {
-        "clip_gradients",
-        "eval",
-        "finetune",
-        "get_last_lr",
-        "load_state_dict",
-        "named_modules",
-        "named_parameters",
-        "no_sync",
-        "param_groups",
-        "parameters",
-        "prepare",
-        "requires_grad_",
-        "scale",
-        "set_epoch",
-        "state_dict",
-        "step_update",
-        "train",
-        "unscale_",
-        "wait_for_everyone",
-        "zero_grad",
-    }
+OF_TRAINING_OBJECTS = _names(
+    """
+    clip_gradients eval finetune get_last_lr load_state_dict named_modules named_parameters
+    no_sync param_groups parameters prepare requires_grad_ scale set_epoch state_dict step_update
+    train unscale_ wait_for_everyone zero_grad
+    """
 )
-OF_LOGGERS = frozenset(
-    {
-        "add_figure",
-        "add_histogram",
-        "add_image",
-        "add_images",
-        "add_scalar",
-        "add_scalars",
-        "add_text",
-        "critical",
-        "debug",
-        "error",
-        "exception",
-        "flush",
-        "info",
-        "log",
-        "log_metrics",
-        "log_metric",
-        "plot",
-        "refresh",
-        "scalar_summary",
-        "set_description",
-        "set_description_str",
-        "set_postfix",
-        "set_postfix_str",
-        "warning",
-        "write",
-        "writelines",
-        "writerow",
-    }
+OF_LOGGERS = _names(
+    """
+    add_figure add_histogram add_image add_images add_scalar add_scalars add_text critical debug
+    error exception flush info log log_metrics log_metric plot refresh scalar_summary
+    set_description set_description_str set_postfix set_postfix_str warning write writelines
+    writerow
+    """
 )
 # Constructors of progress bars, loggers and clocks.
 LOGGER_MAKERS = re.compile(
@@ -126,20 +80,11 @@ _RANDOM = re.compile(
     r"|normal|bernoulli|multinomial|rand_like|randn_like|randint_like)|F\.dropout"
     r"|(\w+\.)*functional\.dropout)$"
 )
-_RANDOM_METHODS = frozenset(
-    {
-        "bernoulli_",
-        "multinomial",
-        "normal_",
-        "permutation",
-        "randint",
-        "random_",
-        "rsample",
-        "sample",
-        "shuffle",
-        "uniform_",
-        "exponential_",
-    }
+_RANDOM_METHODS = _names(
+    """
+    bernoulli_ multinomial normal_ permutation randint random_ rsample sample shuffle uniform_
+    exponential_
+    """
 )
 # Methods that change their object although their result is used.
 _CHANGING = re.compile(
@@ -155,26 +100,15 @@ _LOOKS = re.compile(
 _NOT_CHANGING = frozenset(
     {"item", "numpy", "cpu", "close", "join", "barrier", "wait", "synchronize", "cuda", "to"}
 )
-_OVERWRITING = frozenset(
-    {
-        "bernoulli_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "normal_",
-        "random_",
-        "set_",
-        "uniform_",
-        "zero_",
-    }
+_OVERWRITING = _names(
+    """
+    bernoulli_ copy_ exponential_ fill_ normal_ random_ set_ uniform_ zero_
+    """
 )
 _TRAINING_CALL = re.compile(
     r"(^|[._])(train|train_\w+|training_step|learn|optimize|fit|accumulate_grad\w*)$"
 )
 _RESETTING = frozenset({"reset", "clear", "zero_", "reset_meters", "reset_metrics"})
-
-
-# Functions that only look at a model, an optimizer or a loader.
 # Names of functions that train, also where nothing else is known of them.
 _TRAINING_NAME = re.compile(
     r"(^|[._])(update|train|step|optimi[sz]e|optim|learn|adjust|backward|backprop|clip|anneal|warmup"
@@ -183,6 +117,7 @@ _TRAINING_NAME = re.compile(
 _SHOWS = re.compile(
     r"(^|[._])(callback|log|print|plot|show|draw|display|bar|progress|fig|stats?)(_|$)|lineplot"
 )
+# Functions that only look at a model, an optimizer or a loader.
 _QUERY = re.compile(
     r"^(len|isinstance|hasattr|getattr|id|type|str|repr|sum|list|tuple|dict|zip|enumerate|range"
     r"|iter|next|min|max|any|all|sorted|reversed|int|float|bool|tqdm|trange|format|super|vars"
@@ -195,6 +130,16 @@ _QUERY = re.compile(
 def is_query(call: ast.Call) -> bool:
     """Whether it only looks at its arguments, or wraps them."""
     return bool(_QUERY.search(dotted(call.func)))
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """The values of all arguments, in order."""
+    return [*call.args, *(each.value for each in call.keywords)]
+
+
+def call_of(function: ast.expr) -> ast.Call:
+    """A call of a function without arguments."""
+    return ast.copy_location(ast.Call(func=function, args=[], keywords=[]), function)
 
 
 def dotted(node: ast.expr) -> str:

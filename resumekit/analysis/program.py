@@ -1,13 +1,17 @@
-"""A parsed source file: its definitions, and which functions its calls run."""
+"""A parsed source file: which functions its calls run, and which loop a running line is in."""
 
 from __future__ import annotations
 
 import ast
+import linecache
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
 
+from resumekit.analysis import calls
 from resumekit.analysis.definitions import Definitions
-from resumekit.analysis.paths import root_of
-from resumekit.analysis.scopes import LOCAL, Class, Function, Scope, own_nodes
+from resumekit.analysis.scopes import LOCAL, Class, Function, LoopNode, Scope, own_nodes, root_of
 
 
 class Program(Definitions):
@@ -57,7 +61,7 @@ class Program(Definitions):
             for node in ast.walk(scope.function.node):
                 if isinstance(node, ast.Name):
                     found.add(root_of(scope.path_of(node.id)))
-                    self._add_mentioned(ast.Call(func=node, args=[], keywords=[]), scope, found)
+                    self._add_mentioned(calls.call_of(node), scope, found)
                 elif isinstance(node, ast.Call):
                     self._add_mentioned(node, scope, found)
                 elif isinstance(node, ast.Attribute):
@@ -88,7 +92,7 @@ class Program(Definitions):
         """Reading an attribute as a call, where the attribute is a property of this file."""
         if not isinstance(node, ast.Attribute) or node.attr not in self.property_names:
             return None
-        call = ast.copy_location(ast.Call(func=node, args=[], keywords=[]), node)
+        call = calls.call_of(node)
         found = self.called(call, scope)
         return call if found is not None and found[0].is_property else None
 
@@ -180,3 +184,57 @@ def _arguments(call: ast.Call, function: Function, num_skipped: int) -> dict[str
             assert keyword.arg is not None
             found[keyword.arg] = keyword.value
     return found
+
+
+# ---------------------------------------------------------------- running code
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """A loop in its source.
+
+    Args:
+        program: of the source file.
+        function: the function that has the loop.
+        loop: the loop; None where the function asks for batches outside of one.
+    """
+
+    program: Program
+    function: Function
+    loop: LoopNode | None
+
+
+def program_of(code: CodeType, module_globals: dict[str, Any]) -> Program | None:
+    """The program of a code object's file; None without a source, or with one that has changed."""
+    lines = linecache.getlines(code.co_filename, module_globals)
+    if not lines:
+        return None
+    try:
+        return Program.parse("".join(lines))
+    except SyntaxError:
+        return None
+
+
+def function_of(program: Program, code: CodeType) -> Function | None:
+    """The definition of a code object."""
+    if code.co_name == "<module>":
+        return program.module
+    for function in program.functions.values():
+        node = function.node
+        if isinstance(node, ast.Module) or node.name != code.co_name:
+            continue
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        if code.co_firstlineno in (first, node.lineno):
+            return function
+    return None
+
+
+def loop_at(function: Function, line: int) -> LoopNode | None:
+    """The loop that runs a line: the one with the line in its head, or else around the line."""
+    around: list[LoopNode] = []
+    for node in own_nodes(function.body):
+        if isinstance(node, LoopNode) and node.lineno <= line <= (node.end_lineno or line):
+            around.append(node)
+    heads = [each for each in around if line < each.body[0].lineno or each.lineno == line]
+    found = heads or around
+    return max(found, key=lambda each: each.lineno) if found else None

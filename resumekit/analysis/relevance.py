@@ -14,38 +14,39 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
+from typing import Any
 
-from resumekit.analysis.call_effects import Context
-from resumekit.analysis.expression_slice import ExpressionSlice
-from resumekit.analysis.paths import (
-    Relevant,
-    excludes,
-    frozen,
-    joined,
-    negated,
-    root_of,
-    touches,
-    under,
-    without,
-)
+from resumekit.analysis.effects import Context
+from resumekit.analysis.expressions import ExpressionSlice, Flow
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
-from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, own_nodes
-from resumekit.analysis.syntax import (
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Function,
+    LoopNode,
+    Relevant,
+    Scope,
     compared_subject,
     counts,
     derived_names,
+    excludes,
+    frozen,
     is_exhaustive,
     is_without_gradients,
     iterates_parameters,
+    joined,
+    negated,
+    own_nodes,
     pairs_of,
     returned_values,
+    root_of,
     stored_names,
     target_names,
+    under,
+    without,
 )
 
 _MAX_DEPTH = 10
-_RETURN = "return"
 
 
 class Relevance(ExpressionSlice):
@@ -86,52 +87,56 @@ class Relevance(ExpressionSlice):
         }
         self._only_inside = only_inside
         self._is_invariant = is_invariant
-        self._memo: dict[object, tuple[Relevant, bool]] = {}
+        self._memo: dict[object, Flow] = {}
         self._active: list[Function] = []
         self._assigned_by_all: dict[int, set[str]] = {}
         self.at_safe_point: Relevant = {}
         self.scope: Scope | None = None
+        self._by_statement: dict[type, Callable[[Any, Relevant, Context], Flow]] = {
+            **dict.fromkeys((ast.Assign, ast.AnnAssign, ast.AugAssign), self._assignment),
+            **dict.fromkeys((ast.For, ast.AsyncFor, ast.While), self._loop),
+            **dict.fromkeys((ast.With, ast.AsyncWith), self._with),
+            ast.If: self._if,
+            ast.Try: self._try,
+            ast.Return: self._return,
+            ast.Match: self._match,
+        }
 
     def run(self, root: Function) -> None:
         """Analyses a function as the program's beginning."""
-        self._function(Scope(root), {}, wants_result=False, no_grad=False, depth=0)
+        self._function({}, Context(Scope(root)))
 
     # ---------------------------------------------------------------- functions
 
-    def _function(
-        self,
-        scope: Scope,
-        out: Relevant,
-        *,
-        wants_result: bool,
-        elements: frozenset[int] | None = None,
-        no_grad: bool,
-        depth: int,
-    ) -> tuple[Relevant, bool]:
-        function = scope.function
+    def _function(self, out: Relevant, context: Context) -> Flow:
+        unused = self._unused(context.scope, out)
+        before, effect = self._used(without(out, unused), context)
+        return {**dict.fromkeys(unused), **before}, effect
+
+    def _unused(self, scope: Scope, out: Relevant) -> set[str]:
+        """What a function has nothing to do with, so that one result is good for many calls."""
+        if scope.function in self._leading:
+            return set()
+        mentioned = self._program.mentioned(scope)
+        return {p for p, g in out.items() if g is None and root_of(p) not in mentioned}
+
+    def _used(self, out: Relevant, context: Context) -> Flow:
+        scope, function = context.scope, context.scope.function
+        is_active = function in self._active
         prefix = f"{function.name}{LOCAL}"
-        mine = {path for path in out if function.name and path.startswith(prefix)}
-        own = set(mine) if function in self._active else set()
-        key = (function.name, scope.bindings, frozen(out), wants_result, elements, no_grad)
+        own = {path for path in out if path.startswith(prefix)} if is_active else set[str]()
+        asked = (context.wants_result, context.elements, context.no_grad)
+        key = (function.name, scope.bindings, frozen(out), *asked)
         if key in self._memo:
             return self._memo[key]
-        if function in self._active or depth > _MAX_DEPTH:
+        if is_active or context.depth > _MAX_DEPTH:
             return out, False
         self._active.append(function)
+        no_grad = context.no_grad or is_without_gradients(function)
         matters = False
         while True:
-            context = Context(
-                scope,
-                at_break={},
-                at_continue={},
-                at_return=out,
-                returns_matter=matters,
-                wants_result=wants_result,
-                elements=elements,
-                no_grad=no_grad or is_without_gradients(function),
-                depth=depth,
-            )
-            inside, effect = self._body(function.body, out, context)
+            inner = replace(context, at_return=out, returns_matter=matters, no_grad=no_grad)
+            inside, effect = self._body(function.body, out, inner)
             if effect == matters or matters:
                 break
             matters = effect
@@ -140,86 +145,21 @@ class Relevance(ExpressionSlice):
         self._memo[key] = result, matters
         return result, matters
 
-    def _call_inside(
-        self,
-        call: ast.Call,
-        out: Relevant,
-        context: Context,
-        *,
-        want: bool,
-        elements: frozenset[int] | None = None,
-    ) -> tuple[Relevant, bool] | None:
-        """The slice through a function of the same file; None for any other call."""
-        found = self._program.called(call, context.scope)
-        if found is None:
-            return None
-        function, receiver = found
-        scope, copied = self._program.enter(call, context.scope, function, receiver)
-        beside = self._beside(scope, out)
-        inside, effect = self._function(
-            scope,
-            without(out, beside),
-            wants_result=want,
-            elements=elements,
-            no_grad=context.no_grad,
-            depth=context.depth + 1,
-        )
-        prefix = f"{function.name}{LOCAL}"
-        wanted = {path for path in inside if path.startswith(prefix) and path not in out}
-        before: Relevant = dict.fromkeys(beside)
-        before.update((path, guards) for path, guards in inside.items() if path not in wanted)
-        given = set(map(id, copied.values()))
-        for parameter, value in copied.items():
-            is_wanted = any(touches(path, parameter) for path in wanted)
-            before, also = self._expression(value, before, context, want=is_wanted)
-            effect = effect or also
-        for value in [*call.args, *(each.value for each in call.keywords)]:
-            if id(value) not in given and context.scope.path(value) is None:
-                before, also = self._expression(value, before, context, want=want)
-                effect = effect or also
-        if isinstance(call.func, ast.Attribute) and receiver is None:
-            before, also = self._expression(call.func.value, before, context, want=want)
-            effect = effect or also
-        return before, effect
-
-    def _beside(self, scope: Scope, out: Relevant) -> set[str]:
-        """What a function has nothing to do with, so that one result is good for many calls."""
-        if scope.function in self._leading:
-            return set()
-        mentioned = self._program.mentioned(scope)
-        return {p for p, g in out.items() if g is None and root_of(p) not in mentioned}
-
     # ---------------------------------------------------------------- statements
 
-    def _body(self, body: list[ast.stmt], out: Relevant, context: Context) -> tuple[Relevant, bool]:
+    def _body(self, body: list[ast.stmt], out: Relevant, context: Context) -> Flow:
         effect = False
         for statement in reversed(body):
             out, also = self._statement(statement, out, context)
             effect = effect or also
         return out, effect
 
-    def _statement(self, node: ast.stmt, out: Relevant, context: Context) -> tuple[Relevant, bool]:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            return self._assignment(node, out, context)
+    def _statement(self, node: ast.stmt, out: Relevant, context: Context) -> Flow:
+        handle = self._by_statement.get(type(node))
+        if handle is not None:
+            return handle(node, out, context)
         if isinstance(node, ast.Expr):
             return self._expression(node.value, out, context, want=False, is_statement=True)
-        if isinstance(node, ast.If):
-            return self._if(node, out, context)
-        if isinstance(node, LoopNode):
-            return self._loop(node, out, context)
-        if isinstance(node, (ast.With, ast.AsyncWith)):
-            return self._with(node, out, context)
-        if isinstance(node, ast.Try):
-            return self._try(node, out, context)
-        if isinstance(node, ast.Return):
-            before = context.at_return
-            effect = context.returns_matter or context.wants_result
-            parts = context.elements if isinstance(node.value, ast.Tuple) else None
-            for index, value in enumerate(returned_values(node, in_parts=parts is not None)):
-                want = context.wants_result and (parts is None or index in parts)
-                before, also = self._expression(value, before, context, want=want)
-                effect = effect or also
-            return before, effect
         if isinstance(node, ast.Break):
             return context.at_break, context.jumps_matter
         if isinstance(node, ast.Continue):
@@ -228,19 +168,28 @@ class Relevance(ExpressionSlice):
             return {}, True
         if isinstance(node, ast.Assert):
             return self._expression(node.test, out, context, want=self._every_use)
-        if isinstance(node, ast.Delete):
-            return out, False
-        if isinstance(node, ast.Match):
-            cases = [self._body(each.body, out, context) for each in node.cases]
-            effect = any(each for _, each in cases)
-            before = joined({} if is_exhaustive(node) else out, *(each for each, _ in cases))
-            before, also = self._expression(node.subject, before, context, want=effect)
-            return before, effect or also
         return out, False
+
+    def _return(self, node: ast.Return, out: Relevant, context: Context) -> Flow:
+        parts = context.elements if isinstance(node.value, ast.Tuple) else None
+        values = returned_values(node, in_parts=parts is not None)
+        wanted = [
+            (value, context.wants_result and (parts is None or index in parts))
+            for index, value in enumerate(values)
+        ]
+        before, effect = self._in_turn(wanted, context.at_return, context)
+        return before, effect or context.returns_matter or context.wants_result
+
+    def _match(self, node: ast.Match, out: Relevant, context: Context) -> Flow:
+        cases = [self._body(each.body, out, context) for each in node.cases]
+        effect = any(each for _, each in cases)
+        before = joined({} if is_exhaustive(node) else out, *(each for each, _ in cases))
+        before, also = self._expression(node.subject, before, context, want=effect)
+        return before, effect or also
 
     def _assignment(
         self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, out: Relevant, context: Context
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         if node.value is None:
             return out, False
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -265,7 +214,7 @@ class Relevance(ExpressionSlice):
 
     def _unpacked(
         self, target: ast.Tuple, value: ast.expr, out: Relevant, context: Context
-    ) -> tuple[Relevant, bool] | None:
+    ) -> Flow | None:
         """``a, b = f()`` for a function of the file: which elements of its result are wanted."""
         if not isinstance(value, ast.Call) or self._program.called(value, context.scope) is None:
             return None
@@ -285,19 +234,17 @@ class Relevance(ExpressionSlice):
 
     def _parallel(
         self, pairs: list[tuple[ast.expr, ast.expr]], out: Relevant, context: Context
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         before, effect = dict(out), False
         wanted = []
         for target, value in pairs:
             want, also = self._store(target, out, before, context, keeps=False)
             wanted.append((value, want))
             effect = effect or also or want
-        for value, want in wanted:
-            before, also = self._expression(value, before, context, want=want)
-            effect = effect or also
-        return before, effect
+        before, also = self._in_turn(wanted, before, context)
+        return before, effect or also
 
-    def _if(self, node: ast.If, out: Relevant, context: Context) -> tuple[Relevant, bool]:
+    def _if(self, node: ast.If, out: Relevant, context: Context) -> Flow:
         if id(node) not in self._assigned_by_all:
             self._note_alternatives(node, context.scope)
         guard = ast.unparse(node.test)
@@ -331,13 +278,11 @@ class Relevance(ExpressionSlice):
         for each in branches:
             self._assigned_by_all[id(each)] = set.intersection(*assigned)
 
-    def _test(
-        self, test: ast.expr, before: Relevant, context: Context, *, effect: bool
-    ) -> tuple[Relevant, bool]:
+    def _test(self, test: ast.expr, before: Relevant, context: Context, *, effect: bool) -> Flow:
         before, also = self._expression(test, before, context, want=effect)
         return before, effect or also
 
-    def _loop(self, node: LoopNode, out: Relevant, context: Context) -> tuple[Relevant, bool]:
+    def _loop(self, node: LoopNode, out: Relevant, context: Context) -> Flow:
         is_chain = id(node) in self._chain
         after, effect = out, False
         if node.orelse:
@@ -382,7 +327,7 @@ class Relevance(ExpressionSlice):
         matters: bool,
         *,
         is_chain: bool,
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         """Before one iteration: the test of a ``while``, the targets of a ``for``."""
         if isinstance(node, ast.While):
             return self._test(node.test, body, context, effect=matters)
@@ -393,9 +338,7 @@ class Relevance(ExpressionSlice):
         before, effect = self._expression(node.iter, before, context, want=want or matters)
         return before, effect and not is_chain
 
-    def _with(
-        self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context
-    ) -> tuple[Relevant, bool]:
+    def _with(self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context) -> Flow:
         text = " ".join(ast.unparse(item.context_expr) for item in node.items)
         inner = context
         if "no_grad" in text or "inference_mode" in text:
@@ -413,7 +356,7 @@ class Relevance(ExpressionSlice):
             effect = effect or also
         return before, effect
 
-    def _try(self, node: ast.Try, out: Relevant, context: Context) -> tuple[Relevant, bool]:
+    def _try(self, node: ast.Try, out: Relevant, context: Context) -> Flow:
         after, effect = self._body(node.finalbody, out, context)
         handled = [self._body(each.body, after, context) for each in node.handlers]
         normal, also = self._body(node.orelse, after, context)

@@ -11,8 +11,7 @@ from enum import Enum
 
 from resumekit.analysis import calls
 from resumekit.analysis.program import Program
-from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes
-from resumekit.analysis.syntax import pairs_of
+from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes, pairs_of, variable_of
 
 _OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
 
@@ -137,10 +136,7 @@ class Roles:
             self._found.setdefault(other, set()).update(self._found.pop(one, ()))
 
     def _note(self, path: str | None, role: Role) -> None:
-        if (
-            path is not None
-            and path.rpartition(LOCAL)[2].split(".")[0] not in self._program.imported
-        ):
+        if path is not None and variable_of(path) not in self._program.imported:
             self._found.setdefault(self._find(path), set()).add(role)
 
     def _read(self, function: Function) -> None:
@@ -169,7 +165,7 @@ class Roles:
             return
         path = scope.path(target)
         if path is not None and isinstance(value, ast.Call):
-            given = (scope.path(each) for each in (*value.args, *_values(value.keywords)))
+            given = map(scope.path, calls.arguments_of(value))
             self._given_to.setdefault(path, []).extend(each for each in given if each)
         self._link_results(target, value, scope)
         role = self._made(value, scope)
@@ -211,23 +207,8 @@ class Roles:
 
     def _read_call(self, call: ast.Call, scope: Scope) -> None:
         if isinstance(call.func, ast.Attribute):
-            receiver = scope.path(call.func.value)
-            name = call.func.attr
-            takes = bool(call.args or call.keywords)
-            if name == "reset" and receiver is not None:
-                self._environments.add(receiver)
-            if name in ("train", "eval"):
-                takes_mode = len(call.args) <= 1 and not call.keywords
-                if takes_mode and (not call.args or isinstance(call.args[0], ast.Constant)):
-                    self._note(receiver, Role.TRAINING)
-            elif name == "backward":
-                if takes and not any(each.arg for each in call.keywords if each.arg):
-                    self._note(receiver, Role.TRAINING)
-            elif name in calls.OF_TRAINING_OBJECTS:
-                self._note(receiver, Role.TRAINING)
-            elif calls.is_logger_method(call):
-                self._note(receiver, Role.LOGGING)
-        elif any(_gives_parameters(each) for each in (*call.args, *call.keywords)):
+            self._read_method(call, call.func.attr, scope.path(call.func.value))
+        elif any(map(_gives_parameters, calls.arguments_of(call))):
             self._note(scope.path(call.func), Role.TRAINING)  # a loss scaler
         found = self._program.called(call, scope)
         if found is not None:
@@ -235,9 +216,21 @@ class Roles:
             for parameter, path in _linked(self._program, call, scope, function, receiver):
                 self._link(parameter, path)
 
-
-def _values(keywords: list[ast.keyword]) -> list[ast.expr]:
-    return [each.value for each in keywords]
+    def _read_method(self, call: ast.Call, name: str, receiver: str | None) -> None:
+        if name == "reset" and receiver is not None:
+            self._environments.add(receiver)
+        if name in ("train", "eval"):
+            takes_mode = len(call.args) <= 1 and not call.keywords
+            if takes_mode and (not call.args or isinstance(call.args[0], ast.Constant)):
+                self._note(receiver, Role.TRAINING)
+        elif name == "backward":
+            takes = bool(call.args or call.keywords)
+            if takes and not any(each.arg for each in call.keywords):
+                self._note(receiver, Role.TRAINING)
+        elif name in calls.OF_TRAINING_OBJECTS:
+            self._note(receiver, Role.TRAINING)
+        elif calls.is_logger_method(call):
+            self._note(receiver, Role.LOGGING)
 
 
 def _makes_remembering(value: ast.expr) -> bool:
@@ -246,8 +239,7 @@ def _makes_remembering(value: ast.expr) -> bool:
     return bool(calls.REMEMBERING_MAKERS.search(calls.dotted(value.func)))
 
 
-def _gives_parameters(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.keyword) else node
+def _gives_parameters(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and calls.method(value) == "parameters"
 
 

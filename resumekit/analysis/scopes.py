@@ -1,4 +1,4 @@
-"""Functions of a source file, and the paths of their variables.
+"""Functions of a source file, the paths of their variables, and questions about their syntax.
 
 A variable is a *path*: ``x`` at module level, ``train@x`` for a local of ``train()``, and
 ``train@state.best`` for an attribute. A parameter that its function never assigns is replaced by
@@ -8,9 +8,12 @@ the path of the argument, so an attribute has one path in all functions that sha
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+from resumekit.analysis import calls
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 LoopNode = ast.For | ast.AsyncFor | ast.While
@@ -192,4 +195,190 @@ def function_at(
         frozenset(stored & set(parameters)),
         parent,
         owner,
+    )
+
+
+# ---------------------------------------------------------------- paths
+
+# A relevant path, and the conditions under which alone it is; None: under any.
+Relevant = dict[str, frozenset[str] | None]
+
+
+def joined(*many: Relevant) -> Relevant:
+    """What is relevant in any of several successors."""
+    result: Relevant = {}
+    for each in many:
+        for path, guards in each.items():
+            known = result.get(path, frozenset())
+            result[path] = None if guards is None or known is None else guards | known
+    return result
+
+
+def touches(path: str, other: str) -> bool:
+    """Whether one path is the other, or an attribute of it."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def touches_any(path: str, paths: Iterable[str]) -> bool:
+    """Whether a path touches one of several."""
+    return any(touches(path, each) for each in paths)
+
+
+def frozen(relevant: Relevant) -> frozenset[tuple[str, frozenset[str] | None]]:
+    """The same as a key of a dict."""
+    return frozenset(relevant.items())
+
+
+def without(relevant: Relevant, paths: set[str]) -> Relevant:
+    """Without some paths."""
+    return {path: guards for path, guards in relevant.items() if path not in paths}
+
+
+def covers(path: str, other: str) -> bool:
+    """Whether a store to the first path overwrites the second."""
+    return other == path or other.startswith(f"{path}.")
+
+
+def variable_of(path: str) -> str:
+    """The variable that a path begins with."""
+    return path.rpartition(LOCAL)[2].split(".")[0]
+
+
+def root_of(path: str) -> str:
+    """The path of the variable that a path begins with."""
+    function, at, variable = path.rpartition(LOCAL)
+    return f"{function}{at}{variable.partition('.')[0]}"
+
+
+def drop_guards_on(path: str, relevant: Relevant) -> None:
+    """A variable gets a new value: a condition that reads it is another one before that."""
+    word = re.compile(rf"\b{re.escape(path.rpartition(LOCAL)[2].split('.')[-1])}\b")
+    for each, guards in relevant.items():
+        if guards is not None and any(map(word.search, guards)):
+            relevant[each] = None
+
+
+def negated(guard: str) -> str:
+    """The condition of the other branch."""
+    return guard[4:] if guard.startswith("not ") else f"not {guard}"
+
+
+def excludes(guards: frozenset[str] | None, guard: str) -> bool:
+    """Whether a path that is relevant under some conditions only is not under this one's branch."""
+    return guards is not None and guards == frozenset({guard})
+
+
+def under(then: Relevant, other: Relevant, guard: str) -> Relevant:
+    """Both branches joined: what only the first makes relevant is so under its condition."""
+    result: Relevant = {}
+    for path in {**then, **other}:
+        if path in then and path in other:
+            one, two = then[path], other[path]
+            result[path] = None if one is None or two is None else one | two
+        elif path in then:
+            result[path] = then[path] if then[path] is not None else frozenset({guard})
+        else:
+            mine = other[path]
+            result[path] = mine if mine is not None else frozenset({negated(guard)})
+    return result
+
+
+# ---------------------------------------------------------------- syntax
+
+
+def base_of(node: ast.expr) -> ast.expr:
+    """What an element or a call's result is taken from: ``a.b`` of ``a.b[i].c()``, if possible."""
+    while isinstance(node, (ast.Subscript, ast.Call)):
+        if isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Attribute):
+                return node
+            node = node.func.value
+        else:
+            node = node.value
+    return node
+
+
+def target_names(target: ast.expr) -> list[ast.expr]:
+    """The names, attributes and items that a target assigns."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return [name for each in target.elts for name in target_names(each)]
+    return [target]
+
+
+def pairs_of(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """What an assignment of tuples gives to each target."""
+    many = (ast.Tuple, ast.List)
+    if not (isinstance(target, many) and isinstance(value, many)):
+        return [(target, value)]
+    if len(target.elts) != len(value.elts):
+        return [(target, value)]
+    return list(zip(target.elts, value.elts, strict=True))
+
+
+def compared_subject(test: ast.expr) -> str | None:
+    """What a test compares with a constant; None for any other test."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
+        return None
+    is_constant = isinstance(test.comparators[0], ast.Constant)
+    return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
+
+
+def returned_values(node: ast.Return, *, in_parts: bool) -> list[ast.expr]:
+    """What a return gives; in parts, the elements of a tuple each."""
+    if node.value is None:
+        return []
+    if in_parts and isinstance(node.value, ast.Tuple):
+        return list(node.value.elts)
+    return [node.value]
+
+
+def is_exhaustive(node: ast.Match) -> bool:
+    """Whether the last case takes everything."""
+    last = node.cases[-1]
+    return isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and not last.guard
+
+
+def stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
+    """The variables that statements assign."""
+    names = (each for each in own_nodes(body) if isinstance(each, ast.Name))
+    return {scope.path_of(each.id) for each in names if isinstance(each.ctx, ast.Store)}
+
+
+def derived_names(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:
+    """The variables that a loop computes from its index."""
+    found: set[str] = set()
+    for node in own_nodes(body):
+        if isinstance(node, ast.Assign):
+            names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+            if any(scope.path_of(each.id) in indices | found for each in names):
+                found.update(p for p in map(scope.path, node.targets) if p)
+    return frozenset(found)
+
+
+def is_without_gradients(function: Function) -> bool:
+    """Whether a decorator switches gradients off."""
+    if not isinstance(function.node, FunctionNode):
+        return False
+    return any(
+        "no_grad" in text or "inference_mode" in text
+        for text in map(ast.unparse, function.node.decorator_list)
+    )
+
+
+def counts(node: ast.expr) -> bool:
+    """Whether a loop goes over numbers: a resume continues it at the number it was at."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = calls.method(node)
+    if name in ("enumerate", "tqdm") and node.args:
+        return counts(node.args[0])
+    return name in ("range", "trange", "count")
+
+
+def iterates_parameters(node: ast.expr) -> bool:
+    """Whether a loop goes over the parameters or parts of a model."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and each.attr in ("parameters", "named_parameters", "param_groups", "modules", "buffers")
+        for each in ast.walk(node)
     )

@@ -12,11 +12,22 @@ import ast
 from collections.abc import Iterable
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import covers, touches
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
-from resumekit.analysis.scopes import LOCAL, Function, LoopNode, Scope, children_of, own_nodes
-from resumekit.analysis.syntax import base_of, is_exhaustive, pairs_of
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Function,
+    LoopNode,
+    Scope,
+    base_of,
+    children_of,
+    covers,
+    is_exhaustive,
+    own_nodes,
+    pairs_of,
+    touches_any,
+    variable_of,
+)
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10
@@ -100,36 +111,53 @@ class Staleness:
         forward = self._program.forward_of(node, scope)
         if forward is not None:
             found |= self._written_inside(node, scope, forward)
-        for value in [*node.args, *(each.value for each in node.keywords)]:
+        found |= self._written_by_arguments(node, scope)
+        found.update(self._roles.changed_by_unknown(node, scope))
+        function = scope.path(node.func)
+        if function is not None and self._roles.remembers(function):
+            found.add(function)
+        if isinstance(node.func, ast.Attribute):
+            found |= self._written_by_method(node, node.func.value, scope, is_statement)
+        elif function is not None and is_statement and self._is_called_object(function, scope):
+            found.add(function)
+        return frozenset(found - {""})
+
+    def _is_called_object(self, path: str, scope: Scope) -> bool:
+        """Whether a path is an object that is called for what it does, and no unknown callback."""
+        is_parameter = path.rpartition(LOCAL)[2] in scope.function.parameters and LOCAL in path
+        return self._program.is_variable(path) and not is_parameter
+
+    def _written_by_arguments(self, node: ast.Call, scope: Scope) -> set[str]:
+        """What an unknown function writes: arguments, and what functions among them write."""
+        found: set[str] = set()
+        for value in calls.arguments_of(node):
             if isinstance(value, (ast.Name, ast.Attribute)):
-                call = ast.Call(func=value, args=[], keywords=[])
+                call = calls.call_of(value)
                 if self._program.called(call, scope) is not None:
                     found |= self._written_by_call(call, scope, is_statement=True)
-        found.update(self._roles.changed_by_unknown(node, scope))
         for each in calls.changed_arguments(node):
             found |= self._with_alias(scope.path(base_of(each)))
         if calls.dotted(node.func) == "next" and node.args:
             found.add(scope.path(node.args[0]) or "")
-        if self._roles.remembers(scope.path(node.func)):
+        return found
+
+    def _written_by_method(
+        self, node: ast.Call, receiver: ast.expr, scope: Scope, is_statement: bool
+    ) -> set[str]:
+        """What an unknown method writes: its object, and tensors that an optimizer updates."""
+        found: set[str] = set()
+        if is_statement and not calls.writes_log(node):
             found.add(scope.path(node.func) or "")
-        if isinstance(node.func, ast.Attribute):
-            if is_statement and not calls.writes_log(node):
-                found.add(scope.path(node.func) or "")
-            path = scope.path(base_of(node.func.value))
-            root = "" if path is None else path.rpartition(LOCAL)[2].split(".")[0]
-            changes = calls.changes_receiver(node, is_statement=is_statement) or (
-                self._roles.remembers(scope.path(node.func.value)) and not calls.only_looks(node)
-            )
-            is_variable = root not in self._program.imported and not is_receiver(path, scope)
-            if path is not None and changes and is_variable:
-                found |= self._with_alias(path)
-            if calls.method(node) == "step" and is_statement:
-                found.update(self._program.optimized_in(scope))
-        elif is_statement and isinstance(node.func, ast.Name):
-            path = scope.path_of(node.func.id)
-            if self._program.is_variable(path) and not is_parameter(path, scope):
-                found.add(path)  # an object that is called for what it does
-        return frozenset(found - {""})
+        path = scope.path(base_of(receiver))
+        changes = calls.changes_receiver(node, is_statement=is_statement) or (
+            self._roles.remembers(scope.path(receiver)) and not calls.only_looks(node)
+        )
+        if path is not None and changes and not _is_receiver(path, scope):
+            is_imported = variable_of(path) in self._program.imported
+            found |= set() if is_imported else self._with_alias(path)
+        if calls.method(node) == "step" and is_statement:
+            found.update(self._program.optimized_in(scope))
+        return found
 
     # ---------------------------------------------------------------- statements
 
@@ -146,30 +174,38 @@ class Staleness:
         if isinstance(node, ast.Return):
             return stale if node.value is None else self._expression(node.value, stale, scope)
         if isinstance(node, ast.If):
-            stale = self._expression(node.test, stale, scope)
-            depends = self._reads(node.test, stale, scope)
-            then, other = self._body(node.body, stale, scope), self._body(node.orelse, stale, scope)
-            if depends:  # a resumed process may run the other branch
-                then |= stale | self.written([*node.body, *node.orelse], scope)
-            return (then | other) - _switched(node, scope)
+            return self._if(node, stale, scope)
         if isinstance(node, LoopNode):
             return self._loop(node, stale, scope)
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                stale = self._expression(item.context_expr, stale, scope)
-                if item.optional_vars is not None:
-                    stale = self._store(item.optional_vars, stale, scope, is_stale=False)
-            return self._body(node.body, stale, scope)
+            return self._with(node, stale, scope)
         if isinstance(node, ast.Try):
-            stale = self._body(node.body, stale, scope)
-            after = self._body(node.orelse, stale, scope)
-            for handler in node.handlers:
-                after |= self._body(handler.body, stale, scope)
-            return self._body(node.finalbody, after, scope)
+            return self._try(node, stale, scope)
         if isinstance(node, ast.Match):
             cases = [self._body(each.body, stale, scope) for each in node.cases]
             return frozenset().union(*cases, () if is_exhaustive(node) else stale)
         return stale
+
+    def _if(self, node: ast.If, stale: Paths, scope: Scope) -> Paths:
+        stale = self._expression(node.test, stale, scope)
+        then, other = self._body(node.body, stale, scope), self._body(node.orelse, stale, scope)
+        if self._reads(node.test, stale, scope):  # a resumed process may run the other branch
+            then |= stale | self.written([*node.body, *node.orelse], scope)
+        return (then | other) - _switched(node, scope)
+
+    def _with(self, node: ast.With | ast.AsyncWith, stale: Paths, scope: Scope) -> Paths:
+        for item in node.items:
+            stale = self._expression(item.context_expr, stale, scope)
+            if item.optional_vars is not None:
+                stale = self._store(item.optional_vars, stale, scope, is_stale=False)
+        return self._body(node.body, stale, scope)
+
+    def _try(self, node: ast.Try, stale: Paths, scope: Scope) -> Paths:
+        stale = self._body(node.body, stale, scope)
+        after = self._body(node.orelse, stale, scope)
+        for handler in node.handlers:
+            after |= self._body(handler.body, stale, scope)
+        return self._body(node.finalbody, after, scope)
 
     def _loop(self, node: LoopNode, stale: Paths, scope: Scope) -> Paths:
         is_chain = id(node) in self._chain
@@ -239,7 +275,7 @@ class Staleness:
         node = self._program.property_read(node, scope) or node
         path = scope.path(node)
         if path is not None:
-            return any(touches(path, each) for each in stale)
+            return touches_any(path, stale)
         if isinstance(node, ast.Call):
             called = self._program.called(node, scope)
             if called is not None and self._function_reads(node, called, stale, scope):
@@ -307,17 +343,12 @@ class Staleness:
         return frozenset(each for each in after if not each.startswith(prefix))
 
 
-def is_receiver(path: str | None, scope: Scope) -> bool:
+def _is_receiver(path: str | None, scope: Scope) -> bool:
     """Whether a path is ``self`` of a method: an unknown method of it changes what nobody knows."""
     function = scope.function
     if not function.owner or not function.parameters:
         return False
     return path == scope.path_of(function.parameters[0])
-
-
-def is_parameter(path: str, scope: Scope) -> bool:
-    """Whether a path is a parameter whose argument is unknown, as a callback is."""
-    return path.rpartition(LOCAL)[2] in scope.function.parameters and LOCAL in path
 
 
 def _switched(node: ast.If, scope: Scope) -> Paths:

@@ -1,16 +1,14 @@
-"""What a call or a store does to the training, seen from where it stands."""
+"""What a call or a store does to the training, given the statements around it."""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resumekit.analysis import calls
-from resumekit.analysis.paths import Relevant, variable_of
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
-from resumekit.analysis.scopes import LOCAL, Function, Scope
-from resumekit.analysis.syntax import base_of
+from resumekit.analysis.scopes import Function, Relevant, Scope, base_of, variable_of
 
 
 @dataclass(frozen=True)
@@ -18,9 +16,9 @@ class Context:
     """What surrounds a statement."""
 
     scope: Scope
-    at_break: Relevant
-    at_continue: Relevant
-    at_return: Relevant
+    at_break: Relevant = field(default_factory=dict)
+    at_continue: Relevant = field(default_factory=dict)
+    at_return: Relevant = field(default_factory=dict)
     jumps_matter: bool = False  # a break or continue skips something that matters
     returns_matter: bool = False
     wants_result: bool = False
@@ -84,7 +82,7 @@ class CallEffects:
 
     def _takes_training_object(self, node: ast.Call, context: Context) -> bool:
         """Whether a model, an optimizer or the like is an argument, also as ``m.parameters()``."""
-        for value in [*node.args, *(each.value for each in node.keywords)]:
+        for value in calls.arguments_of(node):
             while isinstance(value, (ast.Call, ast.Starred)):
                 func = value.value if isinstance(value, ast.Starred) else value.func
                 is_method = isinstance(func, ast.Attribute)
@@ -163,11 +161,11 @@ class CallEffects:
             return True
         if path is None or self._roles.of(path) is not None:
             return False
-        root = path.rpartition(LOCAL)[2].split(".")[0]
+        root = variable_of(path)
         return calls.is_saving(node) and root not in self._program.imported
 
     def _changes(self, node: ast.Call, path: str, *, is_statement: bool) -> bool:
-        root = path.rpartition(LOCAL)[2].split(".")[0]
+        root = variable_of(path)
         if root in self._program.imported or self._roles.of(path) is not None:
             return False
         if self._roles.remembers(path) and not calls.only_looks(node):

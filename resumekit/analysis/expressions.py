@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from resumekit.analysis import calls
-from resumekit.analysis.call_effects import CallEffects, Context, is_self
-from resumekit.analysis.paths import Relevant, covers, drop_guards_on, joined, touches, variable_of
+from resumekit.analysis.effects import CallEffects, Context, is_self
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
-from resumekit.analysis.scopes import children_of
-from resumekit.analysis.syntax import base_of
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Relevant,
+    base_of,
+    children_of,
+    covers,
+    drop_guards_on,
+    joined,
+    touches_any,
+    variable_of,
+    without,
+)
+
+# What is relevant before a piece of code, and whether the code has an effect on the training.
+Flow = tuple[Relevant, bool]
 
 
 class ExpressionSlice(CallEffects, ABC):
@@ -28,16 +41,8 @@ class ExpressionSlice(CallEffects, ABC):
         self._every_use = every_use
 
     @abstractmethod
-    def _call_inside(
-        self,
-        call: ast.Call,
-        out: Relevant,
-        context: Context,
-        *,
-        want: bool,
-        elements: frozenset[int] | None = None,
-    ) -> tuple[Relevant, bool] | None:
-        """The slice through a function of the same file; None for any other call."""
+    def _function(self, out: Relevant, context: Context) -> Flow:
+        """Before a function runs, in the context of its own statements."""
 
     # ---------------------------------------------------------------- stores
 
@@ -62,14 +67,13 @@ class ExpressionSlice(CallEffects, ABC):
         if isinstance(target, ast.Subscript):
             return self._store_item(target, out, before, context)
         path = scope.path(target)
+        matters = self._is_component(target, context)
         if path is None:
-            return self._is_component(target, context), self._is_component(target, context)
-        want = any(touches(path, each) for each in out)
+            return matters, matters
+        want = touches_any(path, out)
         drop_guards_on(path, before)
         if not keeps:
-            for each in [each for each in before if covers(path, each)]:
-                del before[each]
-        matters = self._is_component(target, context)
+            _drop_covered(path, before)
         if isinstance(target, ast.Name) and self._roles.is_training(path):
             matters = True
         return want or matters, matters
@@ -82,13 +86,12 @@ class ExpressionSlice(CallEffects, ABC):
         path = context.scope.path(base_of(target))
         if path is None:
             return False, False
-        want = any(touches(path, each) for each in out)
+        want = touches_any(path, out)
         if want and any(
             isinstance(each, ast.Name) and context.scope.path_of(each.id) in context.indices
             for each in ast.walk(target.slice)
         ):
-            for each in [each for each in before if covers(path, each)]:
-                del before[each]
+            _drop_covered(path, before)
         elif want:
             before.update(self._read(target.slice, before, context))
         return want, False
@@ -106,7 +109,7 @@ class ExpressionSlice(CallEffects, ABC):
         *,
         want: bool,
         is_statement: bool = False,
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         """Before an expression is evaluated.
 
         Args:
@@ -142,23 +145,25 @@ class ExpressionSlice(CallEffects, ABC):
             inside, effect = self._expression(node.body, {}, context, want=want)
             shown = {p: g for p, g in inside.items() if variable_of(p) not in hidden}
             return joined(out, shown), effect
+        children = [each for each in reversed(children_of(node)) if isinstance(each, ast.expr)]
+        return self._in_turn([(each, want) for each in children], out, context)
+
+    def _in_turn(
+        self, wanted: Iterable[tuple[ast.expr, bool]], out: Relevant, context: Context
+    ) -> Flow:
+        """Before several expressions, the last one first; each with whether it is wanted."""
         effect = False
-        for child in reversed(children_of(node)):
-            if isinstance(child, ast.expr):
-                out, also = self._expression(child, out, context, want=want)
-                effect = effect or also
+        for node, want in wanted:
+            out, also = self._expression(node, out, context, want=want)
+            effect = effect or also
         return out, effect
 
     def _comprehension(
         self, node: ast.expr, out: Relevant, context: Context, *, want: bool
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]  # type: ignore[attr-defined]
-        inside: Relevant = out
-        effect = False
         generators = node.generators  # type: ignore[attr-defined]
-        for each in parts:
-            inside, also = self._expression(each, inside, context, want=want)
-            effect = effect or also
+        inside, effect = self._in_turn([(each, want) for each in parts], out, context)
         for generator in reversed(generators):
             for test in generator.ifs:
                 inside, also = self._expression(test, inside, context, want=want or effect)
@@ -169,9 +174,49 @@ class ExpressionSlice(CallEffects, ABC):
             effect = effect or also
         return inside, effect
 
+    # ---------------------------------------------------------------- calls
+
+    def _call_inside(
+        self,
+        call: ast.Call,
+        out: Relevant,
+        context: Context,
+        *,
+        want: bool,
+        elements: frozenset[int] | None = None,
+    ) -> Flow | None:
+        """The slice through a function of the same file; None for any other call."""
+        found = self._program.called(call, context.scope)
+        if found is None:
+            return None
+        function, receiver = found
+        scope, copied = self._program.enter(call, context.scope, function, receiver)
+        inner = Context(
+            scope,
+            wants_result=want,
+            elements=elements,
+            no_grad=context.no_grad,
+            depth=context.depth + 1,
+        )
+        inside, effect = self._function(out, inner)
+        prefix = f"{function.name}{LOCAL}"
+        wanted = {path for path in inside if path.startswith(prefix) and path not in out}
+        given = set(map(id, copied.values()))
+        others = [
+            each
+            for each in calls.arguments_of(call)
+            if id(each) not in given and context.scope.path(each) is None
+        ]
+        if isinstance(call.func, ast.Attribute) and receiver is None:
+            others.append(call.func.value)
+        evaluated = [(value, touches_any(name, wanted)) for name, value in copied.items()]
+        evaluated += [(each, want) for each in others]
+        before, also = self._in_turn(evaluated, without(inside, wanted), context)
+        return before, effect or also
+
     def _call(
         self, node: ast.Call, out: Relevant, context: Context, *, want: bool, is_statement: bool
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         followed = self._call_inside(node, out, context, want=want)
         if followed is not None:
             return followed
@@ -183,28 +228,17 @@ class ExpressionSlice(CallEffects, ABC):
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         path = None if receiver is None else context.scope.path(base_of(receiver))
         wants_receiver = want or (effect and self._remembers(node, path, context))
-        if path is not None and is_statement and calls.overwrites_receiver(node):
-            owner = path.removesuffix(".data")
-            if owner not in self._component_aliases and any(touches(owner, e) for e in out):
-                effect = wants_arguments = True
-                out = {p: g for p, g in out.items() if not covers(owner, p)}
-        elif path is not None and calls.resets_receiver(node) and is_statement:
-            out = {p: g for p, g in out.items() if not covers(path, p)}
-        elif path is not None and self._changes(node, path, is_statement=is_statement):
-            if any(touches(path, each) for each in out):
-                effect = wants_arguments = wants_receiver = True
-            if path in self._component_aliases or self._is_component(node.func, context):
-                effect = wants_arguments = True
-        function = context.scope.path(node.func)
-        remembers = function is not None and self._roles.remembers(function)
-        if function is not None and remembers and any(touches(function, e) for e in out):
-            effect = wants_arguments = True
-        changed = (context.scope.path(base_of(each)) for each in calls.changed_arguments(node))
-        if any(touches(path, each) for path in changed if path is not None for each in out):
+        if path is not None:
+            out, matters, reads = self._changed_receiver(
+                node, path, out, context, is_statement=is_statement
+            )
+            effect, wants_arguments = effect or matters, wants_arguments or matters
+            wants_receiver = wants_receiver or reads
+        if self._changes_relevant(node, out, context):
             effect = wants_arguments = True
         if calls.dotted(node.func) == "next" and node.args:
             iterator = context.scope.path(node.args[0])
-            if iterator is not None and any(touches(iterator, each) for each in out):
+            if iterator is not None and touches_any(iterator, out):
                 wants_arguments = True
         before, also = self._arguments(
             node, out, context, want=wants_arguments, receiver=wants_receiver
@@ -212,18 +246,55 @@ class ExpressionSlice(CallEffects, ABC):
         if want or effect:
             unknown = self._roles.changed_by_unknown(node, context.scope)
             before = joined(before, dict.fromkeys(unknown))
-        if want and function is not None:
-            is_name = isinstance(node.func, ast.Name) and self._program.is_variable(function)
-            if is_name or remembers:
-                before = {**before, function: None}
-        return before, effect or also
+        return self._with_called(node, before, context, want=want), effect or also
+
+    def _changed_receiver(
+        self, node: ast.Call, path: str, out: Relevant, context: Context, *, is_statement: bool
+    ) -> tuple[Relevant, bool, bool]:
+        """What a method does to its object.
+
+        Returns:
+            What is relevant without what it overwrites, whether the change matters, and whether
+            the object's former content does.
+        """
+        if is_statement and calls.overwrites_receiver(node):
+            owner = path.removesuffix(".data")
+            if owner in self._component_aliases or not touches_any(owner, out):
+                return out, False, False
+            return {p: g for p, g in out.items() if not covers(owner, p)}, True, False
+        if is_statement and calls.resets_receiver(node):
+            return {p: g for p, g in out.items() if not covers(path, p)}, False, False
+        if not self._changes(node, path, is_statement=is_statement):
+            return out, False, False
+        reads = touches_any(path, out)
+        is_component = path in self._component_aliases or self._is_component(node.func, context)
+        return out, reads or is_component, reads
+
+    def _changes_relevant(self, node: ast.Call, out: Relevant, context: Context) -> bool:
+        """Whether a call changes the called object or an argument, and that is relevant."""
+        function = context.scope.path(node.func)
+        if function is not None and self._roles.remembers(function) and touches_any(function, out):
+            return True
+        changed = (context.scope.path(base_of(each)) for each in calls.changed_arguments(node))
+        return any(touches_any(path, out) for path in changed if path is not None)
+
+    def _with_called(
+        self, node: ast.Call, before: Relevant, context: Context, *, want: bool
+    ) -> Relevant:
+        """Adds the called object where it is a variable whose answer is wanted."""
+        function = context.scope.path(node.func)
+        if not want or function is None:
+            return before
+        is_name = isinstance(node.func, ast.Name) and self._program.is_variable(function)
+        is_asked = is_name or self._roles.remembers(function)
+        return {**before, function: None} if is_asked else before
 
     def _arguments(
         self, node: ast.Call, out: Relevant, context: Context, *, want: bool, receiver: bool
-    ) -> tuple[Relevant, bool]:
+    ) -> Flow:
         effect = False
         saves = calls.is_saving(node) and not self._every_use
-        for value in reversed([*node.args, *(each.value for each in node.keywords)]):
+        for value in reversed(calls.arguments_of(node)):
             decides = want and (not saves or self._is_decision(value, context))
             out, also = self._argument(value, out, context, want=decides)
             effect = effect or also
@@ -235,13 +306,16 @@ class ExpressionSlice(CallEffects, ABC):
             effect = effect or also
         return out, effect
 
-    def _argument(
-        self, value: ast.expr, out: Relevant, context: Context, *, want: bool
-    ) -> tuple[Relevant, bool]:
+    def _argument(self, value: ast.expr, out: Relevant, context: Context, *, want: bool) -> Flow:
         """An argument; a function of the same file is one that the callee calls."""
         if isinstance(value, (ast.Name, ast.Attribute)):
-            called = ast.Call(func=value, args=[], keywords=[])
+            called = calls.call_of(value)
             followed = self._call_inside(called, out, context, want=want)
             if followed is not None:
                 return followed
         return self._expression(value, out, context, want=want)
+
+
+def _drop_covered(path: str, relevant: Relevant) -> None:
+    for each in [each for each in relevant if covers(path, each)]:
+        del relevant[each]
