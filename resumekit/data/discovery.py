@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import sys
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -72,6 +75,28 @@ def shards_whole_batches(batch_sampler: Any) -> bool:
     if not is_known or batch_sampler.split_batches:
         return False
     return bool(batch_sampler.even_batches or batch_sampler.drop_last)
+
+
+def known_length(value: Any) -> int | None:
+    """Its ``len()``, or None where it has none."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def unordered_reason(loader: Any) -> str:
+    """Why no resume can repeat the order in which workers deliver; empty where one can."""
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        return "in_order=False delivers in an order that no record can repeat"
+    return ""
+
+
+def initial_seed(saved: torch.Tensor, generator: torch.Generator) -> int:
+    """The seed that a generator like this one had been given when its state was saved."""
+    former = torch.Generator(generator.device)
+    former.set_state(saved)
+    return former.initial_seed()
 
 
 def has_own_state(value: Any) -> bool:
@@ -312,3 +337,88 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _named(**parts: Any) -> Iterator[tuple[str, Any]]:
     yield from parts.items()
+
+
+# ---------------------------------------------------------------- loaders built in each epoch
+
+# What gc.get_objects() lists; torch's generators are not among it.
+_KINDS = (DataLoader, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class ExistingObjects:
+    """The loaders and generators that exist when an epoch begins.
+
+    A loop that builds its loader in each epoch gets new workers, and generators in the state that
+    the loop gives them. Within one process the second epoch shows it. A process that resumes at the
+    start of an epoch sees one loader only, and looks at what existed before: otherwise a generator
+    that the loop has seeded for this epoch would get its state of the former one. Without it three
+    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py.
+    """
+
+    def __init__(self) -> None:
+        self._references = {id(each): _reference(each) for each in _living()}
+
+    def contains(self, thing: Any) -> bool:
+        """Whether it existed, as far as this can be known."""
+        thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
+        if not isinstance(thing, _KINDS):
+            return True
+        reference = self._references.get(id(thing), _no_object)
+        if reference() is thing:
+            return True
+        # Objects after gc.freeze() are not listed; they are older than any epoch.
+        return not any(each is thing for each in _living())
+
+    def recreated(self, generators: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        """The names of a new loader's generators that are new as well.
+
+        Args:
+            generators: its private generators.
+            saved: the states of those of the loader before it.
+        """
+        return [
+            name
+            for name, generator in generators.items()
+            if name in saved and not self._is_kept(generator, saved[name])
+        ]
+
+    def _is_kept(self, generator: Any, saved: Any) -> bool:
+        if not isinstance(generator, torch.Generator):
+            return self.contains(generator)
+        if not isinstance(saved, torch.Tensor):
+            return False
+        # One that lives through all epochs has been seeded once.
+        return initial_seed(saved, generator) == generator.initial_seed()
+
+
+def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A position without what is known about the loader being built in each epoch."""
+    return {key: value for key, value in state.items() if key not in ("rebuilt", "made_anew")}
+
+
+def _living() -> list[Any]:
+    # Not isinstance: it would ask each of a million objects, and some answer for another one.
+    kinds = {kind for base in _KINDS for kind in _and_subclasses(base)}
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _and_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield from _and_subclasses(subclass)
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # NumPy's generators have no weak references
+        return partial(_same_object, thing)
+
+
+def _same_object(thing: Any) -> Any:
+    return thing
+
+
+def _no_object() -> None:
+    return None

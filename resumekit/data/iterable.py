@@ -25,6 +25,7 @@ from resumekit.data.discovery import (
     sample_iterator,
     shallow_copy,
     stream_loader,
+    unordered_reason,
 )
 from resumekit.data.sampling import FetchRecorder, Playback
 from resumekit.data.source import Source, user_objects
@@ -142,8 +143,8 @@ class ReplaySource(Source):
 
     def _lost_in_workers(self, stream: DataLoader[Any]) -> str:
         """What cannot be repeated of what the workers do; empty if all can."""
-        if not getattr(stream, "in_order", True):
-            return "in_order=False delivers in an order that no record can repeat"
+        if unordered_reason(stream):
+            return unordered_reason(stream)
         if _persists(stream) and self._persistent is None:
             return (
                 "what persistent workers draw for a map-style dataset whose batches one rank "
@@ -241,9 +242,7 @@ class ReplaySource(Source):
 
     # ---------------------------------------------------------------- what is saved
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._pending is not None:
-            return dict(self._pending)
+    def _current_state(self) -> dict[str, Any]:
         state = self._state()
         under_way = state["batch"] > 0
         fetches = self._fetches if under_way else None

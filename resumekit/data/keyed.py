@@ -16,11 +16,16 @@ import torch
 from torch.utils.data import DataLoader, MapDataPipe, Subset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
-from resumekit.data.discovery import DATASET_PREFIXES, nested_generators, without_prefetch
+from resumekit.data.discovery import (
+    DATASET_PREFIXES,
+    known_length,
+    nested_generators,
+    unordered_reason,
+    without_prefetch,
+)
 from resumekit.data.keys import (
     CountingDigest,
     Keys,
-    NoRepeats,
     Purpose,
     Repeats,
     RunSeed,
@@ -75,8 +80,9 @@ class KeyedSource(MapSource):
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        if self.loader.num_workers and not getattr(self.loader, "in_order", True):
-            return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
+        unordered = unordered_reason(self.loader)
+        if unordered:
+            return Fidelity.LOST, unordered
         held = nested_generators(
             {"dataset": self._fetch.dataset, "collate_fn": self._fetch.collate}
         )
@@ -191,7 +197,7 @@ class KeyedSampler(RecordingSampler):
         self._begun: Iterator[Any] | None = None
         self._loader = loader
         self._collates = loader.batch_sampler is not None
-        self._repeats: Repeats = NoRepeats()
+        self._repeats: Repeats | None = None
 
     def begin(self, epoch: int) -> None:
         """The next iteration is that of this epoch."""
@@ -207,7 +213,7 @@ class KeyedSampler(RecordingSampler):
     def _begin(self) -> Iterator[Any]:
         begins_again = self._seek is not None
         once = yields_each_index_once(self._loader)
-        self._repeats = NoRepeats() if once else Repeats(_num_samples(self._loader))
+        self._repeats = None if once else Repeats(known_length(self._loader.dataset) or 0)
         batches = super().__iter__()
         if not begins_again:
             # torch 2.13 utils/data/dataloader.py _BaseDataLoaderIter draws a seed for its workers
@@ -221,21 +227,16 @@ class KeyedSampler(RecordingSampler):
     ) -> Iterator[Any]:
         for indices in super()._indices(inner, position):
             given = indices if self._collates else [indices]
-            yield KeyedBatch(given, self._epoch, self._repeats.count(given))
+            repeats = {} if self._repeats is None else self._repeats.count(given)
+            yield KeyedBatch(given, self._epoch, repeats)
 
     def _seek_position(self, inner: Iterator[Any]) -> tuple[int, Iterator[Any]]:
         order = self.order
-        self.order = CountingDigest(order, self._repeats)
+        if self._repeats is not None:
+            self.order = CountingDigest(order, self._repeats)
         position = super()._seek_position(inner)
         self.order = order
         return position
-
-
-def _num_samples(loader: DataLoader[Any]) -> int:
-    try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return 0
 
 
 class KeyedFetch:

@@ -10,7 +10,7 @@ import hashlib
 import operator
 import random
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -145,22 +145,11 @@ def index_bytes(index: Any) -> bytes:
     Raises:
         UnsupportedValueError: an object that is only itself, for which there is no such text.
     """
-    if type(index) is int:
+    if type(index) is int:  # the most frequent one
         return b"%d," % index
-    if isinstance(index, str):
-        return b"s" + index_bytes(index.encode("utf-8", "surrogatepass"))
-    if isinstance(index, bytes):
-        return b"%d:%b" % (len(index), index)
-    if isinstance(index, (tuple, list)):
-        return b"(%b)" % b"".join(map(index_bytes, index))
-    if isinstance(index, Mapping):
-        return b"m" + index_bytes(list(index.items()))
-    if isinstance(index, slice):
-        return b"l" + index_bytes((index.start, index.stop, index.step))
-    if isinstance(index, float):
-        return b"f" + index_bytes(float(index).hex())
-    if index is None:
-        return b"n"
+    for kind, encode in _ENCODINGS:
+        if isinstance(index, kind):
+            return encode(index)
     if hasattr(index, "tolist"):  # NumPy's and torch's numbers and arrays
         return index_bytes(index.tolist())
     try:
@@ -173,6 +162,15 @@ def index_bytes(index: Any) -> bytes:
         ) from None
 
 
+_ENCODINGS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
+    (str, lambda text: b"s" + index_bytes(text.encode("utf-8", "surrogatepass"))),
+    (bytes, lambda data: b"%d:%b" % (len(data), data)),
+    ((tuple, list), lambda items: b"(%b)" % b"".join(map(index_bytes, items))),
+    (Mapping, lambda mapping: b"m" + index_bytes(list(mapping.items()))),
+    (slice, lambda part: b"l" + index_bytes((part.start, part.stop, part.step))),
+    (float, lambda number: b"f" + index_bytes(float(number).hex())),
+    (type(None), lambda _: b"n"),
+)
 _ONCE = (
     SequentialSampler,
     DistributedSampler,  # what it pads with goes to another rank than before
@@ -223,30 +221,18 @@ class Repeats:
         return times
 
 
-class NoRepeats(Repeats):
-    """Where every index comes once, there is nothing to count."""
-
-    def __init__(self, num_samples: int = 0) -> None:
-        super().__init__(0)
-
-    def count(self, indices: Iterable[Any]) -> dict[int, int]:
-        """None came before."""
-        return {}
-
-
 class CountingDigest(OrderDigest):
-    """An order that counts what it takes in.
+    """A digest of an order that also counts the indices added to it.
 
     Args:
-        order: takes it in as well.
-        repeats: counts it.
+        order: the digest.
+        repeats: counts them.
     """
 
     def __init__(self, order: OrderDigest, repeats: Repeats) -> None:
-        super().__init__(order._digest)
+        super().__init__(order.digest)
         self._repeats = repeats
 
     def add(self, indices: Any) -> None:
-        """Takes in what is passed over, a series of indices."""
         super().add(indices)
         self._repeats.count(indices)

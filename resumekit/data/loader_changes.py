@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from resumekit.capture import RngState
-from resumekit.data.discovery import DATASET_PREFIXES
+from resumekit.data.discovery import DATASET_PREFIXES, initial_seed
 from resumekit.data.order import (
     DRAWN,
     IN_ORDER,
@@ -72,9 +72,7 @@ def unused_seeds(saved: Mapping[str, Any], live: Mapping[str, Any], where: str) 
     for name, generator in live.items():
         state = saved.get(name)
         if isinstance(generator, torch.Generator) and isinstance(state, torch.Tensor):
-            former = torch.Generator(generator.device)
-            former.set_state(state)
-            then, now = former.initial_seed(), generator.initial_seed()
+            then, now = initial_seed(state, generator), generator.initial_seed()
             if then != now:
                 yield (
                     f"{where}: seed of {name}: the script says {now}, the checkpoint's {then} is "

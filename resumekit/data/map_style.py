@@ -11,7 +11,12 @@ from typing import Any
 from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
-from resumekit.data.discovery import announce_epoch, private_generators
+from resumekit.data.discovery import (
+    announce_epoch,
+    known_length,
+    private_generators,
+    unordered_reason,
+)
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     followed_changes,
@@ -101,8 +106,9 @@ class MapSource(Source):
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
         workers = self.loader.num_workers
-        if workers and not getattr(self.loader, "in_order", True):
-            return Fidelity.LOST, "in_order=False delivers in an order that no record can repeat"
+        unordered = unordered_reason(self.loader)
+        if unordered:
+            return Fidelity.LOST, unordered
         if workers and not self._keeps_turns:
             what = "random numbers in workers of a MapDataPipe with batch_size=None"
             return Fidelity.LOST, f"{what}; a Dataset is exact"
@@ -133,12 +139,13 @@ class MapSource(Source):
         self.epoch = epoch
 
     def _begin_fresh(self) -> None:
-        if self._copy._iterator is None:
+        # torch 2.13 utils/data/dataloader.py DataLoader keeps that of persistent workers here.
+        if self._copy.__dict__["_iterator"] is None:
             self._before = self._rng.state_dict()
             self._workers = {}
             self._attach_worker_states({}, num_padding=0)
         self.batch = self._samples = self._since = 0
-        self._inherited, self._epoch_batches = {}, None
+        self._inherited, self.epoch_length = {}, None
         self._iterator = iter(self._copy)
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
@@ -197,7 +204,7 @@ class MapSource(Source):
     def _num_padding(self) -> int:
         workers = self.loader.num_workers
         # Without in_order a padding may arrive after a batch, and workers have no turns to keep.
-        in_order = getattr(self.loader, "in_order", True)
+        in_order = not unordered_reason(self.loader)
         return self.batch % workers if workers and in_order and self._keeps_turns else 0
 
     @property
@@ -249,8 +256,8 @@ class MapSource(Source):
             if isinstance(batch, BatchWithState):
                 self._workers[batch.worker] = batch.state
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._pending) if self._pending is not None else self.state_at(self.mark())
+    def _current_state(self) -> dict[str, Any]:
+        return self.state_at(self.mark())
 
     def mark(self) -> BatchMark:
         """The position of the next batch, for ``state_at`` during this epoch."""
@@ -316,14 +323,14 @@ class MapSource(Source):
         if not state["batch"]:
             live = self._geometry(), sampler_setting(self._order_name())
             self.unexpected = tuple(followed_changes(state, *live, self.name))
-        self._epoch_batches = fitted.num_batches
+        self.epoch_length = fitted.num_batches
         return fitted.state
 
     def _geometry(self) -> dict[str, Any]:
         batch_sampler = self.loader.batch_sampler
         return {
             **super()._geometry(),
-            "num_samples": _length(self.loader.dataset),
+            "num_samples": known_length(self.loader.dataset),
             "batch_size": self.loader.batch_size or _number(batch_sampler, "batch_size"),
             "drop_last": self.loader.drop_last or bool(_number(batch_sampler, "drop_last")),
             "num_replicas": self._batching.num_replicas,
@@ -338,10 +345,3 @@ def _number(holder: Any, name: str) -> int | None:
     """A setting of a batch sampler, whoever wrote it; None where it has no such one."""
     value = getattr(holder, name, None)
     return value if isinstance(value, int) else None
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None

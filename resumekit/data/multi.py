@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,9 +49,7 @@ class Zipped:
 
     @property
     def num_batches(self) -> int | None:
-        lengths = [source.num_batches for source in self.sources]
-        known = [length for length in lengths if length is not None]
-        return min(known) if len(known) == len(lengths) else None
+        return _num_batches(self.sources, min)
 
     @property
     def indices(self) -> list[Any]:
@@ -147,7 +145,7 @@ class Longest(Zipped):
 
     @property
     def num_batches(self) -> int | None:
-        return _longest(self.sources)
+        return _num_batches(self.sources, max)
 
     @property
     def begun(self) -> bool:
@@ -203,7 +201,7 @@ class Cycling(Zipped):
 
     @property
     def num_batches(self) -> int | None:
-        return _longest(self.sources)
+        return _num_batches(self.sources, max)
 
     @property
     def used_up(self) -> bool:
@@ -231,7 +229,6 @@ class Cycling(Zipped):
         return source.next_batch()
 
 
-def _longest(sources: tuple[Source, ...]) -> int | None:
-    lengths = [source.num_batches for source in sources]
-    known = [length for length in lengths if length is not None]
-    return max(known) if len(known) == len(lengths) else None
+def _num_batches(sources: tuple[Source, ...], pick: Callable[[Iterable[int]], int]) -> int | None:
+    known = [each.num_batches for each in sources if each.num_batches is not None]
+    return pick(known) if len(known) == len(sources) else None

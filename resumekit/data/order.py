@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.data.discovery import is_seeded_by_epoch, shards_whole_batches
+from resumekit.data.discovery import is_seeded_by_epoch, known_length, shards_whole_batches
 from resumekit.data.samplers import (
     EpochOrder,
     RandomAccess,
@@ -109,12 +109,7 @@ class Batching:
     @property
     def samples_per_rank(self) -> int | None:
         """The samples of one epoch on this rank, or None where the sampler does not say."""
-        if self.by_batches:
-            return None
-        try:
-            return len(self.sampler)
-        except (TypeError, NotImplementedError):
-            return None
+        return None if self.by_batches else known_length(self.sampler)
 
     def num_batches(self, num_samples: int) -> int:
         """The batches that are made of this many samples of one rank."""
@@ -189,6 +184,27 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
 
 
+def require_same_name(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Raises DataPositionError unless two names are those of one order."""
+    if then == now:
+        return
+    remedy = "Restore the former settings of the sampler"
+    if then.get("seed") != now.get("seed") and then["kind"] == now["kind"]:
+        remedy = f"Restore the seed of the sampler, {then['seed']}, until this epoch is over"
+    elif (then["kind"] == IN_ORDER) != (now["kind"] == IN_ORDER):
+        remedy = f"Restore shuffle={then['kind'] != IN_ORDER} until this epoch is over"
+    raise DataPositionError(
+        where,
+        found=f"a sampler that gives another order ({_name_text(now)})",
+        expected=f"the order of the interrupted run ({_name_text(then)})",
+        remedy=remedy,
+    )
+
+
+def _name_text(name: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in name.items())
+
+
 def may_draw_lazily(sampler: Any) -> bool:
     """Whether a sampler may draw from the global generators between two batches."""
     method = getattr(type(sampler), "__iter__", None)
@@ -249,15 +265,15 @@ def _permutation(length: int, generator: torch.Generator | None) -> EpochOrder:
 class OrderDigest:
     """A running digest of the indices that were delivered, in their order."""
 
-    _digest: Any = field(default_factory=xxhash.xxh3_128)
+    digest: Any = field(default_factory=xxhash.xxh3_128)
 
     def add(self, indices: Any) -> None:
         """Takes in the indices of one batch, or of several in a row."""
-        self._digest.update(_index_bytes(indices))
+        self.digest.update(_index_bytes(indices))
 
     def hexdigest(self) -> str:
         """The digest of all indices so far."""
-        return str(self._digest.hexdigest())
+        return str(self.digest.hexdigest())
 
 
 def _index_bytes(indices: Any) -> bytes:

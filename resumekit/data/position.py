@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import random
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.discovery import INNER, is_dispatched, is_stateful_data_loader
+from resumekit.data.discovery import (
+    INNER,
+    ExistingObjects,
+    is_dispatched,
+    is_stateful_data_loader,
+    without_history,
+)
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
@@ -71,7 +72,7 @@ class DataPosition(ComponentState):
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
         self._in_checkpoint: frozenset[str] = frozenset()
-        self._witness: ExistingObjects | None = None
+        self._existing: ExistingObjects | None = None
 
     def empty_copy(self) -> DataPosition:
         """A position with the same settings and no loader."""
@@ -147,16 +148,16 @@ class DataPosition(ComponentState):
     def witness_epoch(self) -> None:
         """An epoch of ``epochs()`` begins, in a process that resumes there."""
         if any(state["rebuilt"] is None for state in self._pending.values()):
-            self._witness = ExistingObjects()
+            self._existing = ExistingObjects()
 
     def _with_rebuilt(self, state: dict[str, Any], source: Source) -> dict[str, Any]:
         """The state, with what can be known about whether the loader is built in every epoch."""
-        witness = self._witness
-        if state["batch"] or state["rebuilt"] is not None or witness is None:
+        existing = self._existing
+        if state["batch"] or state["rebuilt"] is not None or existing is None:
             return state
-        if witness.saw(source.loader):
+        if existing.contains(source.loader):
             return state
-        anew = witness.recreated(source.private, state["generators"])
+        anew = existing.recreated(source.private, state["generators"])
         return {**state, "rebuilt": True, "made_anew": anew}
 
     @property
@@ -178,7 +179,7 @@ class DataPosition(ComponentState):
     def end_epoch(self, names: Collection[str]) -> None:
         """An epoch of ``epochs()`` ends: its loaders begin their next one, wherever they are."""
         self._num_epochs += 1
-        self._witness = None
+        self._existing = None
         for name in names:
             source = self.sources.get(name)
             if source is not None and source.batch:
@@ -280,81 +281,3 @@ def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSo
     if hasattr(loader, "state_dict"):
         return None
     return MapSource if seed is None else partial(KeyedSource, seed=seed)
-
-
-# What the garbage collector can find. It does not know torch's generators.
-_KINDS = (DataLoader, random.Random, np.random.Generator, np.random.RandomState)
-
-
-class ExistingObjects:
-    """Remembers which loaders and generators exist at the start of an epoch."""
-
-    def __init__(self) -> None:
-        self._there = {id(each): _reference(each) for each in _living()}
-
-    def saw(self, thing: Any) -> bool:
-        """Whether it existed, as far as this can be known."""
-        thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
-        if not isinstance(thing, _KINDS):
-            return True
-        reference = self._there.get(id(thing), _no_object)
-        if reference() is thing:
-            return True
-        # The collector does not tell of what was frozen; that is older than any epoch.
-        return not any(each is thing for each in _living())
-
-    def recreated(self, generators: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-        """The names of a new loader's generators that are new as well.
-
-        Args:
-            generators: its private generators.
-            saved: the states of those of the loader before it.
-        """
-        return [
-            name
-            for name, generator in generators.items()
-            if name in saved and not self._is_kept(generator, saved[name])
-        ]
-
-    def _is_kept(self, generator: Any, saved: Any) -> bool:
-        if not isinstance(generator, torch.Generator):
-            return self.saw(generator)
-        if not isinstance(saved, torch.Tensor):
-            return False
-        # One that lives through all epochs has been seeded once.
-        former = torch.Generator(generator.device)
-        former.set_state(saved)
-        return former.initial_seed() == generator.initial_seed()
-
-
-def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A loader's position without what is known about its being built in every epoch."""
-    return {key: value for key, value in state.items() if key not in ("rebuilt", "made_anew")}
-
-
-def _living() -> list[Any]:
-    # Not isinstance: it would ask each of a million objects, and some answer for another one.
-    kinds = {kind for base in _KINDS for kind in _and_subclasses(base)}
-    return [each for each in gc.get_objects() if type(each) in kinds]
-
-
-def _and_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _and_subclasses(subclass)
-
-
-def _reference(thing: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # NumPy's generators have no weak references
-        return partial(_same_object, thing)
-
-
-def _same_object(thing: Any) -> Any:
-    return thing
-
-
-def _no_object() -> None:
-    return None

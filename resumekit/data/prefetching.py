@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from resumekit.capture import RngState
 from resumekit.data.discovery import INNER, announce_epoch, rewrap, without_prefetch
 from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
-from resumekit.data.map_style import BatchMark, MapSource
+from resumekit.data.map_style import MapSource
 from resumekit.data.resharding import follow
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import MakeUserState
@@ -92,21 +93,21 @@ class AskedAhead:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """The batch that was asked for and not delivered yet, and where it came from.
+    """A batch that was fetched and not delivered yet, and where it came from.
 
     Args:
-        batch: it.
-        position: the inner source's state before the fetch.
+        position: of the inner source before the fetch, its state or its mark.
         random: the RNG state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
+        batch: the batch, where this source keeps it.
     """
 
-    batch: Any
-    position: dict[str, Any]
+    position: Any
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
+    batch: Any = None
 
 
 class AheadSource(OuterSource):
@@ -123,7 +124,8 @@ class AheadSource(OuterSource):
 
     def __init__(self, inner: Source) -> None:
         super().__init__(inner.loader, inner.name, inner)
-        self._private, self._rng = inner._private, inner._rng
+        self._private = dict(inner.private)
+        self._rng = RngState(self._private)
         self._is_ahead = False  # of the current epoch a batch was asked for
         self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
 
@@ -177,7 +179,7 @@ class AheadSource(OuterSource):
         self._fetched = None
         with suppress(StopIteration):
             batch = inner.next_batch()
-            self._fetched = _Fetched(batch, position, random, inner.indices, inner.num_samples)
+            self._fetched = _Fetched(position, random, inner.indices, inner.num_samples, batch)
 
     def end_epoch(self) -> None:
         super().end_epoch()
@@ -187,32 +189,13 @@ class AheadSource(OuterSource):
         super().close()
         self._inner.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._pending is not None:
-            return dict(self._pending)
+    def _current_state(self) -> dict[str, Any]:
         fetched = self._fetched
         return {
             **self._state(),
             "inner": self._inner.state_dict() if fetched is None else fetched.position,
             "ahead": [] if fetched is None else [fetched.random],
         }
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A batch that the outer loader has taken and not delivered yet, and where it came from.
-
-    Args:
-        position: the inner source's, before the fetch.
-        random: the RNG state before the fetch; None where samples draw from keys.
-        indices: the batch's sample indices.
-        num_samples: their number.
-    """
-
-    position: BatchMark
-    random: dict[str, Any] | None
-    indices: Any
-    num_samples: int
 
 
 class WrappedSource(OuterSource):
@@ -238,7 +221,7 @@ class WrappedSource(OuterSource):
         inner = getattr(loader, INNER)
         super().__init__(loader, name, open_inner(inner, name))
         self._outer = rewrap(loader, _Feed(self, inner))
-        self._ahead: deque[Fetched] = deque()
+        self._ahead: deque[_Fetched] = deque()
         self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
         self._continues = False  # the current epoch was begun by another process
         self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from
@@ -252,7 +235,7 @@ class WrappedSource(OuterSource):
         if pending is not None and pending["epoch"] == epoch and pending["batch"] > 0:
             self._continue_epoch(pending)
         else:
-            self._epoch_batches = None
+            self.epoch_length = None
         self._iterator = iter(()) if self._is_at_end(pending) else iter(self._outer)
 
     def _is_at_end(self, pending: Mapping[str, Any] | None) -> bool:
@@ -287,12 +270,12 @@ class WrappedSource(OuterSource):
                 found=f"a batch of {type(self.loader).__name__} that this rank did not draw",
                 expected="one batch from its inner loader for each that it hands out",
             )
-        handed_out = self._ahead.popleft()
-        self.indices, self.num_samples = handed_out.indices, handed_out.num_samples
+        delivered = self._ahead.popleft()
+        self.indices, self.num_samples = delivered.indices, delivered.num_samples
         self.batch += 1
         return batch
 
-    def _begin_inner(self) -> None:
+    def begin_inner(self) -> None:
         """The outer loader makes its iterator, at its own first batch."""
         if self._continues:
             # What it drew or synchronised just now, it did in the interrupted run as well.
@@ -301,7 +284,7 @@ class WrappedSource(OuterSource):
         else:
             self._inner.begin(self.epoch)
 
-    def _take(self) -> Any:
+    def take(self) -> Any:
         """The next batch for the outer loader."""
         return self._again.popleft() if self._again else self._fetch()
 
@@ -309,7 +292,7 @@ class WrappedSource(OuterSource):
         position = self._inner.mark()
         random = None if self._inner.keyed else self._rng.state_dict()
         batch = self._inner.next_batch()
-        fetched = Fetched(position, random, self._inner.indices, self._inner.num_samples)
+        fetched = _Fetched(position, random, self._inner.indices, self._inner.num_samples)
         self._ahead.append(fetched)
         return batch
 
@@ -324,12 +307,10 @@ class WrappedSource(OuterSource):
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         fitted = super()._fitted(state)
-        self._epoch_batches = self._inner._epoch_batches
+        self.epoch_length = self._inner.epoch_length
         return fitted
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._pending is not None:
-            return dict(self._pending)
+    def _current_state(self) -> dict[str, Any]:
         inner = self._inner
         return {
             **self._state(),
@@ -356,8 +337,8 @@ class _Feed:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._source._begin_inner()
+        self._source.begin_inner()
         return self
 
     def __next__(self) -> Any:
-        return self._source._take()
+        return self._source.take()

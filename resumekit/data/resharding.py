@@ -1,4 +1,9 @@
-"""Resumes inside an epoch with another batch size or another number of ranks."""
+"""Resumes inside an epoch with another batch size or another number of ranks.
+
+The ranks take turns over one order, so what they used together is its beginning, up to the saved
+position. A process that can redraw the order shards the rest of it among any number of ranks, in
+batches of any size.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,6 @@ from resumekit.data.loader_changes import (
 )
 from resumekit.data.order import (
     DRAWN,
-    IN_ORDER,
     NAMED,
     Batching,
     Jump,
@@ -29,6 +33,7 @@ from resumekit.data.order import (
     SkipSamples,
     redraw_order,
     require_order,
+    require_same_name,
 )
 from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
@@ -86,10 +91,10 @@ def require_allowed(
 
     Args:
         state: the saved position.
-        geometry: this loader's geometry.
-        needed: the changes that this kind of loader may follow.
-        allowed: those that the user allows.
-        free: what of the geometry may be another one anyway.
+        geometry: of this loader.
+        needed: the changes that this kind of loader can follow.
+        allowed: the changes that the user allows.
+        free: keys of the geometry that may change anyway.
         where: the loader's name.
     """
     then = state["geometry"]
@@ -126,14 +131,14 @@ def fit_position(
 
     Args:
         state: the saved position.
-        geometry: this loader's geometry.
-        batching: how it takes its order apart.
+        geometry: of this loader.
+        batching: how this loader divides its order.
         live_name: the name of the order that its own sampler gives.
         allowed: the changes that the user allows.
-        where: the loader's name, for errors.
+        where: the loader's name.
 
     Raises:
-        DataPositionError: something changed that is not allowed, or that cannot be followed.
+        DataPositionError: a change is not allowed, or cannot be followed.
     """
     needed = needed_changes(state, geometry)
     inherits = inherits_order(state, live_name, where)
@@ -181,7 +186,7 @@ def follow(
     free: frozenset[str] = frozenset(),
     where: str,
 ) -> dict[str, Any]:
-    """The position of a loader around another one, which followed these changes already.
+    """The position of an outer loader whose inner one has followed the ``needed`` changes.
 
     Raises:
         DataPositionError: something else changed.
@@ -202,16 +207,10 @@ def fit_at_epoch_start(
     allowed: frozenset[str],
     where: str,
 ) -> dict[str, Any]:
-    """The position of a loader whose order nobody else can draw: it may only change between epochs.
-
-    Args:
-        state: the saved position.
-        geometry: this loader's geometry.
-        allowed: the changes that the user allows.
-        where: the loader's name, for errors.
+    """The position of a loader whose order cannot be redrawn: it may change between epochs only.
 
     Raises:
-        DataPositionError: something changed that is not allowed, or inside an epoch.
+        DataPositionError: a change is not allowed, or is inside an epoch.
     """
     needed = (WORLD_SIZE,) if RANKS in state else ()
     require_allowed(state, geometry, needed=needed, allowed=allowed, where=where)
@@ -232,7 +231,7 @@ def _values(change: str, state: Mapping[str, Any], geometry: Mapping[str, Any]) 
 def _refuse(
     where: str, found: str, expected: str, needed: Sequence[str], state: Mapping[str, Any]
 ) -> NoReturn:
-    """What cannot be followed in the middle of an epoch."""
+    """Raises for a change that cannot be followed inside an epoch."""
     raise DataPositionError(
         where,
         found=f"{found}, with another {' and '.join(needed)} inside epoch {state['epoch']}",
@@ -244,7 +243,7 @@ def _refuse(
 def _require_shared(
     state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], where: str
 ) -> None:
-    """Raises unless the ranks shared one order that can be drawn again, and share it now."""
+    """Raises unless the ranks sharded one order that can be redrawn, then and now."""
     name, needed = state["order_name"], (WORLD_SIZE,)
     shared_before = state["geometry"].get("num_replicas", 1)
     ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
@@ -302,7 +301,7 @@ def used_here(state: Mapping[str, Any]) -> int:
     return int(state["samples"]) // int(state["geometry"]["num_replicas"])
 
 
-# ---------------------------------------------------------------- the way to the position
+# ---------------------------------------------------------------- seeking
 
 
 def find_seeker(
@@ -312,13 +311,13 @@ def find_seeker(
     *,
     where: str,
 ) -> Seeker:
-    """How to begin the epoch at a position.
+    """How the sampler reaches a position.
 
     Args:
         state: the position, in this loader's geometry.
-        batching: how the loader takes its order apart.
-        live_name: gives the name of the order that its sampler is about to give.
-        where: the loader's name, for errors.
+        batching: how the loader divides its order.
+        live_name: returns the name of the order that its sampler is about to give.
+        where: the loader's name.
     """
     digest = state["used"]["digest"]
     is_turn = batching.by_batches and not is_reshared(state)
@@ -332,7 +331,7 @@ def find_seeker(
     then, now = state["order_name"], live_name()
     is_known = {then["kind"], now["kind"]} <= NAMED
     if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
-        _require_same_order(then, now, where)
+        require_same_name(then, now, where)
     return SkipSamples(where, used_here(state), digest, batching.batch_sampler)
 
 
@@ -343,7 +342,7 @@ def _rest_of_epoch(
     name, position, used = state["order_name"], state["samples"], state["used"]
     is_same_kind = name["kind"] == live_name["kind"]
     if not is_reshared(state) or (is_same_kind and name["kind"] != DRAWN):
-        _require_same_order(name, live_name, where)
+        require_same_name(name, live_name, where)
     if is_same_kind and batching.has_random_access:
         return batching.sampler.iterate_from(position)  # type: ignore[no-any-return]
     order = redraw_order(name, state["start"])
@@ -361,41 +360,24 @@ def _used_positions(used: Mapping[str, Any], position: int) -> Any:
     return positions[turns % used["num_replicas"] == used["replica"]]
 
 
-def _require_same_order(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    if then == now:
-        return
-    remedy = "Restore the former settings of the sampler"
-    if then.get("seed") != now.get("seed") and then["kind"] == now["kind"]:
-        remedy = f"Restore the seed of the sampler, {then['seed']}, until this epoch is over"
-    elif (then["kind"] == IN_ORDER) != (now["kind"] == IN_ORDER):
-        remedy = f"Restore shuffle={then['kind'] != IN_ORDER} until this epoch is over"
-    raise DataPositionError(
-        where,
-        found=f"a sampler that gives another order ({_listed(now)})",
-        expected=f"the order of the interrupted run ({_listed(then)})",
-        remedy=remedy,
-    )
-
-
-def _listed(name: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in name.items())
+# ---------------------------------------------------------------- ranks
 
 
 def resplit_positions(
     states: Mapping[int, Mapping[str, Any]], change: WorldChange
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """This rank's position in every loader, marked with both numbers of ranks, and no remarks.
+    """This rank's position in every loader, and no messages.
 
-    The position itself is the same on all ranks, because it is that of the whole job; what follows
-    from it for a loader shows when the loader is opened. A rank that existed keeps the random
-    states of its own workers and generators.
+    The position is that of the whole job, so it is the same on all ranks; what follows for a loader
+    is found when the loader is opened. A rank that existed before keeps the RNG states of its own
+    workers and generators. Both numbers of ranks are stored in the position.
 
     Args:
         states: the positions of some former ranks, rank 0 among them.
         change: the numbers of ranks.
 
     Raises:
-        DataPositionError: the former ranks were not at one position.
+        DataPositionError: the former ranks were at different positions.
     """
     for rank, state in states.items():
         _require_same_position(states[0], state, rank)

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from resumekit.capture import Holder, RngState, generator_state, set_generator_state
 from resumekit.capture.user_state import attributes_set_in, is_user_object
-from resumekit.data.discovery import loader_generators
+from resumekit.data.discovery import known_length, loader_generators
 from resumekit.data.loader_changes import refuse_kind, unused_seeds
 from resumekit.data.resharding import fit_at_epoch_start
 from resumekit.data.stream_objects import MakeUserState
@@ -51,7 +51,7 @@ class Source(ABC):
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
         self._recreated: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
-        self._epoch_batches: int | None = None  # of the current epoch, if not as many as ever
+        self.epoch_length: int | None = None  # of the current epoch, where it is a special one
         self._length_in = -1  # the epoch for which the loader was asked its length last
         self._length: int | None = None
         self._private = loader_generators(loader)
@@ -83,25 +83,24 @@ class Source(ABC):
             StopIteration: the epoch has no more.
         """
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, with all that a resume needs."""
+        return self._current_state() if self._pending is None else dict(self._pending)
+
+    @abstractmethod
+    def _current_state(self) -> dict[str, Any]:
+        """``state_dict`` where no saved position waits for its epoch."""
 
     @property
     def num_batches(self) -> int | None:
         """The batches of one epoch on this rank, or None where the loader does not say."""
-        if self._is_endless:
-            return None
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
+        return None if self._is_endless else known_length(self.loader)
 
     @property
     def epoch_batches(self) -> int | None:
         """The batches of the current epoch; they may differ after a change of geometry."""
-        if self._epoch_batches is not None:
-            return self._epoch_batches
+        if self.epoch_length is not None:
+            return self.epoch_length
         if self._is_endless or not self.begun:
             return self.num_batches
         if self._length_in != self.epoch:  # a framework's loader takes long to tell
@@ -149,14 +148,14 @@ class Source(ABC):
     def has_no_end(self) -> None:
         """The batches of this epoch are more than the loader's ``len()`` says: it says nothing."""
         if self.epoch_batches is not None and self.batch > self.epoch_batches:
-            self._is_endless, self._epoch_batches = True, None
+            self._is_endless, self.epoch_length = True, None
 
     def end_epoch(self) -> None:
         """Moves the position to the start of the next epoch."""
         self.close()
         self.epoch += 1
         self.batch = 0
-        self._epoch_batches = None
+        self.epoch_length = None
         self._pending = None
         self._length_in = -1
 
@@ -203,7 +202,7 @@ class Source(ABC):
         is_of_kind = state["kind"] == self.kind
         self._is_endless = within and state["endless"]
         state = self._fitted(state) if is_of_kind else state
-        self._epoch_batches = None if self._is_endless else self._epoch_batches
+        self.epoch_length = None if self._is_endless else self.epoch_length
         self.epoch, self.batch = state["epoch"], state["batch"]
         self.is_rebuilt, self._recreated = state["rebuilt"], state["made_anew"]
         if self.is_rebuilt and not within:

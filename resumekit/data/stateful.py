@@ -107,9 +107,7 @@ class StatefulSource(Source):
         self.num_samples = first_dimension(batch)
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._pending is not None:
-            return dict(self._pending)
+    def _current_state(self) -> dict[str, Any]:
         # A loader that was never iterated has no position yet, and torchdata's would draw a seed to
         # answer.
         own = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None

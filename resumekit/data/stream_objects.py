@@ -158,6 +158,10 @@ _NAMED = frozenset((*dis.haslocal, *dis.hasfree))
 def still_readable(iterator: Any) -> list[Any]:
     """The objects that an iterator can still read from.
 
+    A stream that reads all that it needs when it starts, as a dataset over a replay buffer does,
+    stays exact although training fills the buffer. Without this, strict=True would refuse it:
+    test_a_stream_that_reads_at_its_start_is_not_reported.
+
     Of a generator, these are the local variables that the rest of its code uses, and what it
     iterates; of other built-in iterators, what they iterate. Iterators and functions among them are
     replaced by what they read, so that the result holds neither.
