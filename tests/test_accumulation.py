@@ -119,7 +119,7 @@ def newest(directory: Path) -> Path:
 def test_a_kill_at_any_micro_batch_goes_on_exactly(tmp_path: Path, loop: str) -> None:
     whole = Training(tmp_path / "whole", loop=loop).train()
     assert len(whole.losses) == NUM_EPOCHS * NUM_BATCHES
-    for kill in range(2, len(whole.losses) + 1):
+    for kill in (2, 5, 7, 8, 12):  # inside a window, after a step, at the end of the first epoch
         place = tmp_path / f"killed at {kill}"
         killed = Training(place, loop=loop, crash_at=kill, save_at=range(kill - 1, kill)).train()
         again = Training(place, loop=loop, seed=kill, save_at=range(0)).train()
@@ -136,7 +136,7 @@ def test_without_the_gradients_the_same_check_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Training(tmp_path / "whole").train()
-    for kill in range(2, 9):
+    for kill in (4, 5, 7):
         place = tmp_path / f"killed at {kill}"
         Training(place, crash_at=kill, save_at=range(kill - 1, kill)).train()
         with monkeypatch.context() as context:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
@@ -299,8 +299,14 @@ def assert_counted(plan: Plan, whole: Launch, place: Progress) -> None:
 kills = st.lists(st.integers(1, 12), min_size=1, max_size=2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(plan=plans(), kills=kills)
+@example(plan=Plan("shuffle", 7, 2, loop="epochs"), kills=[5, 2])
+@example(plan=Plan("replacement", 9, 2, drop_last=True, save_every=2), kills=[6])
+@example(plan=Plan("own", 5, 2, batch_sampler=True), kills=[2, 3])
+@example(plan=Plan("weighted", 6, 2, randomness="keyed"), kills=[3, 2])
+@example(plan=Plan("distributed", 11, 2, num_ranks=3), kills=[2, 2])
+@example(plan=Plan("distributed resumable", 9, 2, num_ranks=2, drop_last=True), kills=[4])
 def test_killed_anywhere_a_run_is_fed_draws_and_ends_as_if_nobody_had_killed_it(
     plan: Plan, kills: list[int]
 ) -> None:
@@ -308,13 +314,14 @@ def test_killed_anywhere_a_run_is_fed_draws_and_ends_as_if_nobody_had_killed_it(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(plan=plans(), kills=kills)
+@example(plan=Plan("shuffle", 7, 2, persistent=True), kills=[3, 3])
 def test_with_workers_too(num_workers: int, plan: Plan, kills: list[int]) -> None:
     assert_goes_on(replace(plan, randomness="tape"), kills, [num_workers])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(plan=plans(), kills=kills, num_workers=st.permutations([0, 1, 2]))
 def test_with_keys_each_launch_may_have_workers_of_its_own_number(
     plan: Plan, kills: list[int], num_workers: list[int]
@@ -333,7 +340,7 @@ def plans_left_inside_an_epoch(draw: st.DrawFn) -> tuple[Plan, int]:
 
 
 @pytest.mark.parametrize("left_out", ["data", "rng"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(planned=plans_left_inside_an_epoch())
 def test_without_the_position_or_the_random_state_the_same_check_fails(
     left_out: str, planned: tuple[Plan, int]
