@@ -357,3 +357,17 @@ def _component_digests(components: Mapping[str, Any]) -> dict[str, dict[str, str
     from resumekit.serialization import leaf_digests  # see _plain
 
     return {key: dict(leaf_digests(state)) for key, state in components.items()}
+
+
+def injected_components() -> frozenset[str]:
+    """The components that a tool leaves out of a resume, to see whether a comparison notices."""
+    return frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
+
+
+def relocated(directory: Path) -> Path:
+    """The run directory, or its replacement when a tool runs this program beside the real runs."""
+    root = os.environ.get(RUN_ROOT_VARIABLE)
+    if not root:
+        return directory
+    absolute = directory.absolute()
+    return Path(root) / f"{absolute.name}-{xxhash.xxh3_64_hexdigest(str(absolute).encode())[:8]}"

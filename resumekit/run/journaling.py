@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import xxhash
-
-import resumekit
+from resumekit.distributed import Shares, World
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
-    COMMAND,
     DIRECTORY,
     LOSS,
     SAVE,
@@ -29,24 +19,33 @@ from resumekit.journal import (
     Has,
     Header,
     JournalFile,
+    LateLosses,
     RandomStates,
     Record,
     SampleIds,
     Used,
     UsedHere,
+    code_digests,
     compared,
     earlier_use,
+    environment,
     find_attempts,
     learning_rates_digest,
     limit_earlier,
+    lineage,
     name_of,
     number_of_attempt,
+    plain_loss,
     plain_rates,
+    settings_digest,
     sum_over_ranks,
     worst,
 )
-from resumekit.journal.step_values import LateLosses, plain_loss
 from resumekit.log import logger
+from resumekit.run.compatibility import frameworks_in
+from resumekit.run.components import RunComponents
+from resumekit.run.options import Options
+from resumekit.storage import Manifest, Store
 
 # Above this many ranks rank 0 alone keeps a journal.
 MAX_RANKS = 64
@@ -326,110 +325,52 @@ class RunJournal:
             log("%s", verdict)
 
 
-_LIBRARIES = (
-    "transformers",
-    "accelerate",
-    "lightning",
-    "pytorch_lightning",
-    "deepspeed",
-    "datasets",
-    "trl",
-    "peft",
-)
-_MAX_SOURCES = 64
-_INSTALLED = ("site-packages", "dist-packages")
-_SHORT = 8  # hexadecimal digits of a digest in a header
+def attempt_header(
+    directory: Path,
+    store: Store,
+    world: World,
+    shares: Shares,
+    components: RunComponents,
+    options: Options,
+    *,
+    parent: Manifest | None,
+    fresh: Sequence[str],
+    fingerprint: Mapping[str, Any],
+) -> Header:
+    """The header of an attempt's journal, its number apart.
 
-
-def code() -> dict[str, str]:
-    """Digests of the user's source files that are loaded, by path, and of the command line.
-
-    Without a file behind the program (a notebook, a shell) nothing equals what ran before.
+    Args:
+        directory: the run directory.
+        store: the checkpoints in it.
+        world: the ranks.
+        shares: which of them take the same data.
+        components: of the run.
+        options: of the run.
+        parent: the checkpoint that the attempt resumed from, or None.
+        fresh: the keys of components that it lacks.
+        fingerprint: the settings of the run.
     """
-    found = {COMMAND: short_digest(json.dumps(sys.argv).encode())}
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not main:
-        found["<interactive>"] = os.urandom(_SHORT // 2).hex()
-        return found
-    root = Path(main).resolve().parent
-    for path in sorted(_own_sources())[:_MAX_SOURCES]:
-        try:
-            content = Path(path).read_bytes()
-        except OSError:
-            continue
-        found[os.path.relpath(path, root)] = short_digest(content)
-    return found
-
-
-def _own_sources() -> set[str]:
-    standard = os.path.dirname(os.__file__)
-    here = os.path.dirname(os.path.abspath(resumekit.__file__))
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {
-        os.path.abspath(name)
-        for name in files
-        if name
-        and name.endswith(".py")
-        and not name.startswith((standard + os.sep, here + os.sep))
-        and not any(folder in name for folder in _INSTALLED)
-    }
-
-
-def environment(optimizers: Iterable[Any]) -> dict[str, Any]:
-    """What the bits of a loss depend on beside code and data."""
-    devices = {
-        parameter.device.type
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if isinstance(parameter, torch.Tensor)
-    }
-    device = "+".join(sorted(devices)) or "cpu"
-    if "cuda" in devices:
-        device = f"cuda ({torch.cuda.get_device_name()})"
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "processor": _processor(),
-        **_versions(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "numpy": np.__version__,
-        "resumekit": resumekit.__version__,
-    }
-    for name in _LIBRARIES:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
-    return found
-
-
-@cache
-def _processor() -> str:
-    """Its vector instructions decide the order of sums."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} {capability}"
-
-
-def settings(fingerprint: Mapping[str, Any]) -> str:
-    """A digest of the components' settings as the script gives them."""
-    others = ("versions", "git", "command", "world_size")
-    kept = {name: value for name, value in fingerprint.items() if name not in others}
-    return short_digest(json.dumps(kept, sort_keys=True, default=str).encode())
-
-
-def short_digest(content: bytes) -> str:
-    """A digest that is long enough to see a change."""
-    return xxhash.xxh3_64_hexdigest(content)[:_SHORT]
+    share = shares.of_ranks[world.rank]
+    header = Header(
+        run_id=store.run_id,
+        attempt=store.attempt,
+        number=0,
+        rank=world.rank,
+        world_size=world.world_size,
+        share=share,
+        writes_share=shares.first_ranks[share] == world.rank,
+        lineage=(),
+        resumed_step=None if parent is None else parent.step,
+        options={
+            "randomness": options.randomness,
+            "mid_accumulation": options.mid_accumulation,
+            "horizon": dict(components.counters.horizon),
+            "framework": sorted(frameworks_in(components.all)),
+            "settings": settings_digest(fingerprint),
+        },
+        geometry=components.position.geometry(),
+        code=code_digests(),
+        environment=environment(components.optimizers()),
+        excluded=(*(sorted(options.exclude) if parent else ()), *fresh),
+    )
+    return replace(header, lineage=lineage(directory, header, parent.attempt if parent else None))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
-from weakref import WeakMethod
+from typing import Any
 
 from resumekit.capture import Difference
-from resumekit.data import DataPosition
 from resumekit.distributed import World
 from resumekit.log import logger
 from resumekit.run.compatibility import owners
+from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
 from resumekit.run.save_requests import parse_cadence
 from resumekit.state import (
@@ -25,29 +24,8 @@ from resumekit.state import (
 )
 from resumekit.storage import Manifest
 
-T = TypeVar("T")
-
 # Gives lines for state that the run has and no component holds.
 Finding = Callable[[], Iterable[CaptureLine]]
-
-
-def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
-    """A bound method that does not keep its object.
-
-    A run that refers to itself would outlive the loop that abandoned it until the next garbage
-    collection, with the lock of its directory and the workers of its loaders.
-
-    Args:
-        method: the bound method.
-        otherwise: what a call gives when the object has gone.
-    """
-    found = WeakMethod(method)
-
-    def call() -> T:
-        alive = found()
-        return otherwise if alive is None else alive()
-
-    return call
 
 
 class Account:
@@ -56,19 +34,17 @@ class Account:
     Args:
         options: of the run.
         world: its ranks; rank 0 tells.
-        position: the loaders, which decide how exactly the position comes back.
+        components: of the run.
 
     Attributes:
-        components: of the run.
         start: what the first line says of a run that starts; empty for one that resumes.
         cadence: when it saves, in words.
     """
 
-    def __init__(self, options: Options, world: World, position: DataPosition) -> None:
+    def __init__(self, options: Options, world: World, components: RunComponents) -> None:
         self._options = options
         self._world = world
-        self._position = position
-        self.components: Sequence[StateComponent] = ()
+        self._components = components
         self.start = ""
         self.cadence = str(parse_cadence(options.save_every))
         self._findings: list[Finding] = []
@@ -162,11 +138,11 @@ class Account:
         """One line for each component, each empty slot, and whatever was overlooked."""
         lines: list[CaptureLine] = []
         for slot in Slot:
-            present = [each for each in self.components if each.slot == slot.value]
+            present = [each for each in self._components.all if each.slot == slot.value]
             lines.extend(map(_capture_line, present))
             if not present:
                 lines.append(CaptureLine(slot.value, None, f"no {slot.value} was given"))
-        for component in self.components:
+        for component in self._components.all:
             lines.extend(component.state.findings())
         for finding in self._findings:
             lines.extend(finding())
@@ -187,16 +163,17 @@ class Account:
 
     def tell_changed_loaders(self) -> None:
         """The same for the loaders that were opened since the last call."""
-        changes, self._position.changes = self._position.changes, []
+        position = self._components.position
+        changes, position.changes = position.changes, []
         self.tell_changes(changes)
-        unexpected, self._position.unexpected = self._position.unexpected, []
+        unexpected, position.unexpected = position.unexpected, []
         for line in unexpected:
             self.warn(line)
             self._history[-1]["changes"].append(line)
 
     def details(self) -> dict[str, Any]:
         """What every manifest says about how this run came about."""
-        details: dict[str, Any] = owners(self.components)
+        details: dict[str, Any] = owners(self._components.all)
         if self._options.exclude:
             details["exclude"] = sorted(self._options.exclude)
         if self._options.resume_from is not None:

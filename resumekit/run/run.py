@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
-from torch import nn
 
 from resumekit.capture import (
-    AccumulatedGradients,
-    Extras,
     Given,
-    Holder,
-    OptimizerState,
-    UserState,
-    bucket_components,
     fingerprint,
-    gradient_components,
     holds_gradients,
-    parameter_components,
-    require_gradients,
-    uncaptured_parameters,
 )
 from resumekit.data import (
-    SEED,
-    DataPosition,
     EpochUnderWay,
     Feed,
-    RunSeed,
     epoch_under_way,
-    user_objects,
 )
 from resumekit.distributed import Shares, World
-from resumekit.journal import Header, RandomStates, lineage
+from resumekit.journal import Header, RandomStates
 from resumekit.log import show_messages
 from resumekit.run.agreement import Membership, Replicas, agreed_shares, described
 from resumekit.run.compatibility import (
@@ -48,27 +30,24 @@ from resumekit.run.compatibility import (
     frameworks_in,
     frameworks_of,
 )
-from resumekit.run.journaling import RunJournal, code, environment, settings
+from resumekit.run.components import RunComponents, weakly
+from resumekit.run.journaling import RunJournal, attempt_header
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.loop_check import LoopCheck
 from resumekit.run.options import Options
-from resumekit.run.progress import BestSelection, Counters, best_step
-from resumekit.run.randomness import RandomState
-from resumekit.run.report import Account, ResumeReport, weakly
+from resumekit.run.progress import best_step
+from resumekit.run.report import Account, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Description, Saver
 from resumekit.run.world_change import Sources
 from resumekit.state import (
-    CaptureLine,
     ComponentState,
-    SharingPattern,
     Slot,
     StateComponent,
     Validation,
-    check_components,
 )
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
-from resumekit.tracing import INJECT_VARIABLE, RUN_ROOT_VARIABLE, StateEvent, Trace
+from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
@@ -93,34 +72,21 @@ class Run:
         data_parallel_group: Any,
     ) -> None:
         show_messages()
-        self.directory = _relocated(directory)
+        self.directory = relocated(directory)
         self.options = options
-        self.counters = Counters()
-        keyed = options.randomness == "keyed"
-        self.seed = RunSeed(generators.values()) if keyed else None
-        self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
-        self.selection = BestSelection(options.best_metric, options.mode)
-        self.rng = RandomState(generators, self.position)
-        self.components: tuple[StateComponent, ...] = ()
-        self._loader_state = UserState(
-            {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others, [])
-        )
-        self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
-        self._extras = extras
-        self._own = self._own_components(extras)
+        self._components = owned = RunComponents(options, extras, generators)
+        self.counters, self.position, self.rng = owned.counters, owned.position, owned.rng
+        self.selection = owned.selection
         self._given = components
         self._groups = groups
         self._data_parallel_group = data_parallel_group
         self._shares: Shares | None = None
-        self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
-        self.components = self._with_own(() if callable(components) else components)
+        owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
-        self.account = Account(options, self.world, self.position)
-        self.account.components = self.components
-        self.account.add_finding(self._uncaptured_parameters)
-        self.loop_check = LoopCheck(options, extras, weakly(self._saved_objects, Given()))
+        self.account = Account(options, self.world, owned)
+        self.account.add_finding(owned.uncaptured_parameters)
+        self.loop_check = LoopCheck(options, extras, weakly(owned.saved_objects, Given()))
         self.account.add_finding(self.loop_check.lines)
-        self._generators = generators
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
@@ -136,79 +102,18 @@ class Run:
         self._parent: Manifest | None = None  # of the checkpoint that this attempt resumed from
         self._fresh: tuple[str, ...] = ()  # components that it lacks
         self._fingerprint: dict[str, Any] = {}
-        self._injected = frozenset(filter(None, os.environ.get(INJECT_VARIABLE, "").split(",")))
+        self._injected = injected_components()
 
-    def _own_components(self, extras: dict[str, Any]) -> list[StateComponent]:
-        seeds = (
-            [] if self.seed is None else [StateComponent(SEED, self.seed, SharingPattern.GLOBAL)]
-        )
-        return [
-            *seeds,
-            StateComponent(Slot.DATA.value, self.position, SharingPattern.PER_RANK),
-            self._loader_state.component(),
-            StateComponent(Slot.RNG.value, self.rng, SharingPattern.PER_RANK),
-            StateComponent(Slot.PROGRESS.value, self.counters, SharingPattern.GLOBAL),
-            StateComponent(Slot.BEST_METRIC.value, self.selection, SharingPattern.GLOBAL),
-            StateComponent(Slot.EXTRAS.value, Extras(extras), SharingPattern.GLOBAL),
-        ]
+    @property
+    def components(self) -> tuple[StateComponent, ...]:
+        """The components as they are now."""
+        return self._components.all
 
-    def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
-        """The user state of what a stream reads; modules are not set to what they were then.
-
-        A loader that is built again in each epoch keeps the baseline of the first one: a resumed
-        process has made no other.
-        """
-        names = frozenset(objects)
-        if names in self._stream_states:
-            self._stream_states[names].replace(objects)
-        else:
-            self._stream_states[names] = UserState(
-                objects,
-                key=Slot.DATA.value,
-                foreign=weakly(self._modules_of_others, []),
-                transient=self.options.transient,
-                limit_bytes=self.options.user_state_limit,
-            )
-        return self._stream_states[names]
-
-    def _modules_of_others(self) -> list[Any]:
-        return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]
-
-    def _objects_of_others(self) -> list[Any]:
-        """What other components with user state follow: a dataset may share it with a module."""
-        others = (each.stateful for each in self.components)
-        states = [e for e in others if isinstance(e, UserState) and e is not self._loader_state]
-        return [each for state in states for each in state.objects.values()]
-
-    def _with_own(
-        self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()
-    ) -> tuple[StateComponent, ...]:
-        given = {each.key for each in components}
-        derived = (*bucket_components(components), *parameter_components(components))
-        added = tuple(each for each in derived if each.key not in given)
-        for each in (*components, *self._own):
-            each.state.configure(
-                transient=self.options.transient, limit_bytes=self.options.user_state_limit
-            )
-        if self.options.saves_gradients:
-            require_gradients(components)
-        summed = gradient_components([*components, *added], self.counters.is_within_window)
-        self._gradients = tuple(each for each in summed if each.key not in given)
-        added += tuple(
-            each
-            for each in self._gradients
-            if self.options.saves_gradients or each.key in gradients
-        )
-        return check_components([*components, *added, *self._own])
-
-    # ---------------------------------------------------------------- the way in
-
-    def _uncaptured_parameters(self) -> Iterable[CaptureLine]:
-        return uncaptured_parameters(self.components)
+    # ---------------------------------------------------------------- resuming
 
     @property
     def has_resumed(self) -> bool:
-        """Whether the way in is over: all but data and random state is in place."""
+        """Whether all but the data position and the RNG state is restored."""
         return self._report is not None
 
     @property
@@ -262,15 +167,15 @@ class Run:
             self.find()
             found, given = self._found, self._given
             saved = () if found is None else (each.key for each in found.manifest.components)
-            self.components = self._with_own(
+            self._components.set_given(
                 given() if callable(given) else given, gradients=holds_gradients(saved)
             )
-            self.account.components = self.components
             self._begin_saving()
             report = ResumeReport(resumed=False) if found is None else self._load(found)
             self._found = None
-            if self.seed is not None and self.seed.value is None:
-                self.seed.value = self.world.broadcast(torch.initial_seed())
+            seed = self._components.seed
+            if seed is not None and seed.value is None:
+                seed.value = self.world.broadcast(torch.initial_seed())
             self._log_start(report)
             self._report = report
         return self._report
@@ -317,29 +222,15 @@ class Run:
 
     def _add_late_components(self) -> None:
         """Adds the components of state that came into being after the start. Collective."""
-        found: dict[str, StateComponent] = {}
-
-        def find() -> list[str]:
-            known = {each.key for each in self.components}
-            late = [p for p in parameter_components(self.components) if p.key not in known]
-            self._gradients += gradient_components(late, self.counters.is_within_window)
-            found.update({each.key: each for each in (*late, *self._gradients)})
-            needed = (each.key for each in self._gradients if _gradients_of(each).is_needed)
-            return [key for key in (*(each.key for each in late), *needed) if key not in known]
-
-        keys = dict.fromkeys(key for own in self.world.everywhere(find) for key in own)
-        if keys:
+        if self._components.add_late(self.world):
             assert self._saver is not None
             parent = self._saver.parent
-            added = (found[key] for key in keys if key in found)
-            self.account.components = self.components = check_components([*self.components, *added])
             self._begin_saving()
             self._saver.parent = parent
 
     def observe_gradients(self) -> None:
         """A step boundary: looks whether the gradients outlive their step."""
-        for each in self._gradients:
-            _gradients_of(each).watch.observe()
+        self._components.observe_gradients()
 
     def _begin_saving(self) -> None:
         assert self._store is not None
@@ -373,9 +264,7 @@ class Run:
         self.account.tell_changes(changes)
         remarks = loading.load(found, fit.fresh)
         self._parent, self._fresh = found.manifest, tuple(fit.fresh)
-        for each in self._gradients:
-            if self.counters.step and each.key not in found.states:
-                _gradients_of(each).watch.inherit()
+        self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
         drift = drift_messages(fit.differences, self.options)
         for warning in drift.warnings:
@@ -412,15 +301,8 @@ class Run:
 
     def enter_loop(self, owner: Any, feed: Feed) -> None:
         """A loop asks for its first batch: looks what it needs and no component holds."""
-        for source in feed.sources:
-            self._loader_state.add(user_objects(source))
+        self._components.follow(feed, streams=False)
         self.loop_check.enter(owner)
-
-    def _saved_objects(self) -> Given:
-        """What the checkpoints of this run hold, as it is now."""
-        states = [each.stateful for each in self.components]
-        tracked = [o for e in states if isinstance(e, UserState) for o in e.objects.values()]
-        return Given(self.components, [*self._extras.values(), *self._generators.values()], tracked)
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.
@@ -436,9 +318,7 @@ class Run:
                 remedy="A save needs all ranks: give them as many batches each, without join()",
             )
         self.account.tell_changed_loaders()
-        for source in feed.sources:
-            self._loader_state.add(user_objects(source))
-            source.follow_objects(self._follow_stream)
+        self._components.follow(feed, streams=True)
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
 
@@ -501,9 +381,7 @@ class Run:
         )
         self.account.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
-        if not self.counters.is_within_window():  # there the gradients are to outlive the save
-            for each in self._gradients:
-                _gradients_of(each).watch.saved()
+        self._components.gradients_saved()
 
     def close(self) -> None:
         """Gives the directory back."""
@@ -517,12 +395,9 @@ class Run:
 
     def learning_rates(self) -> list[Any]:
         """The learning rate of every param group of every optimizer."""
-        return [group["lr"] for each in self._optimizers() for group in each.param_groups]
-
-    def _optimizers(self) -> list[Any]:
-        states = (each.stateful for each in self.components if each.slot == Slot.OPTIMIZER.value)
-        given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
-        return [each for each in given if hasattr(each, "param_groups")]
+        return [
+            group["lr"] for each in self._components.optimizers() for group in each.param_groups
+        ]
 
     def record_step(self, epoch: int, loss: Any) -> None:
         """Records the step that was just counted in the journal.
@@ -535,9 +410,9 @@ class Run:
         if self.journal.is_new:
             self.journal.open(
                 counters.step,
-                self._describe_attempt(),
-                optimizers=self._optimizers(),
-                random_states=self._random_states(),
+                self._attempt_header(),
+                optimizers=self._components.optimizers(),
+                random_states=RandomStates(self._components.recorded_generators()),
             )
         self.journal.step(
             counters.step,
@@ -547,44 +422,20 @@ class Run:
             loss=loss,
         )
 
-    def _describe_attempt(self) -> Header:
-        """The header of this attempt's journal, but for its number."""
+    def _attempt_header(self) -> Header:
         assert self._store is not None
         assert self._shares is not None
-        options, parent, rank = self.options, self._parent, self.world.rank
-        share = self._shares.of_ranks[rank]
-        header = Header(
-            run_id=self._store.run_id,
-            attempt=self._store.attempt,
-            number=0,
-            rank=rank,
-            world_size=self.world.world_size,
-            share=share,
-            writes_share=self._shares.first_ranks[share] == rank,
-            lineage=(),
-            resumed_step=None if parent is None else parent.step,
-            options={
-                "randomness": options.randomness,
-                "mid_accumulation": options.mid_accumulation,
-                "horizon": dict(self.counters.horizon),
-                "framework": sorted(frameworks_in(self.components)),
-                "settings": settings(self._fingerprint),
-            },
-            geometry=self.position.geometry(),
-            code=code(),
-            environment=environment(self._optimizers()),
-            excluded=(*(sorted(options.exclude) if parent else ()), *self._fresh),
+        return attempt_header(
+            self.directory,
+            self._store,
+            self.world,
+            self._shares,
+            self._components,
+            self.options,
+            parent=self._parent,
+            fresh=self._fresh,
+            fingerprint=self._fingerprint,
         )
-        return replace(
-            header, lineage=lineage(self.directory, header, parent.attempt if parent else None)
-        )
-
-    def _random_states(self) -> RandomStates:
-        """The generators that the journal digests: not the loaders', which workers run ahead of."""
-        sources = self.position.sources.values()
-        others = {id(each) for source in sources for each in source.private.values()}
-        named = self.rng.generators.items()
-        return RandomStates({name: each for name, each in named if id(each) not in others})
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""
@@ -598,17 +449,3 @@ class Run:
         """The best committed checkpoint and the metric's value in it, or None."""
         metric = self.selection.best
         return None if metric is None else best_step(self._store or Store(self.directory), metric)
-
-
-def _gradients_of(component: StateComponent) -> AccumulatedGradients:
-    assert isinstance(component.stateful, AccumulatedGradients)
-    return component.stateful
-
-
-def _relocated(directory: Path) -> Path:
-    """The directory, or its stand-in when a tool runs this program beside the user's real runs."""
-    root = os.environ.get(RUN_ROOT_VARIABLE)
-    if not root:
-        return directory
-    absolute = directory.absolute()
-    return Path(root) / f"{absolute.name}-{xxhash.xxh3_64_hexdigest(str(absolute).encode())[:8]}"

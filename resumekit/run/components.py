@@ -1,0 +1,230 @@
+"""The components of a run: those that are given, those derived from them, and the core's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+from torch import nn
+
+from resumekit.capture import (
+    AccumulatedGradients,
+    Extras,
+    Given,
+    Holder,
+    OptimizerState,
+    UserState,
+    bucket_components,
+    gradient_components,
+    parameter_components,
+    require_gradients,
+    uncaptured_parameters,
+)
+from resumekit.data import SEED, DataPosition, Feed, RunSeed, user_objects
+from resumekit.distributed import World
+from resumekit.run.options import Options
+from resumekit.run.progress import BestSelection, Counters
+from resumekit.run.randomness import RandomState
+from resumekit.state import CaptureLine, SharingPattern, Slot, StateComponent, check_components
+
+T = TypeVar("T")
+
+
+def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
+    """A bound method that does not keep its object.
+
+    A run that refers to itself would outlive the loop that abandoned it until the next garbage
+    collection, with the lock of its directory and the workers of its loaders.
+
+    Args:
+        method: the bound method.
+        otherwise: what a call gives when the object has gone.
+    """
+    found = WeakMethod(method)
+
+    def call() -> T:
+        alive = found()
+        return otherwise if alive is None else alive()
+
+    return call
+
+
+class RunComponents:
+    """Makes the components of a run, and adds those of state that appears during training.
+
+    Args:
+        options: of the run.
+        extras: the user's live dict.
+        generators: private random generators by name.
+
+    Attributes:
+        all: the components as they are now.
+        counters: the component ``progress``.
+        seed: of keyed randomness, or None.
+        position: the component ``data``.
+        rng: the component ``rng``.
+        selection: the component ``best_metric``.
+    """
+
+    def __init__(
+        self, options: Options, extras: dict[str, Any], generators: Mapping[str, Any]
+    ) -> None:
+        self._options = options
+        self._extras, self._generators = extras, generators
+        self.counters = Counters()
+        self.seed = RunSeed(generators.values()) if options.randomness == "keyed" else None
+        self.position = DataPosition(self.seed, allowed_changes=options.allow_changes)
+        self.rng = RandomState(generators, self.position)
+        self.selection = BestSelection(options.best_metric, options.mode)
+        self.all: tuple[StateComponent, ...] = ()
+        self._loader_state = UserState(
+            {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others, [])
+        )
+        self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
+        self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
+        per_rank, job = SharingPattern.PER_RANK, SharingPattern.GLOBAL
+        self._own = [
+            *([] if self.seed is None else [StateComponent(SEED, self.seed, job)]),
+            StateComponent(Slot.DATA.value, self.position, per_rank),
+            self._loader_state.component(),
+            StateComponent(Slot.RNG.value, self.rng, per_rank),
+            StateComponent(Slot.PROGRESS.value, self.counters, job),
+            StateComponent(Slot.BEST_METRIC.value, self.selection, job),
+            StateComponent(Slot.EXTRAS.value, Extras(extras), job),
+        ]
+
+    def set_given(
+        self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()
+    ) -> None:
+        """Makes ``all`` from the components that an adapter gives.
+
+        Args:
+            components: of the adapter.
+            gradients: the keys of gradients that the checkpoint holds.
+        """
+        options, given = self._options, {each.key for each in components}
+        derived = (*bucket_components(components), *parameter_components(components))
+        added = tuple(each for each in derived if each.key not in given)
+        for each in (*components, *self._own):
+            each.state.configure(transient=options.transient, limit_bytes=options.user_state_limit)
+        if options.saves_gradients:
+            require_gradients(components)
+        summed = gradient_components([*components, *added], self.counters.is_within_window)
+        self._gradients = tuple(each for each in summed if each.key not in given)
+        added += tuple(
+            each for each in self._gradients if options.saves_gradients or each.key in gradients
+        )
+        self.all = check_components([*components, *added, *self._own])
+
+    def add_late(self, world: World) -> bool:
+        """Adds the components of state that came into being after the start. Collective.
+
+        Returns:
+            Whether there are any.
+        """
+        found: dict[str, StateComponent] = {}
+
+        def find() -> list[str]:
+            known = {each.key for each in self.all}
+            late = [p for p in parameter_components(self.all) if p.key not in known]
+            self._gradients += gradient_components(late, self.counters.is_within_window)
+            found.update({each.key: each for each in (*late, *self._gradients)})
+            needed = (each.key for each in self._gradients if _gradients_of(each).is_needed)
+            return [key for key in (*(each.key for each in late), *needed) if key not in known]
+
+        keys = dict.fromkeys(key for own in world.everywhere(find) for key in own)
+        if keys:
+            self.all = check_components([*self.all, *(found[key] for key in keys if key in found)])
+        return bool(keys)
+
+    # ---------------------------------------------------------------- gradients
+
+    def observe_gradients(self) -> None:
+        """A step boundary: looks whether the gradients outlive their step."""
+        for each in self._gradients:
+            _gradients_of(each).watch.observe()
+
+    def gradients_resumed(self, restored: Collection[str]) -> None:
+        """A checkpoint was loaded: it needed no gradients but those of these keys."""
+        for each in self._gradients:
+            if self.counters.step and each.key not in restored:
+                _gradients_of(each).watch.inherit()
+
+    def gradients_saved(self) -> None:
+        """A checkpoint was written; within an accumulation window the gradients outlive it."""
+        if not self.counters.is_within_window():
+            for each in self._gradients:
+                _gradients_of(each).watch.saved()
+
+    # ---------------------------------------------------------------- user objects
+
+    def follow(self, feed: Feed, *, streams: bool) -> None:
+        """Takes the objects of a loader as user state.
+
+        Args:
+            feed: the loader, or several.
+            streams: whether what its streams read is taken as well.
+        """
+        for source in feed.sources:
+            self._loader_state.add(user_objects(source))
+            if streams:
+                source.follow_objects(self._follow_stream)
+
+    def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
+        """The user state of what a stream reads; modules are not set to what they were then.
+
+        A loader that is built again in each epoch keeps the baseline of the first one: a resumed
+        process has made no other.
+        """
+        names = frozenset(objects)
+        if names in self._stream_states:
+            self._stream_states[names].replace(objects)
+        else:
+            self._stream_states[names] = UserState(
+                objects,
+                key=Slot.DATA.value,
+                foreign=weakly(self._modules_of_others, []),
+                transient=self._options.transient,
+                limit_bytes=self._options.user_state_limit,
+            )
+        return self._stream_states[names]
+
+    def _modules_of_others(self) -> list[Any]:
+        return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]
+
+    def _objects_of_others(self) -> list[Any]:
+        """What other components with user state follow: a dataset may share it with a module."""
+        others = (each for each in self._user_states() if each is not self._loader_state)
+        return [each for state in others for each in state.objects.values()]
+
+    def _user_states(self) -> list[UserState]:
+        states = (each.stateful for each in self.all)
+        return [each for each in states if isinstance(each, UserState)]
+
+    def saved_objects(self) -> Given:
+        """What the checkpoints of this run hold, as it is now."""
+        named = [*self._extras.values(), *self._generators.values()]
+        followed = [each for state in self._user_states() for each in state.objects.values()]
+        return Given(self.all, named, followed)
+
+    def uncaptured_parameters(self) -> Iterable[CaptureLine]:
+        """Parameters that an optimizer trains and no component saves."""
+        return uncaptured_parameters(self.all)
+
+    def optimizers(self) -> list[Any]:
+        """Every optimizer with param groups."""
+        states = (each.stateful for each in self.all if each.slot == Slot.OPTIMIZER.value)
+        given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
+        return [each for each in given if hasattr(each, "param_groups")]
+
+    def recorded_generators(self) -> dict[str, Any]:
+        """The generators whose states the journal digests: workers run ahead of the loaders'."""
+        sources = self.position.sources.values()
+        others = {id(each) for source in sources for each in source.private.values()}
+        return {name: each for name, each in self.rng.generators.items() if id(each) not in others}
+
+
+def _gradients_of(component: StateComponent) -> AccumulatedGradients:
+    assert isinstance(component.stateful, AccumulatedGradients)
+    return component.stateful
