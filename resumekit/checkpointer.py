@@ -1,10 +1,9 @@
-"""The engine that every adapter shares: a run that saves itself and finds its way back."""
+"""The Checkpointer that every adapter shares: saves a run, and resumes it."""
 
 from __future__ import annotations
 
 import atexit
 import sys
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +15,17 @@ from resumekit.run import (
     Components,
     DrivenLoop,
     Epochs,
-    LoopHost,
     OptionKeywords,
     Options,
     ResumeReport,
     Run,
+    StepBoundary,
     check_components,
     checked_extras,
     checked_names,
     metric_values,
     run_directory,
+    weakly,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-class Checkpointer(LoopHost):
+class Checkpointer(StepBoundary):
     """Saves the whole state of a run and, when the same command is started again, continues it.
 
     Args:
@@ -88,7 +88,7 @@ class Checkpointer(LoopHost):
             data_parallel_group=data_parallel_group,
         )
         super().__init__(run)
-        _close_at_exit(self)
+        atexit.register(weakly(self._close_at_exit, None))
 
     # ---------------------------------------------------------------- what the user calls
 
@@ -163,8 +163,7 @@ class Checkpointer(LoopHost):
                     "batches(loader) alone needs epochs= or steps=, or an epochs() loop; "
                     "a loader beside the loop needs repeat=True"
                 )
-            self._run.resume()
-            return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
+            return self._epoch_batches(loader, name, repeat=repeat)
         if self._loop == "epochs":
             raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
         unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
@@ -210,7 +209,7 @@ class Checkpointer(LoopHost):
         return DrivenLoop(self, had_finished=had_finished)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
-        """Marks one optimizer-step boundary; a save that is due follows at the settled point.
+        """Marks one optimizer-step boundary; a save that is due follows at the safe point.
 
         Call it also when the gradient scaler skipped the update. Where the framework counts
         accumulation windows itself, it may be called after every micro-batch: inside a window it
@@ -256,7 +255,7 @@ class Checkpointer(LoopHost):
             self._due = True
 
     def save(self) -> None:
-        """Makes a save due at the next settled point; outside a loop, at once. Collective."""
+        """Makes a save due at the next safe point; outside a loop, at once. Collective."""
         self._due = True
         if self._loop is None:
             self._run.resume()
@@ -266,7 +265,7 @@ class Checkpointer(LoopHost):
         """Returns when every save is durable; saves are synchronous, so that is at once."""
 
     def stop(self, reason: str) -> None:
-        """Finishes the run at the next settled point; a relaunch finds it finished. Collective."""
+        """Finishes the run at the next safe point; a relaunch finds it finished. Collective."""
         self._stop_reason = reason
 
     def best(self) -> BestCheckpoint | None:
@@ -283,7 +282,7 @@ class Checkpointer(LoopHost):
         is_due = self._stop_reason is not None or (self._due and self._may_save())
         if self._loop is not None and is_due:
             self._settle(None)
-        self._wishes.wait()
+        self._requests.wait()
         self._let_go()
 
     def __enter__(self) -> Self:
@@ -303,29 +302,13 @@ class Checkpointer(LoopHost):
             self._stop_reason = None
             self._let_go()
 
-    # ---------------------------------------------------------------- what an adapter may know
-
-    def _at_step_boundary(self) -> bool:
-        """Whether an optimizer step is complete; asked by ``step()``."""
-        return True
-
-    def _check_loader(self, loader: Any, name: str | None) -> None:
-        """Refuses or reports a loader that the framework expects in another form."""
+    def _close_at_exit(self) -> None:
+        """Closes at normal exit; after an uncaught exception nothing new is saved."""
+        if not hasattr(sys, "last_value") and self._run.world_is_alive():
+            self.close()
 
 
 def _positive(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(name, found=repr(value), expected="a whole number of at least 1")
     return value
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> None:
-    """Closes at normal exit; after an uncaught exception nothing new is saved."""
-    reference = weakref.ref(checkpointer)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None and not hasattr(sys, "last_value") and alive._run.world_is_alive():
-            alive.close()
-
-    atexit.register(close)

@@ -1,7 +1,8 @@
-"""How a run saves, resumes and passes its settled points; ``Checkpointer`` is its public face."""
+"""How a run saves, resumes and passes its safe points; ``Checkpointer`` is its public face."""
 
 from __future__ import annotations
 
+from resumekit.run.components import weakly
 from resumekit.run.framework_loop import DrivenLoop
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.options import (
@@ -17,18 +18,18 @@ from resumekit.run.options import (
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming import read_spread
 from resumekit.run.run import Components, Run
-from resumekit.run.step_boundary import LoopHost
+from resumekit.run.step_boundary import StepBoundary
 
 __all__ = [
     "Batches",
     "Components",
     "DrivenLoop",
     "Epochs",
-    "LoopHost",
     "OptionKeywords",
     "Options",
     "ResumeReport",
     "Run",
+    "StepBoundary",
     "check_components",
     "checked_extras",
     "checked_names",
@@ -36,4 +37,5 @@ __all__ = [
     "read_spread",
     "require_order",
     "run_directory",
+    "weakly",
 ]

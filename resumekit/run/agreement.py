@@ -23,7 +23,7 @@ _SAID_BY_THE_PATTERN = frozenset(
 )
 
 
-class Membership:
+class ComponentGroups:
     """The groups of every component.
 
     Args:
@@ -38,7 +38,7 @@ class Membership:
     @classmethod
     def agreed(
         cls, world: World, components: Sequence[StateComponent], named: Mapping[str, Any]
-    ) -> Membership:
+    ) -> ComponentGroups:
         """What the ranks say together. Collective.
 
         Args:
@@ -221,7 +221,7 @@ class Replicas:
         self,
         world: World,
         components: Sequence[StateComponent],
-        membership: Membership,
+        membership: ComponentGroups,
         level: Validation,
     ) -> None:
         self._world = world

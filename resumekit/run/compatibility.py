@@ -9,7 +9,7 @@ from typing import Any
 
 from resumekit.capture import GRADIENT_BUCKETS, RANK_BUFFERS, Difference, SchedulerState, Severity
 from resumekit.errors import DriftError, StateMismatchError
-from resumekit.run.agreement import Membership
+from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.state import Slot, StateComponent
 from resumekit.storage import Manifest, StepName
@@ -22,7 +22,7 @@ def check_fit(
     manifest: Manifest,
     components: Sequence[StateComponent],
     options: Options,
-    membership: Membership,
+    membership: ComponentGroups,
     *,
     world_size: int,
     empty: Collection[str] = (),
@@ -79,7 +79,7 @@ def check_fit(
 
 
 def regrouped_buffers(
-    manifest: Manifest, components: Sequence[StateComponent], membership: Membership
+    manifest: Manifest, components: Sequence[StateComponent], membership: ComponentGroups
 ) -> frozenset[str]:
     """The keys of each rank's own buffers of modules that other groups of ranks hold here.
 

@@ -1,40 +1,22 @@
 """Checkpointing for loops that a framework runs."""
 
+# This is a part of the Checkpointer: what it calls there is not the user's.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.data import EpochUnderWay
-from resumekit.run.loops import Batches, Epochs, LoopOwner
+from resumekit.run.loops import Batches, Epochs
 from resumekit.run.report import ResumeReport
 from resumekit.state import Progress
 
-
-class DrivenOwner(LoopOwner, Protocol):
-    """What a driven loop asks of the Checkpointer."""
-
-    def resume(self) -> ResumeReport: ...
-
-    def batches(self, loader: Any) -> Batches: ...
-
-    def _begin_loop(self, loop: str) -> None: ...
-
-    def _finish(self, reason: str, *, used_up: bool) -> None: ...
-
-    def _accept_horizon(self, horizon: dict[str, int]) -> None: ...
-
-    def _under_way(self, loader: Any) -> EpochUnderWay: ...
-
-    def _saved(self, key: str) -> Any: ...
-
-    def _restore_random(self) -> None: ...
-
-    @property
-    def _horizon(self) -> dict[str, int]: ...
+if TYPE_CHECKING:
+    from resumekit.run.step_boundary import StepBoundary
 
 
 class DrivenLoop:
@@ -44,8 +26,8 @@ class DrivenLoop:
     each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
     """
 
-    def __init__(self, owner: DrivenOwner, *, had_finished: bool = False) -> None:
-        self._owner = owner
+    def __init__(self, checkpointer: StepBoundary, *, had_finished: bool = False) -> None:
+        self._checkpointer = checkpointer
         self._had_finished = had_finished
         self._epochs: Epochs | None = None
         self._batches: Batches | None = None
@@ -53,12 +35,12 @@ class DrivenLoop:
     @property
     def progress(self) -> Progress:
         """Where the run is, or, before ``resume()``, where it will go on."""
-        return self._owner.progress
+        return self._checkpointer.progress
 
     @property
     def finished(self) -> str | None:
         """Why there is nothing left to train, or None."""
-        return self._owner.finished
+        return self._checkpointer.finished
 
     @property
     def goes_on_after_end(self) -> bool:
@@ -70,19 +52,19 @@ class DrivenLoop:
 
         For what has to be made before it can take its state.
         """
-        return self._owner._saved(key)
+        return self._checkpointer._run.saved(key)
 
     def restore_random(self) -> None:
         """Sets the random state now, and not when the epoch begins. A no-op the second time.
 
         For a framework that runs code between the place of the checkpoint and that point.
         """
-        self._owner._restore_random()
+        self._checkpointer._run.restore_random()
 
     @property
     def horizon(self) -> dict[str, int]:
         """How far the interrupted run was to go; empty where there was none."""
-        return self._owner._horizon
+        return self._checkpointer._run.counters.horizon
 
     def accept_horizon(self, **horizon: int) -> None:
         """Takes how far the run is to go, where it was not known yet when the loop was made.
@@ -93,7 +75,7 @@ class DrivenLoop:
         Raises:
             DriftError: the interrupted run had another horizon.
         """
-        self._owner._accept_horizon(horizon)
+        self._checkpointer._run.accept_horizon(horizon)
 
     def under_way(self, loader: Any) -> EpochUnderWay:
         """The epoch that the run continues in, before anything is restored. Changes nothing.
@@ -104,18 +86,18 @@ class DrivenLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._owner._under_way(loader)
+        return self._checkpointer._run.under_way(loader)
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent."""
-        report = self._owner.resume()
+        report = self._checkpointer._run.resume()
         if self._epochs is None:
-            self._owner._begin_loop("epochs")
-            self._epochs = Epochs(self._owner, None)
+            self._checkpointer._begin_loop("epochs")
+            self._epochs = Epochs(self._checkpointer, None)
         return report
 
     def next_epoch(self, loader: Any = None) -> int:
-        """Settles the epoch that ended, and begins the next one. Collective.
+        """Passes the safe point after an epoch, and begins the next one. Collective.
 
         To be called when all code of the former epoch has run, and nothing of the next one.
 
@@ -135,13 +117,14 @@ class DrivenLoop:
     def batches(self, loader: Any) -> Batches:
         """The batches of this epoch that are still to be used; the framework iterates them.
 
-        Each ``__next__`` is a settled point: the framework must ask for a batch only when all code
+        Each ``__next__`` is a safe point: the framework must ask for a batch only when all code
         of the step before has run.
 
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        self._batches = self._owner.batches(loader)
+        self._checkpointer._check_loader(loader, None)
+        self._batches = self._checkpointer._epoch_batches(loader)
         return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
@@ -155,7 +138,7 @@ class DrivenLoop:
             num_skipped: how many batches the framework takes and drops by itself, because they were
                 used before; these are placeholders.
         """
-        return _HandingOver(_HandedOver(self, loader, num_skipped))
+        return _HandingLoader(_HandedDataset(self, loader, num_skipped))
 
     def finish(self, reason: str) -> None:
         """Records that the framework has ended the run, and saves. Collective, idempotent.
@@ -163,10 +146,10 @@ class DrivenLoop:
         To be called when all code of the last step has run.
         """
         used_up = self._batches is not None and self._batches.used_up
-        self._owner._finish(reason, used_up=used_up)
+        self._checkpointer._finish(reason, used_up=used_up)
 
 
-class _HandedOver(IterableDataset[Any]):
+class _HandedDataset(IterableDataset[Any]):
     """The batches of an epoch, after placeholders for those that were used before."""
 
     def __init__(self, loop: DrivenLoop, loader: Any, num_skipped: int) -> None:
@@ -180,20 +163,20 @@ class _HandedOver(IterableDataset[Any]):
         yield from self._loop.batches(self._loader)
 
 
-class _HandingOver(DataLoader[Any]):
+class _HandingLoader(DataLoader[Any]):
     """A loader that hands its dataset's items over as they are; torch's way would cost a step more.
 
     A framework that makes a DataLoader of its own from this one's settings gets the same items.
     """
 
-    def __init__(self, dataset: _HandedOver) -> None:
+    def __init__(self, dataset: _HandedDataset) -> None:
         super().__init__(
-            dataset, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator()
+            dataset, batch_size=None, collate_fn=_unchanged, generator=torch.Generator()
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own has a class
         return iter(self.dataset)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

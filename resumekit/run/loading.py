@@ -10,7 +10,7 @@ from resumekit.capture import Difference, differences, holds_gradients
 from resumekit.data import SEED, check_randomness
 from resumekit.distributed import World, WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.run.agreement import Membership
+from resumekit.run.agreement import ComponentGroups
 from resumekit.run.compatibility import (
     accept_drift,
     check_fit,
@@ -22,7 +22,7 @@ from resumekit.run.compatibility import (
 )
 from resumekit.run.options import Options, names_component
 from resumekit.run.resuming import Found
-from resumekit.run.world_change import Sources
+from resumekit.run.world_change import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 from resumekit.storage import ComponentRecord, StepName
 
@@ -57,8 +57,8 @@ class Loading:
     world: World
     options: Options
     components: Sequence[StateComponent]
-    membership: Membership
-    sources: Sources
+    membership: ComponentGroups
+    sources: StateOrigins
 
     def fit(self, found: Found, live: Mapping[str, Any]) -> Fit:
         """Holds the checkpoint against the run, and leaves out of it what nobody takes.
@@ -204,7 +204,7 @@ def call_everywhere(
 
 
 def resplit(
-    found: Found, components: Sequence[StateComponent], sources: Sources, world: World
+    found: Found, components: Sequence[StateComponent], sources: StateOrigins, world: World
 ) -> tuple[str, ...]:
     """Makes this rank's states of those of the former ranks; gives the remarks of all. Collective.
 

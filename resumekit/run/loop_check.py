@@ -269,24 +269,31 @@ class LoopVariables:
             value = value_of(each.path)
             if isinstance(value, _NO_STATE) or self._is_silent(each, kept, value_of):
                 continue
-            digest = None
-            if not each.is_rebound and value is not _MISSING:
-                digest = self._digest(value)
-            if digest is None:
+            is_object = not each.is_rebound and value is not _MISSING
+            if not (is_object and self._watch(place, each.name, value)):
                 names.append(each.name)
-            else:
-                self._candidates.append(_Candidate(place, each.name, value, digest))
         for each in found.asked:
             value = value_of(each.path)
             is_plain = isinstance(value, (*_NO_STATE, *_IMMUTABLE)) or value is _MISSING
             is_known = is_plain or self._role(value) is not Role.NONE
-            if is_known or self._is_silent(each, kept, value_of):
-                continue
-            digest = self._digest(value)
-            if digest is not None:
-                self._candidates.append(_Candidate(place, each.name, value, digest))
+            if not (is_known or self._is_silent(each, kept, value_of)):
+                self._watch(place, each.name, value)
         if names:
             self._report(place, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
+        self._note_indices(place, found)
+        self._note_copies(found, kept)
+        if found.only_logged:
+            logged = ", ".join(each.name for each in found.only_logged)
+            logger.debug("%s: not in the checkpoint, only logged: %s", place, logged)
+
+    def _watch(self, place: str, name: str, value: Any) -> bool:
+        """Compares an object later; False where its content has no digest."""
+        digest = self._digest(value)
+        if digest is not None:
+            self._candidates.append(_Candidate(place, name, value, digest))
+        return digest is not None
+
+    def _note_indices(self, place: str, found: LoopCarried) -> None:
         for index in found.relative_indices:
             if index not in self._transient:
                 self._report(
@@ -295,9 +302,8 @@ class LoopVariables:
                     "Write enumerate(batches, start=batches.initial).",
                     fidelity=Fidelity.UNKNOWN,
                 )
-        if found.only_logged:
-            logged = ", ".join(each.name for each in found.only_logged)
-            logger.debug("%s: not in the checkpoint, only logged: %s", place, logged)
+
+    def _note_copies(self, found: LoopCarried, kept: set[str]) -> None:
         for each in (*found.variables, *found.only_logged):
             key = _last(each.name)
             if not each.is_rebound or key in kept or each.name in self._transient:

@@ -1,53 +1,22 @@
-"""The iterators that a training loop is written over; they pass the settled points.
+"""The iterators that a training loop is written over; they pass the safe points.
 
-A settled point is where all code of the finished step has run and the next batch has not been
+A safe point is where all code of the finished step has run and the next batch has not been
 fetched: the next ``__next__`` of the batches, or, after an epoch's last batch, of the epochs. With
-several loops under way it is that of the one that leads, see ``turns``.
+several loops under way it is that of the one that leads, see ``progress.LoopOrder``.
 """
+
+# The loops are the other half of the Checkpointer: what they call there is not the user's.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from resumekit.data import Feed
 from resumekit.errors import DataPositionError
-from resumekit.run.progress import Turns
-from resumekit.state import Progress
 
-
-class LoopOwner(Protocol):
-    """What the loops tell, and ask, the one who saves and resumes.
-
-    ``finished`` says why the run is over, or is None.
-    """
-
-    @property
-    def _turns(self) -> Turns: ...
-
-    @property
-    def progress(self) -> Progress: ...
-
-    @property
-    def finished(self) -> str | None: ...
-
-    def _enter_loop(self, feed: Feed) -> None: ...
-
-    def _open_epoch(self, epoch: int) -> None: ...
-
-    def _close_epoch(self, epoch: int) -> None: ...
-
-    def _take_over(self, loader: Any) -> None: ...
-
-    def _begin(self, feed: Feed, epoch: int) -> None: ...
-
-    def _fetched(self, feed: Feed, *, follows: bool) -> None: ...
-
-    def _epoch_ended(self, feed: Feed) -> None: ...
-
-    def _count_taken_step(self) -> None: ...
-
-    def _settle(self, finished: str | None, *, at_end: bool = False) -> None: ...
+if TYPE_CHECKING:
+    from resumekit.run.step_boundary import StepBoundary
 
 
 class Batches:
@@ -62,20 +31,22 @@ class Batches:
 
     def __init__(
         self,
-        run: LoopOwner,
+        checkpointer: StepBoundary,
         feed: Feed,
         *,
         epochs: int | None = None,
         steps: int | None = None,
         repeat: bool = False,
     ) -> None:
-        self._run = run
+        self._checkpointer = checkpointer
         self._feed = feed
         self._epochs = epochs
         self._steps = steps
         self._repeats = repeat
         self._goes_once = epochs is None and steps is None and not repeat
-        self._least_epoch = run.progress.epoch if self._goes_once and not run._turns.main else 0
+        self._least_epoch = (
+            checkpointer.progress.epoch if self._goes_once and not checkpointer._turns.main else 0
+        )
         self._is_over = False
         self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
@@ -84,7 +55,7 @@ class Batches:
     def prime(self) -> None:
         """Begins the epoch as far as some frameworks do before they ask for a batch."""
         if not self._feed.begun:
-            self._run._begin(self._feed, max(self._feed.epoch, self._least_epoch))
+            self._checkpointer._begin(self._feed, max(self._feed.epoch, self._least_epoch))
             self._feed.prime()
 
     @property
@@ -103,30 +74,30 @@ class Batches:
         return per_epoch * (self._epochs if self._epochs is not None else 1)
 
     def __next__(self) -> Any:
-        run, feed = self._run, self._feed
-        run._count_taken_step()
+        checkpointer, feed = self._checkpointer, self._feed
+        checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
-            run._enter_loop(feed)
-        if self._is_over or not run._turns.ask(feed.names, follows=self._repeats):
+            checkpointer._enter_loop(feed)
+        if self._is_over or not checkpointer._turns.ask(feed.names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():
             return self._surplus.pop()
-        if run._turns.leads(feed.names):
-            run._settle(self._horizon())
-        if run.finished is not None:
+        if checkpointer._turns.leads(feed.names):
+            checkpointer._settle(self._horizon())
+        if checkpointer.finished is not None:
             feed.close()
             self._stop()
         while True:
             if not feed.begun:
-                run._begin(feed, max(feed.epoch, self._least_epoch))
+                checkpointer._begin(feed, max(feed.epoch, self._least_epoch))
             try:
                 batch = feed.next_batch()
             except StopIteration:
                 self._end_epoch()
-                self._settle_late()
+                self._end_late()
                 continue
-            run._fetched(feed, follows=self._repeats)
+            checkpointer._fetched(feed, follows=self._repeats)
             return batch
 
     def _see_end(self) -> bool:
@@ -134,14 +105,14 @@ class Batches:
 
         Returns:
             Whether it is there. A sampler that yields for ever may say a length all the same; its
-            batch is then in ``_surplus``, and this place is not settled.
+            batch is then in ``_surplus``, and this is no safe point.
 
         Raises:
             DataPositionError: it is not there, and the run's horizon is a number of epochs.
         """
         feed = self._feed
         if not feed.begun:
-            self._run._begin(feed, feed.epoch)
+            self._checkpointer._begin(feed, feed.epoch)
         try:
             self._surplus.append(feed.next_batch())
         except StopIteration:
@@ -155,7 +126,7 @@ class Batches:
                 remedy="For a loader without end pass steps= instead of epochs=",
             )
         feed.has_no_end()
-        self._run._fetched(feed, follows=self._repeats)
+        self._checkpointer._fetched(feed, follows=self._repeats)
         return False
 
     def _end_epoch(self) -> None:
@@ -164,25 +135,25 @@ class Batches:
             raise DataPositionError(feed.name, found="an epoch without a batch")
         feed.end_epoch()
         if self._goes_once:
-            self._run._turns.ended(feed.names)
+            self._checkpointer._turns.ended(feed.names)
             self._stop()
         if not self._repeats:
-            self._run._epoch_ended(feed)
+            self._checkpointer._epoch_ended(feed)
 
     def _stop(self) -> NoReturn:
         self._is_over = True
         raise StopIteration
 
-    def _settle_late(self) -> None:
+    def _end_late(self) -> None:
         """The loader could not tell before that this was its last batch."""
         horizon = self._horizon()
         if horizon is not None:
-            self._run._settle(horizon, at_end=True)
+            self._checkpointer._settle(horizon, at_end=True)
             self._stop()
 
     def _horizon(self) -> str | None:
         """Why the run is over at this place, or None."""
-        if self._steps is not None and self._run.progress.step >= self._steps:
+        if self._steps is not None and self._checkpointer.progress.step >= self._steps:
             return f"steps={self._steps}"
         if self._epochs is not None and self._feed.epoch >= self._epochs:
             return f"epochs={self._epochs}"
@@ -194,7 +165,7 @@ class Batches:
             is_over = feed.epoch > self._least_epoch and not feed.batch
             return per_epoch or 0 if is_over else feed.batch
         if per_epoch is None:
-            return feed.batch if self._repeats else self._run.progress.micro_step
+            return feed.batch if self._repeats else self._checkpointer.progress.micro_step
         return feed.epoch * per_epoch + feed.batch
 
 
@@ -206,11 +177,11 @@ class Epochs:
         next_loader: what the next epoch draws from, where a framework knows it before it begins.
     """
 
-    def __init__(self, run: LoopOwner, num_epochs: int | None) -> None:
-        self._run = run
+    def __init__(self, checkpointer: StepBoundary, num_epochs: int | None) -> None:
+        self._checkpointer = checkpointer
         self._num_epochs = num_epochs
         self._epoch: int | None = None
-        self.initial = run.progress.epoch
+        self.initial = checkpointer.progress.epoch
         self.next_loader: Any = None
 
     def __iter__(self) -> Iterator[int]:
@@ -223,17 +194,17 @@ class Epochs:
         return self._num_epochs
 
     def __next__(self) -> int:
-        run = self._run
-        epoch = run.progress.epoch if self._epoch is None else self._epoch + 1
+        checkpointer = self._checkpointer
+        epoch = checkpointer.progress.epoch if self._epoch is None else self._epoch + 1
         if self._epoch is not None:
-            run._close_epoch(epoch)
+            checkpointer._close_epoch(epoch)
             if self.next_loader is not None:
-                run._take_over(self.next_loader)
-        run._settle(self._horizon(epoch))
-        if run.finished is not None:
+                checkpointer._take_over(self.next_loader)
+        checkpointer._settle(self._horizon(epoch))
+        if checkpointer.finished is not None:
             raise StopIteration
         self._epoch = epoch
-        run._open_epoch(epoch)
+        checkpointer._open_epoch(epoch)
         return epoch
 
     def _horizon(self, epoch: int) -> str | None:

@@ -31,7 +31,7 @@ class Counters(ComponentState):
         self._local_tokens = 0
         self.finished: str | None = None
         self.horizon: dict[str, int] = {}
-        self.turns = Turns()
+        self.turns = LoopOrder()
         self._is_within_window = False
         self._window_samples: list[Any] = []
         self._knows_window = True
@@ -132,7 +132,7 @@ class Counters(ComponentState):
         self._knows_window = not self._is_within_window
 
 
-class Turns:
+class LoopOrder:
     """The loops of the epoch under way, by the names of their loaders; a part of a run's state.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The random state of a run: taken at the settled point, put back last of all."""
+"""The random state of a run: taken at the safe point, put back last of all."""
 
 from __future__ import annotations
 

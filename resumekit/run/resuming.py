@@ -23,10 +23,10 @@ from resumekit.errors import (
     ResumekitError,
 )
 from resumekit.log import logger
-from resumekit.run.agreement import Membership
+from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
-from resumekit.run.world_change import Sources
+from resumekit.run.world_change import StateOrigins
 from resumekit.serialization import (
     Source,
     index_name,
@@ -89,8 +89,8 @@ class Finder:
         options: Options,
         left_out: frozenset[str],
         components: Sequence[StateComponent],
-        membership: Membership,
-        sources: Sources,
+        membership: ComponentGroups,
+        sources: StateOrigins,
     ) -> None:
         self._world = world
         self._store = store
@@ -198,7 +198,7 @@ class Finder:
             if names_component(self._left_out, record.key):
                 continue
             live = self._live.get(record.key)
-            if is_spread(record, live):
+            if is_sharded(record, live):
                 in_stages = record.key in self._membership and self._membership.is_in_stages(live)
                 state, left = read_spread(reader, record, live, in_stages=in_stages)
                 found.states[record.key], found.left[record.key] = state, left
@@ -224,7 +224,7 @@ class Finder:
             logger.warning("%s", message)
 
 
-def is_spread(record: ComponentRecord, live: StateComponent | None) -> bool:
+def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
     """Whether a component is read part by part: it was saved in parts, or it is in parts here."""
     sharded = SharingPattern.SHARDED
     if record.pattern == sharded.value:

@@ -22,7 +22,7 @@ from resumekit.data import (
 from resumekit.distributed import Shares, World
 from resumekit.journal import Header, RandomStates
 from resumekit.log import show_messages
-from resumekit.run.agreement import Membership, Replicas, agreed_shares, described
+from resumekit.run.agreement import ComponentGroups, Replicas, agreed_shares, described
 from resumekit.run.compatibility import (
     HORIZON,
     changed_horizon,
@@ -39,7 +39,7 @@ from resumekit.run.progress import best_step
 from resumekit.run.report import Account, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Description, Saver
-from resumekit.run.world_change import Sources
+from resumekit.run.world_change import StateOrigins
 from resumekit.state import (
     ComponentState,
     Slot,
@@ -93,7 +93,7 @@ class Run:
         self._store: Store | None = None
         self._saver: Saver | None = None
         self._replicas: Replicas | None = None
-        self._membership: Membership | None = None  # of the components as they are now
+        self._membership: ComponentGroups | None = None  # of the components as they are now
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._former_frameworks: frozenset[str] | None = None  # under which that was saved
@@ -210,15 +210,15 @@ class Run:
         self._store = store
         return store
 
-    def _sources(self, membership: Membership) -> Sources:
+    def _sources(self, membership: ComponentGroups) -> StateOrigins:
         assert self._shares is not None
         may_change = "world_size" in self.options.allow_changes
-        return Sources(self.world, self._shares, membership, may_change=may_change)
+        return StateOrigins(self.world, self._shares, membership, may_change=may_change)
 
-    def _agree_on_components(self, components: Sequence[StateComponent]) -> Membership:
+    def _agree_on_components(self, components: Sequence[StateComponent]) -> ComponentGroups:
         patterns = {each.key: str(each.sharing_pattern) for each in components}
         self.world.require_equal("components", patterns)
-        return Membership.agreed(self.world, components, self._groups)
+        return ComponentGroups.agreed(self.world, components, self._groups)
 
     def _add_late_components(self) -> None:
         """Adds the components of state that came into being after the start. Collective."""
@@ -353,7 +353,7 @@ class Run:
     # ---------------------------------------------------------------- the way out
 
     def save(self) -> None:
-        """Saves at this settled point. Collective."""
+        """Saves at this safe point. Collective."""
         assert self._saver is not None
         self._add_late_components()
         assert self._replicas is not None

@@ -133,11 +133,12 @@ class LeaveSignals:
 
     Attributes:
         received: the number of the signal, 0 while there was none.
+        former: the handlers from before, by signal.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self._numbers = [signal.Signals[name] for name in names]
-        self._former: dict[int, Any] = {}
+        self.former: dict[int, Any] = {}
         self._is_listening = False
         self.received = 0
 
@@ -155,7 +156,7 @@ class LeaveSignals:
             former = _former_handler(number)
             if former in _DEFAULTS:
                 signal.signal(number, self._note)
-                self._former[number] = former
+                self.former[number] = former
             elif former == signal.SIG_IGN and number in _IGNORED_BY_SHELLS:
                 continue
             else:
@@ -167,25 +168,25 @@ class LeaveSignals:
         """Gives the signals back."""
         self._is_listening = False
         is_main = threading.current_thread() is threading.main_thread()
-        for number, former in self._former.items() if is_main else ():
+        for number, former in self.former.items() if is_main else ():
             if signal.getsignal(number) == self._note:  # nobody else has taken it since
                 signal.signal(number, former)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._is_listening:  # others have put this handler back after the run's end
-            signal.signal(number, self._former[number])
+            signal.signal(number, self.former[number])
             signal.raise_signal(number)
         elif self.received and number == signal.SIGINT:
             signal.default_int_handler(number, frame)
         else:
             self.received = self.received or number
 
-    def _let_go_in_child(self) -> None:
+    def let_go_in_child(self) -> None:
         """A forked child, such as a loader's worker, is no run: it ends when it is told to.
 
         The other signals are for its parent. They often reach the whole process group.
         """
-        for number in self._former if self._is_listening else ():
+        for number in self.former if self._is_listening else ():
             is_end = number == signal.SIGTERM
             signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
 
@@ -194,19 +195,19 @@ def _former_handler(number: signal.Signals) -> Any:
     """What handles the signal; a run that was abandoned without ``close`` does not count."""
     handler = signal.getsignal(number)
     owner = getattr(handler, "__self__", None)
-    return owner._former[number] if isinstance(owner, LeaveSignals) else handler
+    return owner.former[number] if isinstance(owner, LeaveSignals) else handler
 
 
 def _after_fork() -> None:
     for each in list(_installed):
-        each._let_go_in_child()
+        each.let_go_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Wishes(NamedTuple):
-    """What is wished for; of several ranks' the largest counts.
+class Requests(NamedTuple):
+    """What a rank requests; of several ranks' the largest value counts.
 
     Args:
         leave: the number of a signal that asks the run to leave; 0 when there was none.
@@ -217,11 +218,11 @@ class Wishes(NamedTuple):
     save: int = 0
 
 
-class WishRound:
-    """The rounds in which the ranks exchange their wishes, and see that they are at one step.
+class RequestExchange:
+    """Overlapped all-reduce of the ranks' requests; it also checks that they are at one step.
 
     Args:
-        world: the ranks; in one process there is nobody to wait for.
+        world: the ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -229,8 +230,8 @@ class WishRound:
         self._step = 0  # that this rank was at when it last spoke
         self._under_way: Callable[[], list[int]] | None = None
 
-    def hear(self, own: Wishes) -> Wishes:
-        """The wishes that are common now: those of the boundary before, or, alone, one's own.
+    def receive(self, own: Requests) -> Requests:
+        """The all-reduced requests of the boundary before; in a world of one, its own.
 
         Raises:
             RankLostError: another rank does not answer.
@@ -242,26 +243,26 @@ class WishRound:
         self._under_way = None
         return common
 
-    def say(self, own: Wishes, step: int) -> None:
-        """Sends what this rank wishes; it is heard at the next boundary. Collective.
+    def send(self, own: Requests, step: int) -> None:
+        """Sends the requests of this rank, which are received at the next boundary. Collective.
 
         Args:
-            own: its wishes.
+            own: its requests.
             step: the optimizer step that it has done.
         """
         if self._world.world_size > 1:
             self._step = step
             self._under_way = self._world.start_max((*own, step, -step))
 
-    def wait(self) -> Wishes:
-        """Waits for the round that is under way, which is heard later.
+    def wait(self) -> Requests:
+        """Waits for the all-reduce in progress; ``receive`` gives its result.
 
         Raises:
             RankLostError: another rank does not answer.
             RankDisagreementError: another rank is at another step.
         """
         if self._under_way is None:
-            return Wishes()
+            return Requests()
         leave, save, highest, negated = self._under_way()
         if highest != -negated:
             raise RankDisagreementError(
@@ -271,4 +272,4 @@ class WishRound:
                 expected="as many on all ranks",
                 remedy="Call step() once for each optimizer step, on every rank",
             )
-        return Wishes(leave, save)
+        return Requests(leave, save)

@@ -1,6 +1,6 @@
 """One save, from the agreement of the ranks to the commit. See docs/format.md for what it leaves.
 
-Every rank calls ``Saver.save`` at the same settled point. Any rank's failure aborts the save on all
+Every rank calls ``Saver.save`` at the same safe point. Any rank's failure aborts the save on all
 of them: the staging is removed and the previous checkpoint is untouched.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from resumekit.distributed import Groups, World
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.log import logger
-from resumekit.run.agreement import Membership
+from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
     Assignment,
     FilesBeside,
@@ -72,7 +72,7 @@ class Saver:
         world: World,
         store: Store,
         components: Sequence[StateComponent],
-        membership: Membership,
+        membership: ComponentGroups,
         retention: RetentionPolicy,
     ) -> None:
         self._world = world
@@ -81,11 +81,11 @@ class Saver:
         self._membership = membership
         self._retention = retention
         sharded = {
-            each.key: Spread(each.state, directory_of(each), membership.groups(each.key))
+            each.key: ShardedComponent(each.state, directory_of(each), membership.groups(each.key))
             for each in components
             if each.sharing_pattern is SharingPattern.SHARDED
         }
-        self._spreader = Spreader(world, sharded)
+        self._spreader = ShardPlanner(world, sharded)
         self.parent: str | None = None
 
     def save(self, description: Description) -> StepName:
@@ -210,7 +210,7 @@ class Saver:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardedComponent:
     """A SHARDED component.
 
     Args:
@@ -229,7 +229,7 @@ class Spread:
         return len(self.groups) > 1
 
 
-class Spreader:
+class ShardPlanner:
     """Plans what each rank writes of the SHARDED components, and keeps the plan while it holds.
 
     Planning stays within the groups that hold a part together.
@@ -239,7 +239,7 @@ class Spreader:
         components: by key; the same groups on all ranks.
     """
 
-    def __init__(self, world: World, components: Mapping[str, Spread]) -> None:
+    def __init__(self, world: World, components: Mapping[str, ShardedComponent]) -> None:
         self._world = world
         self._components = components
         self._within = {groups: world.within(groups) for groups in _distinct_groups(components)}
@@ -305,11 +305,11 @@ class Spreader:
             self._world.everywhere(lambda: assigned.update(_plan_within(world, keys, local)))  # noqa: B023
         return assigned
 
-    def _index_name(self, component: Spread) -> str:
+    def _index_name(self, component: ShardedComponent) -> str:
         return index_name(self._within[component.groups].ranks[0], component.is_in_stages)
 
 
-def _distinct_groups(components: Mapping[str, Spread]) -> list[Groups]:
+def _distinct_groups(components: Mapping[str, ShardedComponent]) -> list[Groups]:
     return list(dict.fromkeys(each.groups for each in components.values()))
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from signal import Signals
 from typing import Any, NoReturn
 
-from resumekit.data import EpochUnderWay, Feed
+from resumekit.data import Feed
 from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.log import logger
-from resumekit.run.progress import Turns
+from resumekit.run.loops import Batches
+from resumekit.run.progress import LoopOrder
 from resumekit.run.run import Run
-from resumekit.run.save_requests import LeaveSignals, Wishes, WishRound, parse_cadence
+from resumekit.run.save_requests import LeaveSignals, RequestExchange, Requests, parse_cadence
 from resumekit.state import Progress
 from resumekit.tracing import rng_digests
 
@@ -19,20 +20,20 @@ from resumekit.tracing import rng_digests
 _NUM_LOOKED = 2
 
 
-class LoopHost:
-    """Keeps what is between two settled points, and saves at a settled point what is due."""
+class StepBoundary:
+    """Base of the Checkpointer: what happens between two safe points, and the save that is due."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._cadence = parse_cadence(run.options.save_every)
         self._signals = LeaveSignals(run.options.leave_on)
-        self._wishes = WishRound(run.world)
+        self._requests = RequestExchange(run.world)
         self._loop: str | None = None  # the outermost loop, once there is one
         self._was_finished = False  # when that loop began
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
         self._epoch = 0  # of epochs()
         self._num_used = 0  # the batches of this epoch that its loops used
-        self._unsettled = False  # a batch was handed out since the last settled point
+        self._unsettled = False  # a batch was handed out since the last safe point
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
         self._warned: set[str] = set()
@@ -68,10 +69,17 @@ class LoopHost:
         return self._was_finished
 
     @property
-    def _turns(self) -> Turns:
+    def _turns(self) -> LoopOrder:
         return self._run.counters.turns
 
-    # ---------------------------------------------------------------- what an adapter may know
+    # ---------------------------------------------------------------- what an adapter overrides
+
+    def _at_step_boundary(self) -> bool:
+        """Whether an optimizer step is complete; asked by ``step()``."""
+        return True
+
+    def _check_loader(self, loader: Any, name: str | None) -> None:
+        """Refuses or reports a loader that the framework expects in another form."""
 
     def _count_taken_step(self) -> None:
         """Calls ``step()`` if the framework has taken one that the loop did not mark."""
@@ -116,24 +124,6 @@ class LoopHost:
             names = ", ".join(left)
             logger.info("%s: handled by other code, so this run does not save on it", names)
 
-    @property
-    def _horizon(self) -> dict[str, int]:
-        return self._run.counters.horizon
-
-    def _accept_horizon(self, horizon: dict[str, int]) -> None:
-        self._run.accept_horizon(horizon)
-
-    def _under_way(self, loader: Any) -> EpochUnderWay:
-        """How much of the epoch was used, in batches of this loader."""
-        return self._run.under_way(loader)
-
-    def _saved(self, key: str) -> Any:
-        """A component's state in the checkpoint that was found and is not loaded yet, or None."""
-        return self._run.saved(key)
-
-    def _restore_random(self) -> None:
-        self._run.restore_random()
-
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
         if self._turns.main not in ((), feed.names):
@@ -145,6 +135,13 @@ class LoopHost:
             )
         self._run.position.require_known(feed.names)
         self._main, self._turns.main = feed, feed.names
+
+    def _epoch_batches(
+        self, loader: Any, name: str | None = None, *, repeat: bool = False
+    ) -> Batches:
+        """The rest of an epoch of a loader."""
+        self._run.resume()
+        return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
@@ -246,7 +243,7 @@ class LoopHost:
                 f"call report({metric}=...)",
             )
 
-    # ---------------------------------------------------------------- the settled point
+    # ---------------------------------------------------------------- the safe point
 
     def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
         """All code of the last step has run, and nothing of the next one: save what is due.
@@ -265,7 +262,7 @@ class LoopHost:
             self._run.observe_gradients()
         if self._stepped and self._run.loop_check.after_step():
             self._run.account.announce()
-        common = self._hear() if self._may_save() and finished is None else Wishes()
+        common = self._all_requests() if self._may_save() and finished is None else Requests()
         if finished is not None:
             self._warn_of_metric()
             counters.finished = finished
@@ -281,13 +278,13 @@ class LoopHost:
         if common.leave:
             self._leave(common.leave)
 
-    def _hear(self) -> Wishes:
-        """What the ranks wish at this place, a step boundary; what this one wishes is sent."""
-        own = Wishes(self._signals.received, int(self._is_clock_due()))
-        common = self._wishes.hear(own)
+    def _all_requests(self) -> Requests:
+        """The all-reduced requests at this step boundary; this rank's are sent."""
+        own = Requests(self._signals.received, int(self._is_clock_due()))
+        common = self._requests.receive(own)
         if not common.leave:
             left = own._replace(save=0) if common.save else own
-            self._wishes.say(left, self._run.counters.step)
+            self._requests.send(left, self._run.counters.step)
         return common
 
     def _is_clock_due(self) -> bool:
@@ -317,7 +314,7 @@ class LoopHost:
         return self._stepped or self._run.options.saves_gradients
 
     def _save(self) -> None:
-        self._wishes.wait()
+        self._requests.wait()
         self._due = False
         try:
             self._run.save()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from resumekit.distributed import Groups, Shares, World, WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.run.agreement import Membership, recorded_shares
+from resumekit.run.agreement import ComponentGroups, recorded_shares
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord, Manifest
 
@@ -12,7 +12,7 @@ from resumekit.storage import ComponentRecord, Manifest
 _OF_THE_JOB = frozenset({SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.value})
 
 
-class Sources:
+class StateOrigins:
     """Who takes which of the states that the former ranks or groups wrote.
 
     They are numbered: ranks by the share of the data that they took, so that ranks which took the
@@ -26,7 +26,7 @@ class Sources:
     """
 
     def __init__(
-        self, world: World, shares: Shares, membership: Membership, *, may_change: bool
+        self, world: World, shares: Shares, membership: ComponentGroups, *, may_change: bool
     ) -> None:
         self._world = world
         self._shares = shares
