@@ -1,7 +1,7 @@
 """The trace: what a training process did, step by step, written when an environment variable asks.
 
 ``RESUMEKIT_TRACE=<directory>`` switches it on; each process then appends JSON lines to a file of
-its own. ``resumekit.prove.records`` reads them, ``resumekit.prove.compare`` judges them.
+its own. ``resumekit.prove.records`` reads them, ``resumekit.prove.comparison`` judges them.
 """
 
 from __future__ import annotations
@@ -46,46 +46,76 @@ _PATTERN = re.compile(r"(step|checkpoint):(\d+)(?::(SIG[A-Z0-9]+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class KillPlace:
-    """Right after one record of a trace was written; the process that wrote it kills itself.
+class KillPoint:
+    """Right after one record of a trace was written, at which a process is killed.
 
     Args:
-        event: ``step``: the step was recorded, and nothing that follows it has happened;
-            ``checkpoint``: that checkpoint was committed.
-        step: the optimizer step.
-        signal: the name of the signal that it sends itself.
+        event: ``"step"``: the step was recorded, and nothing of it is saved yet; ``"checkpoint"``:
+            the checkpoint of that step was committed a moment ago.
+        number: the optimizer step.
+        rank: the rank that dies first; None: the first rank that comes there.
+        signal: ``"SIGKILL"``, or one that asks the run to leave: then the rank gets it there, and
+            every rank must end with the exit status ``128 +`` its number.
     """
 
     event: str
-    step: int
+    number: int
+    rank: int | None = None
     signal: str = "SIGKILL"
 
     @classmethod
-    def parse(cls, text: str, *, where: str) -> KillPlace:
-        """The place that a text names.
+    def step(cls, number: int, *, rank: int | None = None, signal: str = "SIGKILL") -> KillPoint:
+        """Right after a step, before anything that follows it."""
+        return cls("step", number, rank, signal)
+
+    @classmethod
+    def checkpoint(
+        cls, number: int, *, rank: int | None = None, signal: str = "SIGKILL"
+    ) -> KillPoint:
+        """Right after the checkpoint of a step was committed."""
+        return cls("checkpoint", number, rank, signal)
+
+    @classmethod
+    def nowhere(cls, signal: str) -> KillPoint:
+        """No point of a run: something else sends the signal."""
+        return cls("step", -1, -1, signal)
+
+    @classmethod
+    def parse(cls, text: str, *, where: str) -> KillPoint:
+        """The point that a text names, as ``str()`` gives it.
 
         Args:
             text: what the user wrote.
             where: the option or variable it was written in.
 
         Raises:
-            ConfigurationError: it names no place.
+            ConfigurationError: it names no point.
         """
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ConfigurationError(
                 where, found=repr(text), expected="'step:<n>' or 'checkpoint:<n>'"
             )
-        return cls(match[1], int(match[2]), match[3] or "SIGKILL")
+        return cls(match[1], int(match[2]), signal=match[3] or "SIGKILL")
 
-    def is_behind(self, saved: int) -> bool:
-        """Whether a run that is killed here has the checkpoint of step ``saved`` already."""
-        # A step is recorded before it is saved.
-        return self.step > saved or (self.event == "checkpoint" and self.step == saved)
+    @property
+    def exit_status(self) -> int:
+        """What a process ends with: minus the signal that killed it, or the status it chose."""
+        number = int(signal.Signals[self.signal])
+        return -number if self.signal == "SIGKILL" else 128 + number
+
+    def newest_save(self, save_every: int) -> int:
+        """The newest step that is saved for certain when a run is killed here; 0 when none is."""
+        done = self.number if self.event == "checkpoint" else self.number - 1
+        return done // save_every * save_every
+
+    def is_after_save(self, step: int) -> bool:
+        """Whether a run that is killed here has the checkpoint of a step already."""
+        return step <= self.newest_save(1)
 
     def __str__(self) -> str:
-        place = f"{self.event}:{self.step}"
-        return place if self.signal == "SIGKILL" else f"{place}:{self.signal}"
+        point = f"{self.event}:{self.number}"
+        return point if self.signal == "SIGKILL" else f"{point}:{self.signal}"
 
 
 class Trace:
@@ -106,7 +136,7 @@ class Trace:
         self.directory = directory
         self.rank = rank
         self.pid = os.getpid()
-        self._kill = KillPlace.parse(kill, where=KILL_VARIABLE) if kill else None
+        self._kill = KillPoint.parse(kill, where=KILL_VARIABLE) if kill else None
         directory.mkdir(parents=True, exist_ok=True)
         started = time.time_ns()
         path = directory / f"{started:020d}-{self.pid}-rank-{rank:05d}.jsonl"
@@ -209,7 +239,7 @@ class Trace:
         while rest:
             rest = rest[os.write(self._handle, rest) :]
         kill = self._kill
-        if kill is not None and (kill.event, kill.step) == (record["kind"], record.get("step")):
+        if kill is not None and (kill.event, kill.number) == (record["kind"], record.get("step")):
             os.kill(self.pid, signal.Signals[kill.signal])
 
     def _is_for(self, directory: Path, rank: int) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.testing.ranks import free_port
+from resumekit.testing.launchers import free_port
 
 NUM_EPOCHS, NUM_BATCHES = 3, 4
 INTERRUPTED_AT = NUM_BATCHES + 2  # in the second epoch, one batch after the newest checkpoint

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.adapters.deepspeed import Checkpointer
-from resumekit.testing.ranks import free_port
+from resumekit.testing.launchers import free_port
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8

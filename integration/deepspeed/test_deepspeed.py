@@ -38,7 +38,7 @@ from resumekit.errors import (
 from resumekit.frameworks.deepspeed import engine_faults
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit
-from resumekit.testing.ranks import free_port
+from resumekit.testing.launchers import free_port
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 PRELOAD = DEEPSPEED

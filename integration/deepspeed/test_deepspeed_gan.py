@@ -16,7 +16,7 @@ from deepspeed_gan_workloads import train
 
 from resumekit.errors import CommandFailedError
 from resumekit.testing import Cell, KillPoint, Kit
-from resumekit.testing.runs import Run
+from resumekit.testing.kit import Run
 
 PRELOAD = DEEPSPEED
 

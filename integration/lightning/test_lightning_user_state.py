@@ -15,7 +15,7 @@ pytest.importorskip("lightning")
 from lightning_user_state_workloads import train
 
 from resumekit.testing import Cell, KillPoint, Kit
-from resumekit.testing.runs import Run
+from resumekit.testing.kit import Run
 
 PRELOAD = LIGHTNING
 

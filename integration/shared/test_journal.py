@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from resumekit.testing import ConformanceSuite, Kit
-from resumekit.testing.journals import worst_verdict
+from resumekit.testing.evidence import worst_verdict
 
 AVERAGED = "an average of the weights reaches no loss"
 REPORTED = "a metric of evaluations reaches no training step"

@@ -19,8 +19,7 @@ from faults_training import launch
 from resumekit.errors import CheckpointError
 from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.storage import StepName, Store
-from resumekit.testing.launchers import ForkServer
-from resumekit.testing.ranks import distributed_environment, free_port
+from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 

@@ -23,9 +23,8 @@ import torch
 from resumekit.journal import Verdict
 from resumekit.prove import kill_processes
 from resumekit.prove.processes import Launch, Marker
-from resumekit.testing.journals import worst_verdict
-from resumekit.testing.launchers import ForkServer
-from resumekit.testing.ranks import distributed_environment, free_port
+from resumekit.testing.evidence import worst_verdict
+from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task
 from resumekit.tracing import INJECT_VARIABLE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resumekit.prove.compare import compare
+from resumekit.prove.comparison import compare
 from resumekit.prove.processes import kill_processes, tail_of
 from resumekit.prove.records import (
     CHECKPOINT,
@@ -15,9 +15,16 @@ from resumekit.prove.records import (
     read_trace,
 )
 from resumekit.prove.report import print_result
-from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial
+from resumekit.prove.result import (
+    Divergence,
+    LaunchSummary,
+    Outcome,
+    ProveResult,
+    Resume,
+    Trial,
+    Verdict,
+)
 from resumekit.prove.runner import prove
-from resumekit.prove.verdict import Divergence, Resume, Verdict
 
 __all__ = [
     "CHECKPOINT",

@@ -1,13 +1,16 @@
-"""What differs between two records of the same kind and step, the likely cause first."""
+"""What differs between two records of a step, and which differences do not count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from resumekit.prove.records import Record
-from resumekit.prove.verdict import describe, missing
+import xxhash
+
+from resumekit.prove.records import CHECKPOINT, RESUMED, STATE_KINDS, STEP, Attempt, Record
+from resumekit.prove.result import describe, missing
 
 _STATE_ORDER = (
     "model",
@@ -142,3 +145,79 @@ def _is_model(component: str) -> bool:
 
 # Equal to nothing that a trace can hold, so that an absent value differs from a null.
 _NOTHING = object()
+
+
+Leaf = tuple[str, str]
+
+# Never weights or anything that is computed from them.
+_SLOTS = frozenset({"rng", "data", "callbacks", "extras"})
+
+
+def idle_generators(attempts: Iterable[Attempt]) -> frozenset[str]:
+    """The names of the generators whose state never changes from step to step."""
+    seen: dict[str, set[str]] = {}
+    for attempt in attempts:
+        for record in attempt.records:
+            if record.kind == STEP:
+                for name, digest in record.rng.items():
+                    seen.setdefault(name, set()).add(digest)
+    return frozenset(name for name, digests in seen.items() if len(digests) == 1)
+
+
+def constant_leaves(attempts: Iterable[Attempt]) -> frozenset[Leaf]:
+    """The leaves, outside the weights, that have one value in every state of a run."""
+    seen: dict[Leaf, set[str]] = {}
+    for attempt in attempts:
+        for record in attempt.records:
+            if record.kind in STATE_KINDS:
+                for leaf, digest in _own_leaves(record):
+                    seen.setdefault(leaf, set()).add(digest)
+    return frozenset(leaf for leaf, digests in seen.items() if len(digests) == 1)
+
+
+def values_before_the_first_kill(attempts: Iterable[Attempt]) -> dict[Leaf, str]:
+    """The values in the first checkpoint of a run; empty when it resumed before it wrote one."""
+    for attempt in attempts:
+        for record in attempt.records:
+            if record.kind == RESUMED:
+                return {}
+            if record.kind == CHECKPOINT:
+                return dict(_own_leaves(record))
+    return {}
+
+
+def with_own_values(expected: Record, constant: frozenset[Leaf], own: Mapping[Leaf, str]) -> Record:
+    """The expected state of the reference, its constant leaves taken from the judged run."""
+    components = {
+        key: {
+            leaf: own.get((key, leaf), digest) if (key, leaf) in constant else digest
+            for leaf, digest in leaves.items()
+        }
+        for key, leaves in expected.components.items()
+    }
+    return replace(expected, fields={**expected.fields, "components": components})
+
+
+def last_digests(attempts: Iterable[Attempt], *, besides: frozenset[Leaf]) -> dict[str, str]:
+    """One digest per component of the newest state that a run traced.
+
+    Args:
+        attempts: what one rank wrote.
+        besides: leaves that are left out, the constant ones: they may be the run's own.
+    """
+    records = [record for attempt in attempts for record in attempt.records if record.components]
+    if not records:
+        return {}
+    digests: dict[str, str] = {}
+    for key, leaves in records[-1].components.items():
+        kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in besides}
+        text = json.dumps(kept, sort_keys=True)
+        digests[key] = xxhash.xxh3_64_hexdigest(text.encode())
+    return digests
+
+
+def _own_leaves(record: Record) -> Iterable[tuple[Leaf, str]]:
+    for key, leaves in record.components.items():
+        if key.split("/", 1)[0] in _SLOTS:
+            for leaf, digest in leaves.items():
+                yield (key, leaf), digest

@@ -8,12 +8,15 @@ parents, by their session, and by a marker in the environment with which they we
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from resumekit.errors import ConfigurationError
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.002
@@ -196,3 +199,53 @@ def _signal_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return  # nobody is left in it
+
+
+DIRECTORY_PLACEHOLDER = "{dir}"
+
+_OPTIONS_WITH_VALUE = ("-W", "-X")
+
+
+def prepared(command: Sequence[str], *, world: int, directory: Path) -> list[str]:
+    """Program and arguments of one launch.
+
+    Args:
+        command: as the user wrote it; ``{dir}`` in it stands for a directory of each run's own.
+        world: ranks; more than one wraps ``python x.py`` into ``torch.distributed.run``.
+        directory: what ``{dir}`` becomes.
+
+    Raises:
+        ConfigurationError: there is no command, or it cannot be wrapped.
+    """
+    if not command:
+        raise ConfigurationError(
+            "command",
+            found="nothing to run",
+            remedy="Put it behind --, as in: resumekit prove -- python train.py",
+        )
+    if world < 1:
+        raise ConfigurationError("world", found=str(world), expected="at least 1")
+    words = [word.replace(DIRECTORY_PLACEHOLDER, str(directory)) for word in command]
+    return words if world == 1 else _distributed(words, world)
+
+
+def _distributed(words: list[str], world: int) -> list[str]:
+    place = _script_place(words)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    return [*words[:place], *launcher, *words[place:]]
+
+
+def _script_place(words: list[str]) -> int:
+    """The index of the script, or of its ``-m``, behind the interpreter and its options."""
+    place = 1
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c"):
+        place += 2 if words[place] in _OPTIONS_WITH_VALUE else 1
+    is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name)
+    if not is_python or place >= len(words) or words[place] == "-c":
+        raise ConfigurationError(
+            " ".join(words),
+            found="cannot be started on several ranks",
+            expected="python <script.py> ... or python -m <module> ...",
+            remedy="Leave --world out if the command starts its ranks itself",
+        )
+    return place

@@ -1,4 +1,4 @@
-"""What ``prove`` found out."""
+"""What a comparison of two runs comes to, and the whole answer of ``prove``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,131 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from resumekit.prove.verdict import Verdict
+# The component that a divergence names when steps are missing or a run did not resume.
+RUN = "run"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where two runs differ.
+
+    Args:
+        step: the optimizer step.
+        rank: the rank on which it was seen.
+        component: the component key, or the field of the step record: ``data``, ``lr``, ``rng``,
+            the name of a value such as ``loss``, or ``run`` for missing steps.
+        leaf: the tensor or value inside it, as a path; may be empty.
+        found: the value in the judged run.
+        expected: the value in the reference run.
+        event: the kind of record that shows it: ``step``, ``checkpoint``, ``resumed`` or ``end``.
+        launch: the launch of the judged run that shows it; 0 is before any kill.
+        others: the other components that differ in the same record.
+    """
+
+    step: int
+    rank: int
+    component: str
+    leaf: str
+    found: str
+    expected: str
+    event: str
+    launch: int
+    others: tuple[str, ...] = ()
+
+    @property
+    def slot(self) -> str:
+        """The part of the component's key before the first ``/``."""
+        return self.component.split("/", 1)[0]
+
+    def __str__(self) -> str:
+        name = f"{self.component}: {self.leaf}" if self.leaf else self.component
+        return (
+            f"step {self.step}, rank {self.rank}: {name} differs "
+            f"(found {_short(self.found)}, expected {_short(self.expected)})"
+        )
+
+
+@dataclass(frozen=True)
+class Resume:
+    """One launch that continued an earlier one, as rank 0 saw it.
+
+    Args:
+        launch: its number; launch 0 is the first.
+        step: the last step it did not have to train.
+        num_repeated_steps: steps that an earlier launch had trained and this one trained again.
+    """
+
+    launch: int
+    step: int
+    num_repeated_steps: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run that was killed and resumed is, bit for bit, the run that never was.
+
+    Args:
+        exact: every execution of every step, every state and the end are equal.
+        divergence: the first difference; None when exact.
+        num_steps: steps of the reference run.
+        num_ranks: ranks of the reference run.
+        resumes: the launches that resumed.
+        own_values: values that differ from the reference from the start, never change, and came
+            back after every kill, such as the state of a generator that is neither seeded nor
+            drawn from.
+    """
+
+    exact: bool
+    divergence: Divergence | None
+    num_steps: int
+    num_ranks: int
+    resumes: tuple[Resume, ...]
+    own_values: tuple[str, ...] = ()
+
+    @property
+    def num_resumes(self) -> int:
+        """How many launches continued an earlier one."""
+        return len(self.resumes)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """False when the two runs differ before the first kill: no resume can be blamed for it."""
+        return self.divergence is None or self.divergence.launch > 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a JSON report."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.divergence is None:
+            equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
+            own = ", ".join(self.own_values)
+            return f"{equal} (each run has its own constant {own})" if own else equal
+        if not self.is_reproducible:
+            return (
+                f"NOT REPRODUCIBLE: {self.divergence}. The two runs differ before the first kill; "
+                "seed the script and make its operations deterministic"
+            )
+        return f"DIVERGED: {self.divergence}"
+
+
+def describe(value: Any) -> str:
+    """A short text of a recorded value; hexadecimal floats get their decimal beside them."""
+    if isinstance(value, str) and value.lstrip("-").startswith("0x"):
+        return f"{float.fromhex(value):.9g} = {value}"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _short(text: str) -> str:
+    """A digest cut to what a reader compares; everything else as it is."""
+    is_digest = len(text) >= 24 and all(letter in "0123456789abcdef" for letter in text)
+    return f"{text[:12]}…" if is_digest else text
+
+
+def missing(values: Mapping[str, Any], name: str) -> str:
+    """The described value under a name, or ``absent``."""
+    return describe(values[name]) if name in values else "absent"
 
 
 class Outcome(str, Enum):

@@ -13,14 +13,22 @@ from pathlib import Path
 from statistics import median
 
 from resumekit.errors import ConfigurationError, PlaceNotReachedError, ProveError, TraceError
-from resumekit.prove.compare import compare
-from resumekit.prove.own_values import constant_leaves, last_digests
+from resumekit.prove.comparison import compare
+from resumekit.prove.differences import constant_leaves, last_digests
+from resumekit.prove.execution import (
+    FinishedRun,
+    Kill,
+    Plan,
+    chosen_points,
+    execute,
+    execute_uninterrupted,
+    first_saved,
+    kill_instants,
+    require_reached,
+)
 from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace
-from resumekit.prove.result import Outcome, ProveResult, Trial
-from resumekit.prove.running import FinishedRun, Kill, Plan, execute, execute_uninterrupted
-from resumekit.prove.schedule import chosen_places, first_saved, kill_instants, require_reached
-from resumekit.prove.verdict import Verdict
-from resumekit.tracing import KillPlace
+from resumekit.prove.result import Outcome, ProveResult, Trial, Verdict
+from resumekit.tracing import KillPoint
 
 EVERY_COMPONENT = "all"
 
@@ -47,7 +55,7 @@ def prove(
     """Whether a training command resumes exactly, found out by killing it.
 
     Runs the command once uninterrupted, and once with every process killed by SIGKILL, at random
-    instants or at chosen places, and launched again with the same words; then compares the two
+    instants or at chosen points, and launched again with the same words; then compares the two
     traces. The command's own run directories are not touched: a ``Checkpointer`` is relocated, and
     a script of its own puts ``{dir}`` where it writes to.
 
@@ -56,13 +64,13 @@ def prove(
         kills: how often the second run is killed at a random instant; 5 without it, 0 compares two
             uninterrupted runs.
         seed: what the instants are drawn from; 0 without it.
-        at: places instead of random instants, one launch killed at each of them in this order:
+        at: points instead of random instants, one launch killed at each of them in this order:
             ``"step:35"``, right after that step was recorded, before it could be saved, or
             ``"checkpoint:40"``, right after that checkpoint was committed.
         world: ranks; more than one starts ``python x.py`` through ``torch.distributed.run``.
         inject: a component key or slot that every relaunch is told not to restore (a negative
             control: it must be found and named), or ``"all"`` for each component in turn. Such a
-            run is killed once, late, or at the chosen places.
+            run is killed once, late, or at the chosen points.
         json_path: where to write the whole answer as JSON.
         keep: an absent or empty directory that keeps files, logs and traces of every run; without
             it they are removed.
@@ -73,16 +81,16 @@ def prove(
         ConfigurationError: an argument is wrong, or the program is not there.
         CommandFailedError: the command fails with nobody killing it.
         CommandTimeoutError: a launch did not end in time.
-        PlaceNotReachedError: the command never comes to one of the chosen places.
+        PlaceNotReachedError: the command never comes to one of the chosen points.
         ProveError: the command writes no trace, is too short, or ends before a kill can hit.
     """
-    places = chosen_places(at, kills=kills, seed=seed)
+    points = chosen_points(at, kills=kills, seed=seed)
     num_kills = _KILLS if kills is None else kills
     if num_kills < 0:
         raise ConfigurationError("kills", found=str(kills), expected="0 or more")
     if inject is not None:
         num_kills = _KILLS_WITH_INJECTION
-    if not places and seed is None:
+    if not points and seed is None:
         seed = _SEED
     plan = Plan(tuple(command), world, timeout_seconds, 0.0, on_event)
     with _workplace(keep) as directory:
@@ -90,9 +98,9 @@ def prove(
         reference = execute_uninterrupted(plan, directory / "reference")
         attempts = _first_rank(reference, plan.command)
         plan = replace(plan, step_seconds=_step_seconds(attempts))
-        chosen: Sequence[Kill] = places
-        if places:
-            require_reached(places, read_trace(reference.trace), " ".join(plan.command))
+        chosen: Sequence[Kill] = points
+        if points:
+            require_reached(points, read_trace(reference.trace), " ".join(plan.command))
         else:
             chosen = kill_instants(
                 _steps(attempts),
@@ -106,7 +114,7 @@ def prove(
         result = ProveResult(
             command=plan.command,
             world=world,
-            at=tuple(map(str, places)),
+            at=tuple(map(str, points)),
             seed=seed,
             num_kills_asked=len(chosen),
             num_steps=len(_steps(attempts)),
@@ -160,7 +168,7 @@ class _Judge:
     def _require_kills(self, num_kills: int) -> None:
         """A run that was not killed as it should have been is no proof."""
         missed = self._kills[num_kills:]
-        if missed and isinstance(missed[0], KillPlace):
+        if missed and isinstance(missed[0], KillPoint):
             raise PlaceNotReachedError(
                 " ".join(self._plan.command),
                 found=f"the killed run never came to {missed[0]}",

@@ -23,11 +23,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from resumekit.testing.cells import Cell, KillPoint
-from resumekit.testing.kills import KILL_PLACES, kill_points
-from resumekit.testing.kit import DEFAULT_PRELOAD, Kit
-from resumekit.testing.matrix import pairwise
-from resumekit.testing.runs import LaunchResult, Run
+from resumekit.testing.cells import KILL_PLACES, Cell, kill_points, pairwise
+from resumekit.testing.kit import DEFAULT_PRELOAD, Kit, LaunchResult, Run
+from resumekit.tracing import KillPoint
 
 if TYPE_CHECKING:
     from resumekit.testing.suite import ConformanceSuite

@@ -1,11 +1,13 @@
-"""What the trace of a run shows besides bits: was it the run that its test believes it to be?"""
+"""What a run left besides equal bits: its trace and its journals must say the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from resumekit.journal import DIRECTORY, AttemptVerdict, verdicts
 from resumekit.prove import CHECKPOINT, END, STEP, read_trace
+from resumekit.storage import MANIFEST
 
 
 def wrong_length(trace: Path, *, num_steps: int, save_every: int) -> str:
@@ -67,3 +69,28 @@ def changing_components(trace: Path) -> tuple[str, ...]:
                 if first.setdefault(key, leaves) != leaves:
                     changing[key] = None
     return tuple(changing)
+
+
+def journal_problem(directory: Path) -> str:
+    """Why the journals of an exact run are wrong; empty if they are right.
+
+    Each attempt that resumed must have repeated nothing, or identical steps.
+
+    Args:
+        directory: what the training function wrote, one run directory or several.
+    """
+    for run in sorted({path.parents[1] for path in directory.rglob(f"step-*/{MANIFEST}")}):
+        if not any((run / DIRECTORY).glob("*.journal")):
+            return f"{run.name} has no journal"
+        for one in verdicts(run / DIRECTORY):
+            if one.verdict.word not in ("identical", "nothing repeated") or one.verdict.loss:
+                header = one.header
+                return f"journal of attempt {header.number}, rank {header.rank}: {one.verdict}"
+    return ""
+
+
+def worst_verdict(directory: Path) -> AttemptVerdict | None:
+    """The worst verdict in the journals below a directory; None without an attempt that resumed."""
+    words = ("different", "not comparable", "identical", "nothing repeated")
+    found = [one for path in directory.rglob(DIRECTORY) for one in verdicts(path)]
+    return min(found, key=lambda one: words.index(one.verdict.word), default=None)

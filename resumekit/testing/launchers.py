@@ -1,18 +1,42 @@
-"""Two ways to start a task: forked from a server that has imported everything, or cold."""
+"""Starting a task: forked from a server that has imported everything, or cold."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.testing.task import Task
+
+
+def distributed_environment(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    """What torchrun would set; nothing for a single process."""
+    if world_size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
 
 _READY_TIMEOUT_SECONDS = 120.0
 _POLL_SECONDS = 0.005

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from resumekit.errors import MissingDependencyError
-from resumekit.testing.cells import Cell, KillPoint
-from resumekit.testing.declared import check_declared
+from resumekit.errors import ConfigurationError, MissingDependencyError
+from resumekit.testing.cells import Cell, kill_points, pairwise
 from resumekit.testing.evidence import changing_components, wrong_length
-from resumekit.testing.kills import kill_points, newest_save_before
 from resumekit.testing.kit import DEFAULT_ENVIRONMENT, DEFAULT_PRELOAD, Kit
-from resumekit.testing.matrix import pairwise
+from resumekit.tracing import KillPoint
 
 try:
     import pytest
@@ -25,6 +24,7 @@ except ImportError as error:
     ) from error
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_REQUIRED = ("function", "steps_per_epoch", "save_every", "components", "world_sizes")
 
 
 class ConformanceSuite:
@@ -207,7 +207,7 @@ class ConformanceSuite:
         cell = self.cell((KillPoint.step(1), kill), world_size=world_size)
         verdict = kit.assert_finished(cell)
         first = verdict.resumes[0]
-        saved = newest_save_before(kill, cell.options["save_every"])
+        saved = kill.newest_save(cell.options["save_every"])
         assert first.launch == 2, f"{cell}: {first} before anything was saved"
         assert first.step >= saved, f"{cell}: {first}, and step {saved} was saved"
 
@@ -220,7 +220,7 @@ class ConformanceSuite:
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         """Gives the tests of this class their cells; pytest calls it."""
-        check_declared(cls)
+        _check_declared(cls)
         by_mark = {
             name
             for mark in metafunc.definition.iter_markers("parametrize")
@@ -253,3 +253,35 @@ def _id(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{factor} {one}" for factor, one in value.items())
     return str(value)
+
+
+def _check_declared(suite: type[ConformanceSuite]) -> None:
+    """Returns when every test of the suite has something to test.
+
+    Raises:
+        ConfigurationError: a required attribute is missing or empty, an epoch has no room for the
+            kill points, or nobody runs a matrix.
+    """
+    for name in _REQUIRED:
+        if not getattr(suite, name, None):
+            raise ConfigurationError(
+                f"{suite.__name__}.{name}", found="nothing", expected="a value of its own"
+            )
+    arguments = _arguments_of_tests(suite)
+    for name in suite.matrices:
+        if name not in arguments:
+            raise ConfigurationError(
+                f"{suite.__name__}.matrices[{name!r}]",
+                found="no test with an argument of that name",
+                expected="a test that runs its combinations",
+            )
+    for world_size in suite.world_sizes:
+        for options in ({}, suite.everything):
+            suite.cell("mid-epoch 1", options, world_size=world_size)
+
+
+def _arguments_of_tests(suite: type[ConformanceSuite]) -> set[str]:
+    members = [getattr(suite, name) for name in dir(suite) if name.startswith("test")]
+    # A subclass switches a test off by setting it to None.
+    tests = [member for member in members if callable(member)]
+    return {name for test in tests for name in inspect.signature(test).parameters}

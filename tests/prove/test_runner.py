@@ -24,10 +24,9 @@ from resumekit.errors import (
     ProveError,
 )
 from resumekit.prove import Outcome, ProveResult, prove
-from resumekit.prove.commands import prepared
-from resumekit.prove.processes import is_running
+from resumekit.prove.execution import kill_instants
+from resumekit.prove.processes import is_running, prepared
 from resumekit.prove.report import print_result
-from resumekit.prove.schedule import kill_instants
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = (sys.executable, str(SCRIPTS / "plain_training.py"), "{dir}")

@@ -6,7 +6,6 @@ import pytest
 
 from resumekit.errors import ConfigurationError
 from resumekit.testing import KILL_PLACES, KillPoint, kill_points
-from resumekit.testing.kills import newest_save_before
 
 LENGTHS = [(3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (10, 5), (12, 1), (12, 3), (12, 4), (40, 10)]
 
@@ -16,9 +15,7 @@ def test_every_place_is_what_its_name_says(epoch: int, every: int) -> None:
     places = kill_points(epoch, every)
     assert tuple(places) == KILL_PLACES
     at = {name: [kill.number for kill in kills] for name, kills in places.items()}
-    saved = {
-        name: [newest_save_before(kill, every) for kill in kills] for name, kills in places.items()
-    }
+    saved = {name: [kill.newest_save(every) for kill in kills] for name, kills in places.items()}
 
     (first,), (second,) = at["mid-epoch 0"], at["mid-epoch 1"]
     assert every < first < epoch < epoch + every < second < 2 * epoch
@@ -45,7 +42,7 @@ def test_the_second_of_two_kills_resumes_from_what_a_resumed_launch_saved(
     epoch: int, every: int
 ) -> None:
     kills = kill_points(epoch, every)["twice in one epoch"]
-    first, second = (newest_save_before(kill, every) for kill in kills)
+    first, second = (kill.newest_save(every) for kill in kills)
     assert first < second
 
 

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from resumekit.prove.differences import Difference, state_differences, step_differences
-from resumekit.prove.own_values import (
+from resumekit.prove.differences import (
+    Difference,
     constant_leaves,
     idle_generators,
+    state_differences,
+    step_differences,
     values_before_the_first_kill,
     with_own_values,
 )
 from resumekit.prove.records import CHECKPOINT, END, RESUMED, STEP, Attempt, Record, read_trace
-from resumekit.prove.verdict import RUN, Divergence, Resume, Verdict
+from resumekit.prove.result import RUN, Divergence, Resume, Verdict
 
 StepKey = tuple[int, int]
 
