@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
+from quick_set import is_left_out, is_sampled
 from script_judge import ScriptJudge
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
@@ -35,42 +36,28 @@ def pytest_configure(config: pytest.Config) -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [str(config.rootpath / folder) for folder in config.getini("pythonpath")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([*given, *folders])))
-    config.addinivalue_line(
-        "markers",
-        "one_of_each: of the cells of this test, those in which each value of each parameter "
-        "occurs; the others are marked `full`",
-    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `full` what the quick set leaves out of a matrix."""
-    tests: dict[str, list[pytest.Function]] = {}
+    """Marks as `full` what the quick set leaves out."""
+    matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cells in tests.values():
-        if _is_sampled(cells[0]):
-            rows = [_values(cell.callspec.params) for cell in cells]
-            kept = _one_of_each(rows)
-            for index, cell in enumerate(cells):
-                if index not in kept:
-                    cell.add_marker("full")
-        for cell in cells:
-            params = cell.callspec.params
+        name = item.nodeid.removeprefix("integration/")
+        if is_left_out(name):
+            item.add_marker("full")
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            params = item.callspec.params
             component = params.get("component", OF_EACH_RANK[0])
             if params.get("world_size", 1) > 1 and component not in OF_EACH_RANK:
+                item.add_marker("full")
+            elif is_sampled(name) or getattr(item.cls, "matrices", {}).keys() & params.keys():
+                matrices.setdefault(name.partition("[")[0], []).append(item)
+    for cells in matrices.values():
+        kept = _one_of_each([_values(cell.callspec.params) for cell in cells])
+        for index, cell in enumerate(cells):
+            if index not in kept:
                 cell.add_marker("full")
-
-
-def _is_sampled(test: pytest.Function) -> bool:
-    """Whether it says so, is fed by a matrix of its suite, or is the suite's matrix of kills."""
-    matrices: Mapping[str, Any] = getattr(test.cls, "matrices", {})
-    return (
-        test.get_closest_marker("one_of_each") is not None
-        or bool(matrices.keys() & test.callspec.params.keys())
-        or (bool(matrices) and test.callspec.params.keys() == {"kill", "world_size"})
-    )
 
 
 def _values(params: Mapping[str, Any]) -> set[tuple[str, str]]:
