@@ -27,6 +27,9 @@ from resumekit.errors import DeclarationError
 from resumekit.serialization import is_sharded
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
+# The slots that differ between pipeline stages; schedulers and scalers are the same on all ranks.
+_IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
+
 
 def state_components(
     *,
@@ -83,10 +86,6 @@ def state_components(
         return (*shared, *attributes)
     buffers = rank_buffer_components(model=model, ema=ema, even_none=stage_group is not None)
     return (*shared, *attributes, *buffers)
-
-
-# The slots that differ between pipeline stages; schedulers and scalers are the same on all ranks.
-_IN_STAGES = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value, Slot.EMA.value})
 
 
 def _stage_prefix(stage_group: Any) -> str:

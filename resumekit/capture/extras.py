@@ -22,6 +22,8 @@ from resumekit.capture.restore import (
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.state import ComponentState, Stateful
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic)
+
 
 class Extras(ComponentState):
     """The state of a live dict: plain values, and objects with ``state_dict``.
@@ -138,9 +140,6 @@ class AttributeState(ComponentState):
                 value = value.to(live.device)
             setattr(self._given, name, value)
         return ()
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic)
 
 
 class Known(NamedTuple):

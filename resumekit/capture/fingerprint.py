@@ -23,6 +23,28 @@ from resumekit.state import StateComponent
 # A value under this name, at any depth, is the length of the run.
 HORIZON = "horizon"
 
+# A slow file system must not delay a job for a line of a report.
+_LIMIT_SECONDS = 5.0
+
+HIDDEN = "***"
+
+# As whole words of a name: --hf_token, --api-key, --wandb.apiKey, AWS_SECRET_ACCESS_KEY. Plurals
+# are not among them: --max_tokens and --num_keys are settings.
+_WORDS = frozenset(
+    {"token", "key", "apikey", "password", "passwd", "passphrase", "pwd", "secret", "credential"}
+    | {"credentials", "secrets", "auth", "accesskey", "secretkey", "authtoken"}
+)
+_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s]*@")
+_QUERY = re.compile(r"(?P<name>[?&;][^=?&;#\s]+)=(?P<value>[^&;#\s]*)")
+_TOKENS = re.compile(
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA)[A-Za-z0-9_\-]{12,}"
+)
+_HEADER = re.compile(r"\b(?P<kind>bearer|basic)\s+\S+", re.IGNORECASE)
+_JSON = re.compile(r"(?P<name>[\w.-]+)(?P<between>[\"']?\s*:\s*[\"'])[^\"']*")
+_ASSIGNED = re.compile(r"(?P<name>[^=\s:/?]+)=(?P<value>.*)", re.DOTALL)
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+
 
 class Severity(str, Enum):
     """What a difference means for a resume."""
@@ -128,10 +150,6 @@ def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator
         yield Difference(name, then, now, severity)
 
 
-# A slow file system must not delay a job for a line of a report.
-_LIMIT_SECONDS = 5.0
-
-
 def repository_state(script: Path | None = None) -> dict[str, object] | None:
     """The commit of the repository around a script, and whether tracked files differ from it.
 
@@ -173,29 +191,12 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-HIDDEN = "***"
-
-# As whole words of a name: --hf_token, --api-key, --wandb.apiKey, AWS_SECRET_ACCESS_KEY. Plurals
-# are not among them: --max_tokens and --num_keys are settings.
-_WORDS = frozenset(
-    {"token", "key", "apikey", "password", "passwd", "passphrase", "pwd", "secret", "credential"}
-    | {"credentials", "secrets", "auth", "accesskey", "secretkey", "authtoken"}
-)
-_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-
-_USER_INFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s]*@")
-_QUERY = re.compile(r"(?P<name>[?&;][^=?&;#\s]+)=(?P<value>[^&;#\s]*)")
-_TOKENS = re.compile(
-    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA)[A-Za-z0-9_\-]{12,}"
-)
-_HEADER = re.compile(r"\b(?P<kind>bearer|basic)\s+\S+", re.IGNORECASE)
-_JSON = re.compile(r"(?P<name>[\w.-]+)(?P<between>[\"']?\s*:\s*[\"'])[^\"']*")
-_ASSIGNED = re.compile(r"(?P<name>[^=\s:/?]+)=(?P<value>.*)", re.DOTALL)
-_OPTION = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
-
-
 def without_secrets(words: Iterable[str]) -> list[str]:
     """A command line whose secrets are ``***``.
+
+    A value is hidden when its option is named like a secret, when it is a URL with user
+    information, or when it looks like a token of a well-known service. The value of an option
+    follows ``=``, or is the next word unless that is an option.
 
     Args:
         words: as in ``sys.argv``.

@@ -42,6 +42,8 @@ _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataPar
 _EXTRA_STATE = "_extra_state"
 _REMEDY = "Build the model as it was when the checkpoint was written"
 
+Outline = dict[str, dict[str, Any]]
+
 
 def flat_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The sub-modules that FSDP1 wraps, by raw name."""
@@ -244,9 +246,6 @@ class Moment:
     """Stands in an outline for a value that has the parameter's shape."""
 
     dtype: torch.dtype
-
-
-Outline = dict[str, dict[str, Any]]
 
 
 class FlatOptimizerState(OptimizerState):

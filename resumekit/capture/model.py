@@ -33,6 +33,9 @@ _REMEDY = "Build the model as it was when the checkpoint was written"
 TRAINED_IN = "trained_in"
 IN_FP32 = "in_fp32"
 
+# What the key of the component of a rank's buffers ends in.
+RANK_BUFFERS = "rank_buffers"
+
 
 class ModelState(ComponentState):
     """The state of a module, independent of its wrappers now and when it was saved.
@@ -111,10 +114,6 @@ class ModelState(ComponentState):
             "num_parameters": sum(p.numel() for p in parameters),
             "num_trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         }
-
-
-# What the key of the component of a rank's buffers ends in.
-RANK_BUFFERS = "rank_buffers"
 
 
 class RankBuffers(ComponentState):

@@ -38,6 +38,11 @@ from resumekit.state import ComponentState
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
+Group = Mapping[str, Any]
+
+# Not hyperparameters: which parameters a group holds.
+_MEMBERSHIP = ("params", "param_names")
+
 
 class OptimizerState(ComponentState):
     """The state of one optimizer by FQN, without wrapper prefixes.
@@ -264,9 +269,6 @@ def _names_by_id(names: list[list[str]], groups: list[dict[str, Any]]) -> dict[A
     }
 
 
-Group = Mapping[str, Any]
-
-
 def optimizer_mismatches(
     saved: Mapping[str, Any], live: Mapping[str, Any], *, is_order_bound: bool
 ) -> Iterator[Mismatch]:
@@ -328,10 +330,6 @@ def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
     elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
         for index, (each, partner) in enumerate(zip(then, now, strict=False)):
             yield from _value_mismatches(f"{where}[{index}]", each, partner)
-
-
-# Not hyperparameters: which parameters a group holds.
-_MEMBERSHIP = ("params", "param_names")
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from resumekit.capture.restore import describe
 from resumekit.errors import StateMismatchError
 from resumekit.state import ComponentState
 
+Group = dict[str, Any]
+
 
 def merged(live: ComponentState | None, key: str, states: Sequence[Any]) -> Any:
     """One state of those of all groups.
@@ -83,9 +85,6 @@ def _entries_of(state: Any, live: Any) -> Any:
     if not isinstance(state, Mapping) or not isinstance(live, Mapping):
         return state
     return {name: _entries_of(item, live[name]) for name, item in state.items() if name in live}
-
-
-Group = dict[str, Any]
 
 
 def merged_optimizers(key: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ _LIKELY_RENAME = 0.5
 # Limits of the search for renamed entries: comparing every pair of a large model takes minutes.
 _MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
 
+NewTensor = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -182,9 +184,6 @@ def _likely_twin(name: str, candidates: Iterable[str]) -> str | None:
 
     best = max(candidates, key=likeness, default=None)
     return best if best is not None and likeness(best) >= _LIKELY_RENAME else None
-
-
-NewTensor = Callable[[Tensor], Tensor]
 
 
 def own_tensor(saved: Tensor) -> Tensor:

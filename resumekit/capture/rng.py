@@ -18,6 +18,17 @@ from resumekit.state import ComponentState
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
+AnyGenerator: TypeAlias = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+)
+GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+# torch 2.13 CUDAGeneratorImpl.cpp get_state: eight bytes of seed, eight bytes of offset.
+_CUDA_STATE_BYTES = 16
+_SEED_BYTES = 8
+
 
 class RngState(ComponentState):
     """The RNG state of this process: Python, NumPy, torch on the CPU and every CUDA device.
@@ -161,12 +172,6 @@ def _restore_cuda(saved: list[torch.Tensor]) -> list[str]:
     return []
 
 
-AnyGenerator: TypeAlias = (
-    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-)
-GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 def generator_state(generator: AnyGenerator) -> Any:
     """The state of one generator, in plain values."""
     if isinstance(generator, torch.Generator):
@@ -226,21 +231,14 @@ def _restore_seed_sequence(bit_generator: Any, saved: dict[str, Any] | None) -> 
     return ""
 
 
-_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-
-# torch 2.13 CUDAGeneratorImpl.cpp get_state: eight bytes of seed, eight bytes of offset.
-_CUDA_STATE_BYTES = 16
-_SEED_BYTES = 8
-
-
 def states_of_new_rank(
     states: Mapping[int, Mapping[str, Any]], rank: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The RNG states of a rank that did not exist when the checkpoint was written.
 
     A derived state is deterministic and differs from that of every other rank, so ranks do not draw
-    the same numbers. Where all former ranks have equal states, as after a common seed without
-    draws, the new rank gets that state.
+    the same numbers. Where all former ranks have equal states, as in a script that seeds all
+    ranks alike, the new rank gets that state.
 
     Args:
         states: of some former ranks, including rank 0: generators' states by name.
@@ -251,7 +249,7 @@ def states_of_new_rank(
     """
     first = states[0]
     alike = {
-        name: len(states) > 1 and all(_same(state, each.get(name)) for each in states.values())
+        name: len(states) > 1 and len({_digest(each.get(name)) for each in states.values()}) == 1
         for name, state in first.items()
     }
     derived = {
@@ -265,9 +263,7 @@ def _derived(state: Any, name: str) -> Any:
     """A state of the same type of generator, seeded by a digest of this state and the name."""
     if isinstance(state, list):  # one for each device
         return [_derived(each, f"{name}, device {index}") for index, each in enumerate(state)]
-    digest = hashlib.blake2b(name.encode(), digest_size=_SEED_BYTES)
-    _feed(digest, state)
-    seed = int.from_bytes(digest.digest(), "little")
+    seed = int.from_bytes(_digest(state, name), "little")
     if isinstance(state, torch.Tensor):
         return _torch_state(state, seed)
     if "words" in state:
@@ -316,8 +312,7 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
 
 
-def _same(first: Any, second: Any) -> bool:
-    digests = [hashlib.blake2b(), hashlib.blake2b()]
-    for digest, value in zip(digests, (first, second), strict=True):
-        _feed(digest, value)
-    return digests[0].digest() == digests[1].digest()
+def _digest(state: Any, name: str = "") -> bytes:
+    digest = hashlib.blake2b(name.encode(), digest_size=_SEED_BYTES)
+    _feed(digest, state)
+    return digest.digest()

@@ -33,6 +33,31 @@ _REMEDY = "Build the scheduler as it was when the checkpoint was written"
 # Where SequentialLR and ChainedScheduler keep their schedulers. torch 2.13 lr_scheduler.py.
 _PARTS = "_schedulers"
 
+# The lengths among the attributes of torch 2.13 lr_scheduler.py and swa_utils.py. Of other classes
+# every integer argument of the constructor counts.
+_LENGTHS = frozenset(
+    {
+        "T_0",
+        "T_max",
+        "T_mult",
+        "_milestones",
+        "_schedule_phases",
+        "anneal_epochs",
+        "milestones",
+        "step_ratio",
+        "step_size",
+        "total_iters",
+        "total_size",
+        "total_steps",
+    }
+)
+
+# Integer arguments that are no lengths; learning rates are none either.
+_NO_LENGTHS = frozenset({"cooldown", "eta_min", "factor", "gamma", "last_epoch", "patience"})
+
+# Lists longer than this are data, not a setting.
+_LONGEST_SETTING = 256
+
 
 class SchedulerState(ComponentState):
     """The state of a learning-rate scheduler, its parts and the classes of both.
@@ -173,30 +198,6 @@ def _horizons(scheduler: Any) -> list[tuple[Any, dict[str, Any]]]:
     kept = [(scheduler, copy.deepcopy(horizon_attributes(scheduler)))]
     kept += [(function, callable_attributes(function)) for _, function in callables(scheduler)]
     return kept + [entry for _, part in parts(scheduler) for entry in _horizons(part)]
-
-
-# The lengths among the attributes of torch 2.13 lr_scheduler.py and swa_utils.py. Of other classes
-# every integer argument of the constructor counts.
-_LENGTHS = frozenset(
-    {
-        "T_0",
-        "T_max",
-        "T_mult",
-        "_milestones",
-        "_schedule_phases",
-        "anneal_epochs",
-        "milestones",
-        "step_ratio",
-        "step_size",
-        "total_iters",
-        "total_size",
-        "total_steps",
-    }
-)
-# Integer arguments that are no lengths; learning rates are none either.
-_NO_LENGTHS = frozenset({"cooldown", "eta_min", "factor", "gamma", "last_epoch", "patience"})
-# Lists longer than this are data, not a setting.
-_LONGEST_SETTING = 256
 
 
 def horizon(scheduler: Any) -> dict[str, Any]:
