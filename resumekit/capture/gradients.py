@@ -169,12 +169,11 @@ class AccumulatedGradients(ComponentState):
         for name, gradient in saved.items():
             if name not in parameters:
                 yield Mismatch(name, "a gradient in the checkpoint", "a parameter")
-            elif gradient is not None and _shard(gradient) != _shard_of(parameters[name], gradient):
-                yield Mismatch(
-                    name,
-                    f"a gradient of {_shape_text(_shard(gradient))} in the checkpoint",
-                    f"{_shape_text(_shard_of(parameters[name], gradient))}, as here",
-                )
+            elif gradient is not None:
+                then, now = _shard(gradient), _shard_of(parameters[name])
+                if then != now:
+                    found = f"a gradient of {_shape_text(then)} in the checkpoint"
+                    yield Mismatch(name, found, f"{_shape_text(now)}, as here")
 
 
 def _encoded(gradient: Any, parameter: Tensor) -> Any:
@@ -185,7 +184,7 @@ def _encoded(gradient: Any, parameter: Tensor) -> Any:
         return {
             "local": local_part(gradient),
             "placements": [str(each) for each in gradient.placements],
-            **_shard_of(parameter, None),
+            **_shard_of(parameter),
         }
     if gradient.layout != torch.sparse_coo:
         return gradient
@@ -219,7 +218,7 @@ def _shard(saved: Any) -> dict[str, Any]:
     return {name: saved[name] for name in ("size", "mesh", "coordinate") if name in saved}
 
 
-def _shard_of(parameter: Tensor, gradient: Any) -> dict[str, Any]:
+def _shard_of(parameter: Tensor) -> dict[str, Any]:
     """The same of a live parameter."""
     size = list(parameter.shape)
     if not is_sharded(parameter):
