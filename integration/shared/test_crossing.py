@@ -176,7 +176,7 @@ def test_where_each_draws_in_its_own_way_the_order_of_the_epoch_stays(
     for step in range(SAVE_EVERY, STEPS_PER_EPOCH, SAVE_EVERY):
         assert found[step] == known[step]
     require_taken_over(run)
-    assert "goes on at sample" in told(run)
+    assert "continues at sample" in told(run)
 
 
 def test_in_the_second_epoch_the_trainer_goes_on_too(kit: Kit, whole: Run) -> None:

@@ -1,4 +1,4 @@
-"""Where a run stands in its data, and how it gets there again."""
+"""The position of a run in its data: saved, sought, and resharded among ranks."""
 
 from __future__ import annotations
 

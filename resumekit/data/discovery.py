@@ -42,7 +42,7 @@ def is_stateful_data_loader(loader: Any) -> bool:
 
 
 def is_dispatched(loader: Any) -> bool:
-    """Whether one rank draws the batches of all, and sends each its share."""
+    """Whether one rank draws the batches of all, and sends each rank its batch."""
     known = _public("accelerate.data_loader", "DataLoaderDispatcher")
     return known is not None and isinstance(loader, known) and loader.state.num_processes > 1
 
@@ -172,12 +172,8 @@ def _public(module: str, name: str) -> Any:
 
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 # The attributes by which loaders and samplers of torch and DeepSpeed hold one another.
 _NESTED = ("batch_sampler", "sampler", "data_sampler")
-
-
 # What the names of generators begin with from which samples draw, and not their order.
 DATASET_PREFIXES = ("dataset.", "collate_fn.")
 
@@ -198,13 +194,13 @@ def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         prefix, holder = waiting.pop(0)
         for attribute in _NESTED:
-            held = getattr(holder, attribute, None)
-            if held is None or id(held) in seen:
+            sampler = getattr(holder, attribute, None)
+            if sampler is None or id(sampler) in seen:
                 continue
-            seen.add(id(held))
+            seen.add(id(sampler))
             name = f"{prefix}{attribute}"
-            yield name, held
-            waiting.append((f"{name}.", held))
+            yield name, sampler
+            waiting.append((f"{name}.", sampler))
 
 
 def private_generators(holder: Any, prefix: str = "") -> dict[str, Any]:
@@ -243,20 +239,10 @@ def stateful_generators(loader: Any) -> dict[str, Any]:
 
 # A dataset may hold millions of records. What draws is near the top, and is looked at first.
 _MOST_OBJECTS = 2000
-
-
 _MOST_ITEMS = 50
-
-
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray)
-
-
 _OPAQUE = (type, ModuleType)
-
-
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-
-
 # What a loader, or a transform inside a dataset, is called by.
 _METHODS = ("__getitem__", "__getitems__", "__call__")
 
@@ -281,7 +267,7 @@ def nested_generators(holders: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, GENERATOR_TYPES):
             found[name] = value
         elif not isinstance(value, _OPAQUE):
-            waiting.extend((f"{name}.{part}", held) for part, held in _parts(value))
+            waiting.extend((f"{name}.{part}", each) for part, each in _parts(value))
     return found
 
 
@@ -324,8 +310,8 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code, variables = function.__code__, function.__globals__
     for name in code.co_names:
         value = variables.get(name)
-        beside = isinstance(value, FunctionType) and value.__globals__ is variables
-        if beside or isinstance(value, GENERATOR_TYPES):
+        is_function = isinstance(value, FunctionType) and value.__globals__ is variables
+        if is_function or isinstance(value, GENERATOR_TYPES):
             yield name, value
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:

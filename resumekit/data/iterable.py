@@ -1,4 +1,4 @@
-"""An iterable is replayed, from where its epoch began up to where it was interrupted."""
+"""Iterables: a resume replays the epoch from its start up to the position."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ _OTHER_BATCHES = (
 
 
 _READ_LATER = "while the stream may read it: let __iter__ read it before the first yield"
-
-
 _UNKNOWN = (
     "is drawn through again from the start of the epoch; exact only when nothing but random "
     "numbers of this process shapes it; a torch DataLoader over an IterableDataset is exact"
@@ -62,11 +60,11 @@ _SEQUENCES = (range, list, tuple, np.ndarray, torch.Tensor)
 
 
 class ReplaySource(Source):
-    """Any iterable: an epoch is begun again from its RNG state and drawn through to the position.
+    """Any iterable: an epoch is replayed from its RNG state up to the position.
 
     What the loader draws in this process, it draws again from the states that it drew from before;
     workers are started from the seed that they were started from, and persistent ones with the
-    states that they began the epoch with. The batches that come out are held against a digest of
+    states that they began the epoch with. The replayed batches are compared with a digest of
     those that were used.
 
     A torch DataLoader, also inside a framework's loader, is iterated as a shallow copy.
@@ -77,12 +75,12 @@ class ReplaySource(Source):
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
         self._stream = stream_loader(loader)
-        self._held = _stream_generators(loader, self._stream)
+        self._stream_rngs = _stream_generators(loader, self._stream)
         self._persistent: PersistentWorkers | None = None
         self._iterated = self._copied(loader)
         workers = 0 if self._stream is None else self._stream.num_workers
         if not workers:
-            self._private = _merged(self._private, self._held)
+            self._private = _merged(self._private, self._stream_rngs)
             self._rng = RngState(self._private)
         # A framework's loader may draw here although its workers do as well.
         self._fetches = FetchRecorder() if not workers or hasattr(loader, INNER) else None
@@ -151,8 +149,8 @@ class ReplaySource(Source):
                 "dispatches; use persistent_workers=False"
             )
         # datasets 5.2 iterable_dataset.py shuffles with copies of the generators that it holds.
-        if self._persistent and self._held and not is_hugging_face(stream.dataset):
-            names = ", ".join(self._held)
+        if self._persistent and self._stream_rngs and not is_hugging_face(stream.dataset):
+            names = ", ".join(self._stream_rngs)
             return f"{names} lives on in persistent workers; use persistent_workers=False"
         if self._ran_ahead:
             return (
@@ -196,7 +194,7 @@ class ReplaySource(Source):
     def _replay(self, pending: Mapping[str, Any]) -> None:
         num_batches = pending["batch"]
         playback = Playback(pending["fetches"] or {})
-        patience = ReplayProgress(f"drawing the used batches of {self.name!r} again", num_batches)
+        progress = ReplayProgress(f"replaying the used batches of {self.name!r}", num_batches)
         for number in range(num_batches):
             playback.before(number)
             try:
@@ -207,8 +205,8 @@ class ReplaySource(Source):
                     found=f"an epoch of {number} batches",
                     expected=f"at least the {num_batches} that were already used",
                 ) from None
-            patience.at(self.batch)
-        patience.done()
+            progress.update(self.batch)
+        progress.close()
         if self._watched is not None:
             self._watched.replayed()
         expected = pending["contents"]
@@ -292,19 +290,17 @@ def _stream_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str,
     holders = {"dataset": dataset, "dataset.__iter__": getattr(type(dataset), "__iter__", None)}
     if stream is not None:
         holders["collate_fn"] = stream.collate_fn
-    held = nested_generators(holders).items()
-    return {name: each for name, each in held if not isinstance(each, random.SystemRandom)}
+    found = nested_generators(holders).items()
+    return {name: each for name, each in found if not isinstance(each, random.SystemRandom)}
 
 
-def _merged(private: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(private: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     known = {id(generator) for generator in private.values()}
-    return {**private, **{name: each for name, each in held.items() if id(each) not in known}}
+    return {**private, **{name: each for name, each in found.items() if id(each) not in known}}
 
 
 # Of anything larger the first and the last part are taken: another order shows in any of them.
 _WHOLE_BYTES = 64 * 1024
-
-
 _MAX_DEPTH = 16
 
 
@@ -377,13 +373,13 @@ _FIRST_SECONDS = 1.0
 
 
 class ReplayProgress:
-    """Says on standard error how far a count is, once it has taken longer than a second.
+    """Prints on standard error how far a replay is, once it takes longer than a second.
 
     On a terminal one line is written again every second; elsewhere a line follows whenever the time
     has doubled. Rank 0 only.
 
     Args:
-        what: what is being done, e.g. ``"drawing through the used batches again"``.
+        what: what is being done, e.g. ``"replaying the used batches"``.
         total: how many there are.
     """
 
@@ -394,23 +390,23 @@ class ReplayProgress:
         self._next_seconds = _FIRST_SECONDS
         self._printed = False
 
-    def at(self, count: int) -> None:
-        """So many are done."""
+    def update(self, count: int) -> None:
+        """Prints a line when one is due."""
         seconds = time.monotonic() - self._began
         if seconds < self._next_seconds:
             return
         left = seconds / count * (self._total - count)
         share = f"{count} of {self._total} ({100 * count // self._total}%)"
-        self._tell(f"{self._what}: {share}, about {left:.0f} s left")
+        self._print(f"{self._what}: {share}, about {left:.0f} s left")
         self._next_seconds = seconds + 1 if sys.stderr.isatty() else 2 * seconds
 
-    def done(self) -> None:
-        """All are done."""
+    def close(self) -> None:
+        """Prints the last line, if there was another."""
         if self._printed:
             seconds = time.monotonic() - self._began
-            self._tell(f"{self._what}: {self._total}, {seconds:.0f} s", last=True)
+            self._print(f"{self._what}: {self._total}, {seconds:.0f} s", last=True)
 
-    def _tell(self, message: str, *, last: bool = False) -> None:
+    def _print(self, message: str, *, last: bool = False) -> None:
         self._printed = True
         if _rank() == 0:
             terminal = sys.stderr.isatty()

@@ -83,14 +83,14 @@ class KeyedSource(MapSource):
         unordered = unordered_reason(self.loader)
         if unordered:
             return Fidelity.LOST, unordered
-        held = nested_generators(
+        found = nested_generators(
             {"dataset": self._fetch.dataset, "collate_fn": self._fetch.collate}
         )
         if not self.loader.num_workers:
             # A checkpoint holds those of this process that are known to it.
             saved = {id(each) for each in (*self._private.values(), *self._seed.saved_generators)}
-            held = {name: each for name, each in held.items() if id(each) not in saved}
-        reason = self._finding or unkeyed_reason(held)
+            found = {name: each for name, each in found.items() if id(each) not in saved}
+        reason = self._finding or unkeyed_reason(found)
         if reason:
             return Fidelity.LOST, reason
         if self._sampler.tape is not None and not self._sampler.tape.is_empty:
@@ -176,7 +176,7 @@ class KeyedBatch(list[Any]):
         return KeyedBatch, (self.given, self.epoch, self.repeats)
 
     def contents(self) -> list[bytes]:
-        """What tells each sample from all others of the epoch."""
+        """What distinguishes each sample from all others of the epoch."""
         contents = [index_bytes(index) for index in self]
         for position, times in self.repeats.items():
             contents[position] += b"#" + index_bytes(times)
@@ -240,13 +240,13 @@ class KeyedSampler(RecordingSampler):
 
 
 class KeyedFetch:
-    """Stands where the dataset stands in a loader: gets and collates a batch, from its keys.
+    """Replaces the dataset in a loader: gets and collates a batch with RNGs seeded from its keys.
 
-    Nothing is drawn that outlasts the batch: this process's own generators are put back.
+    Nothing is drawn that outlasts the batch: the generators of this process are restored.
 
     Args:
-        dataset: the user's own.
-        collate: the user's own.
+        dataset: of the user.
+        collate: of the user.
         collates: whether the loader makes batches of samples.
     """
 
@@ -347,7 +347,7 @@ class KeyedInit:
     """The user's ``worker_init_fn``, which finds the user's dataset where it looks for it.
 
     Args:
-        init: the user's own, or None.
+        init: of the user, or None.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:

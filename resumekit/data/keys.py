@@ -33,8 +33,6 @@ from resumekit.state import ComponentState
 
 # The component that holds the seed; only a checkpoint of a keyed run has it.
 SEED = "data/seed"
-
-
 # 128 bits for Python, 32 for NumPy, 64 for torch, whose generator for the CPU uses 32 of them.
 # Words of their own: all three are Mersenne Twisters, and equal seeds would give equal numbers.
 _SEEDS = struct.Struct("<16sIQ")

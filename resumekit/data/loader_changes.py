@@ -22,13 +22,9 @@ from resumekit.errors import DataPositionError
 
 # A position that came from a job with another number of ranks carries both numbers under this key.
 RANKS = "ranks"
-
-
 # What of a loader's geometry is the user's setting, and how users call it. A changed batch size or
 # number of ranks is reported elsewhere, since a run may be allowed to follow it inside an epoch.
 _SETTINGS = {"num_samples": "dataset length", "drop_last": "drop_last"}
-
-
 _SHUFFLED = {DRAWN, SEEDED, SEEDED_BY_EPOCH, KEYED}
 
 
@@ -98,12 +94,8 @@ def _order(sampler: Mapping[str, Any]) -> str:
 
 # Marks a position inside an epoch that was begun under another framework.
 FRAMEWORK_CHANGED = "crossed"
-
-
 # How one and the same loader is shuffled by frameworks that prepare it.
 _SHUFFLES = {DRAWN, SEEDED_BY_EPOCH}
-
-
 _SAMPLERS = {
     IN_ORDER: "a sampler that does not shuffle",
     SEEDED: "a DistributedSampler",
@@ -170,11 +162,11 @@ def _sample_generators(generators: Sequence[str]) -> list[str]:
 def inherited_order_message(
     state: Mapping[str, Any], live_name: Mapping[str, Any], where: str
 ) -> str:
-    """What to tell about it."""
+    """The message about it."""
     drawn_by, now = _sampler_noun(state["order_name"]), _sampler_noun(live_name)
     later = "" if drawn_by == now else f"; the next one is that of {now}"
     return (
-        f"{where}: epoch {state['epoch']} goes on at sample {state['samples']} in the order that "
+        f"{where}: epoch {state['epoch']} continues at sample {state['samples']} in the order that "
         f"{drawn_by} drew{later}"
     )
 
@@ -185,15 +177,13 @@ def _sampler_noun(name: Mapping[str, Any]) -> str:
 
 
 WRAPPED = "wrapped"
-
-
 _KINDS = {
     "map": "a DataLoader that the loop draws from by itself",
     "keyed": "a DataLoader with randomness='keyed' that the loop draws from by itself",
     WRAPPED: "a loader that Accelerate or the Trainer has prepared",
     "ahead": "a loader without a length under Lightning",
     "stateful": "a loader with a state of its own",
-    "replay": "an iterable that is drawn through again",
+    "replay": "an iterable that is replayed",
 }
 
 
@@ -279,7 +269,7 @@ def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict
 
 
 def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; the first ones each from one of these RNG states, which is then put back.
+    """The batches; each of the first ones is fetched from one of these RNG states.
 
     These are the batches that a framework had fetched ahead.
     """

@@ -88,7 +88,7 @@ class MapSource(Source):
         self._order_name = partial(order_name, self._batching.sampler, self._private)
         self._sampler = self._new_sampler(index_sampler, self._rng, self._order_name)
         self._samples = 0  # used in this epoch, by all ranks that share its order
-        self._since = 0  # where this rank's share of it began
+        self._since = 0  # where the part of this rank began
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
         self._framework_changed = False  # the current epoch was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
@@ -109,7 +109,7 @@ class MapSource(Source):
         unordered = unordered_reason(self.loader)
         if unordered:
             return Fidelity.LOST, unordered
-        if workers and not self._keeps_turns:
+        if workers and not self._can_skip_worker:
             what = "random numbers in workers of a MapDataPipe with batch_size=None"
             return Fidelity.LOST, f"{what}; a Dataset is exact"
         if self._sampler.tape is not None and self._sampler.tape.overflowed:
@@ -205,13 +205,13 @@ class MapSource(Source):
         workers = self.loader.num_workers
         # Without in_order a padding may arrive after a batch, and workers have no turns to keep.
         in_order = not unordered_reason(self.loader)
-        return self.batch % workers if workers and in_order and self._keeps_turns else 0
+        return self.batch % workers if workers and in_order and self._can_skip_worker else 0
 
     @property
-    def _keeps_turns(self) -> bool:
+    def _can_skip_worker(self) -> bool:
         """Whether a worker can be passed over without asking its dataset for a sample."""
         # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter gives the workers of a
-        # MapDataPipe their shares, where it sees one.
+        # MapDataPipe their shards, where it sees one.
         return self._collates or not isinstance(self.loader.dataset, MapDataPipe)
 
     def _attach_worker_states(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
@@ -342,6 +342,6 @@ _NO_EPOCH: dict[str, Any] = {"order_name": None, "start": None, "draws": {}, "us
 
 
 def _number(holder: Any, name: str) -> int | None:
-    """A setting of a batch sampler, whoever wrote it; None where it has no such one."""
+    """A setting of any batch sampler; None where it has no such one."""
     value = getattr(holder, name, None)
     return value if isinstance(value, int) else None

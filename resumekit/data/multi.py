@@ -83,8 +83,9 @@ class Zipped:
         if len(set(continued.values())) > 1:
             raise DataPositionError(
                 self.name,
-                found=f"no place in {', '.join(n for n, known in continued.items() if not known)}",
-                expected="a place in each of the loaders",
+                found="no position in "
+                + ", ".join(n for n, known in continued.items() if not known),
+                expected="a position in each of the loaders",
                 remedy="Zip the loaders of the interrupted run; others may join at the next epoch",
             )
         for source in self.sources:

@@ -36,17 +36,9 @@ from resumekit.errors import DataPositionError
 # A sampler whose order no other process can draw. Under the other kinds, everything that an order
 # depends on stands in its name or, for "drawn", in the RNG state at the epoch's start.
 UNKNOWN = "unknown"
-
-
 IN_ORDER, SEEDED, DRAWN, KEYED = "in order", "seeded", "drawn", "keyed"
-
-
 SEEDED_BY_EPOCH = "seeded by epoch"
-
-
 NAMED = frozenset({IN_ORDER, SEEDED, SEEDED_BY_EPOCH, DRAWN, KEYED})
-
-
 # They draw their order when an epoch begins, or from a generator of their own.
 _DRAW_AT_START = {
     each.__iter__
@@ -65,7 +57,7 @@ class Batching:
     """How a map-style loader takes an order apart: which part is this rank's, how many in a batch.
 
     Args:
-        sampler: what gives single indices; None behind a batch sampler of the user's own.
+        sampler: what gives single indices; None behind a custom batch sampler.
         batch_sampler: torch's own; None for a loader that does not collate.
         num_replicas: the ranks that share the order; 1 when each goes through all of it.
         replica: which of them this is.
@@ -118,7 +110,7 @@ class Batching:
         return -(-num_samples // self.batch_size)
 
     def num_batches_left(self, num_left: int) -> int:
-        """The batches of each rank when this many samples are shared out."""
+        """The batches of each rank when this many samples are sharded."""
         if self.by_batches:
             whole = self.num_batches(num_left)
             drop_last = self.batch_sampler is not None and self.batch_sampler.drop_last
@@ -178,9 +170,9 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
         return {"kind": SEEDED, "length": length, "seed": sampler.seed, "epoch": sampler.epoch}
     if method is RandomSampler.__iter__ and not sampler.replacement:
         length = len(sampler.data_source)
-        own = next((name for name, one in generators.items() if one is sampler.generator), None)
-        if sampler.num_samples == length and (sampler.generator is None or own is not None):
-            return {"kind": DRAWN, "length": length, "generator": own}
+        known = next((name for name, one in generators.items() if one is sampler.generator), None)
+        if sampler.num_samples == length and (sampler.generator is None or known is not None):
+            return {"kind": DRAWN, "length": length, "generator": known}
     return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
 
 

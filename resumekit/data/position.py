@@ -104,7 +104,7 @@ class DataPosition(ComponentState):
     def open(self, loader: Any, name: str, *, ahead: bool = False) -> Source:
         """The source of this loader; the same one as before when the loop opens it again.
 
-        Another loader takes the place over at the start of an epoch.
+        Another loader may replace it at the start of an epoch.
 
         Args:
             loader: the loader.
@@ -157,8 +157,8 @@ class DataPosition(ComponentState):
             return state
         if existing.contains(source.loader):
             return state
-        anew = existing.recreated(source.private, state["generators"])
-        return {**state, "rebuilt": True, "made_anew": anew}
+        recreated = existing.recreated(source.private, state["generators"])
+        return {**state, "rebuilt": True, "made_anew": recreated}
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -221,7 +221,7 @@ class DataPosition(ComponentState):
                 f"batches(name={names[0]!r})",
                 found="a name that the checkpoint does not know",
                 expected=f"one of {', '.join(map(repr, sorted(self._in_checkpoint)))}",
-                remedy="Give the loader its former name, or begin its epochs anew with "
+                remedy="Give the loader its former name, or restart its epochs with "
                 "exclude={'data'}",
             )
 

@@ -39,11 +39,7 @@ from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
 
 BATCH_SIZE, WORLD_SIZE = "batch_size", "world_size"
-
-
 _NOUNS = {BATCH_SIZE: "batch_size", WORLD_SIZE: "number of ranks"}
-
-
 # What may differ in a loader's geometry when that change is allowed.
 _FOLLOWS = {
     BATCH_SIZE: frozenset({"batch_size", "num_batches"}),
@@ -247,7 +243,7 @@ def _require_shared(
     name, needed = state["order_name"], (WORLD_SIZE,)
     shared_before = state["geometry"].get("num_replicas", 1)
     ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
-    sharing = "a sampler that shares the data out: DistributedSampler, DistributedResumableSampler"
+    sharing = "a sampler that shards the data: DistributedSampler, DistributedResumableSampler"
     if ranks_before > 1 and shared_before == 1:
         found = f"an order that each of {ranks_before} ranks went through by itself"
         _refuse(where, found, sharing, needed, state)
@@ -282,7 +278,7 @@ def _keep_known_generators(moved: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
-    """The batches of the current epoch, used or not, where that can be told."""
+    """The batches of the current epoch, used or not, where it is known."""
     if batching.sampler is None:
         return None
     if is_reshared(state):
@@ -354,10 +350,10 @@ def _rest_of_epoch(
 
 
 def _used_positions(used: Mapping[str, Any], position: int) -> Any:
-    """Where in the order stands what one rank used."""
+    """The positions in the order that one rank used."""
     positions = np.arange(used["since"], position)
-    turns = (positions - used["since"]) // used["in_a_row"]
-    return positions[turns % used["num_replicas"] == used["replica"]]
+    rounds = (positions - used["since"]) // used["in_a_row"]
+    return positions[rounds % used["num_replicas"] == used["replica"]]
 
 
 # ---------------------------------------------------------------- ranks
@@ -381,11 +377,11 @@ def resplit_positions(
     """
     for rank, state in states.items():
         _require_same_position(states[0], state, rank)
-    own = states[change.model_rank]
+    model = states[change.model_rank]
     others = {rank: state for rank, state in states.items() if rank != change.model_rank}
     mark = {RANKS: [change.former_world_size, change.world_size]}
     positions = {}
-    for name, position in own.items():
+    for name, position in model.items():
         counterparts = {
             change.model_rank: position,
             **{rank: s[name] for rank, s in others.items()},
@@ -405,14 +401,14 @@ def _require_same_position(first: Mapping[str, Any], other: Mapping[str, Any], r
             raise DataPositionError(
                 name,
                 found=f"rank 0 was at {positions[0]}, rank {rank} at {positions[1]}",
-                expected="all ranks at one place, to share out the rest",
+                expected="all ranks at one position, to shard the rest",
                 remedy="Continue with as many ranks as in the checkpoint",
             )
 
 
 def _position_text(state: Mapping[str, Any] | None) -> str:
     if state is None:
-        return "no place"
+        return "no position"
     position = f"batch {state['batch']} of epoch {state['epoch']}"
     return f"{position}, sample {state['samples']}" if "samples" in state else position
 

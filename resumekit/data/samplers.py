@@ -67,9 +67,9 @@ class ResumableSampler(Sampler[int]):
 
 
 class DistributedResumableSampler(DistributedSampler[int]):
-    """One rank's share of the order that seed, epoch and length name.
+    """The part of one rank of the order that seed, epoch and length name.
 
-    A drop-in for ``DistributedSampler``, which it also is for whoever asks. Ranks take turns, and
+    A drop-in for ``DistributedSampler``, of which it is a subclass. Ranks take turns, and
     what cannot be divided is padded or dropped as there. The order is that of ``ResumableSampler``
     with the same seed, whatever the number of ranks.
 
@@ -169,26 +169,14 @@ Numbers = npt.NDArray[np.uint64]
 
 # Part of the name: another network is another permutation, and needs another number here.
 VERSION = 1
-
-
 # Few positions need more rounds until every order is as likely as any other.
 _NUM_ROUNDS, _NUM_ROUNDS_SHORT, _SHORT = 8, 24, 1 << 16
-
-
 _HALF = np.uint64(32)
-
-
 # The mixing constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
 _SHIFT_1, _SHIFT_2 = np.uint64(30), np.uint64(27)
-
-
 # Each digit must fit into 32 bits: its hash is scaled by a 64-bit product.
 LONGEST = 2**62
-
-
 # The indices that are computed at once: a few arrays of this length stay in a processor's cache.
 CHUNK = 8192
 
@@ -295,7 +283,7 @@ class InOrder:
 
 
 def shard_length(num_left: int, *, num_replicas: int, drop_last: bool) -> int:
-    """The samples of each rank when this many are shared out, as DistributedSampler counts."""
+    """The samples of each rank when this many are sharded, as DistributedSampler counts."""
     return num_left // num_replicas if drop_last else -(-num_left // num_replicas)
 
 
@@ -324,8 +312,8 @@ def share(
         max(length - position, 0), num_replicas=num_replicas, drop_last=drop_last
     )
     for first in range(0, num_mine, CHUNK):
-        turns = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
-        positions = position + replica + turns * num_replicas
+        rounds = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
+        positions = position + replica + rounds * num_replicas
         positions[positions >= length] %= length
         yield from order[positions].tolist()
 

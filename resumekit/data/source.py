@@ -103,7 +103,7 @@ class Source(ABC):
             return self.epoch_length
         if self._is_endless or not self.begun:
             return self.num_batches
-        if self._length_in != self.epoch:  # a framework's loader takes long to tell
+        if self._length_in != self.epoch:  # a framework's loader is slow to answer
             self._length_in, self._length = self.epoch, self.num_batches
         return self._length
 
@@ -160,7 +160,7 @@ class Source(ABC):
         self._length_in = -1
 
     def follow(self, former: Source) -> None:
-        """Takes the position of the loader that had this name before; its iterator is let go.
+        """Takes the position of the loader that had this name before; its iterator is released.
 
         Raises:
             DataPositionError: that loader's position is inside an epoch that this one cannot give.
@@ -209,9 +209,11 @@ class Source(ABC):
             self.unexpected = ()  # another loader in each epoch, as in a curriculum
         is_another = not within and (self.is_rebuilt or not is_of_kind)
         self._pending = None if is_another else dict(state)
-        anew = () if within else self._recreated
+        recreated = () if within else self._recreated
         saved = state["generators"].items()
-        self._generators = {n: each for n, each in saved if n in self._private and n not in anew}
+        self._generators = {
+            n: each for n, each in saved if n in self._private and n not in recreated
+        }
         self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
 
     def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:

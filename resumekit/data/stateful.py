@@ -48,10 +48,10 @@ class StatefulMapSource(MapSource):
 
 
 class StatefulSource(Source):
-    """A loader that says itself where it is, and goes there when it is told to.
+    """A loader with a state of its own, which restores its position.
 
     Its state is taken at the safe point and given back before the loader is iterated again.
-    torchdata's loader is iterated as a shallow copy; any other object is the user's own.
+    torchdata's loader is iterated as a shallow copy; any other object is iterated itself.
     """
 
     kind = "stateful"
@@ -110,8 +110,8 @@ class StatefulSource(Source):
     def _current_state(self) -> dict[str, Any]:
         # A loader that was never iterated has no position yet, and torchdata's would draw a seed to
         # answer.
-        own = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
-        return {**self._state(), "loader": own}
+        loader_state = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
+        return {**self._state(), "loader": loader_state}
 
 
 def restores_itself(loader: Any) -> bool:

@@ -25,14 +25,8 @@ MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
 
 
 _MAX_MARKED = 32  # objects that are looked at before and after every batch
-
-
 _MAX_DIGESTED_BYTES = 8 * 2**20  # of what the stream has read before its first sample
-
-
 _PLAIN = (bool, int, float, str, type(None))
-
-
 _SIZED = (list, dict, set, deque)
 
 
@@ -150,8 +144,6 @@ def _difference(former: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
-
-
 _NAMED = frozenset((*dis.haslocal, *dis.hasfree))
 
 

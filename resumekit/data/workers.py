@@ -26,18 +26,10 @@ class PaddingIndices(list[int]):
 
 # random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.
 _PYTHON = struct.Struct("<2500s?d")
-
-
 _PYTHON_VERSION = 3
-
-
 # The twister's key, then its position, and half of a pair of normal numbers, if there is one.
 _NUMPY = struct.Struct("<2496sqqd")
-
-
 _TWISTER = "MT19937"
-
-
 _CUDA = "cuda:"
 
 
@@ -56,7 +48,7 @@ class StateReader:
         python, numpy = self._python.read(), self._numpy.read()
         half = python["gauss_next"]
         states = {"python": _PYTHON.pack(python["words"], half is not None, half or 0.0)}
-        if numpy["bit_generator"] == _TWISTER:  # a user may have put another in its place
+        if numpy["bit_generator"] == _TWISTER:  # a user may have replaced it
             states["numpy"] = _pack_numpy(numpy)
         states["torch"] = torch.default_generator.get_state().numpy().tobytes()
         if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
@@ -122,14 +114,14 @@ class BatchWithState:
 
 @dataclass(frozen=True)
 class Padding:
-    """What comes back for an empty index batch; it carries no data and is dropped."""
+    """The result of an empty index batch; it is dropped."""
 
 
 class PaddedDataset:
     """Stands for a dataset in workers that start with padding, and passes over that.
 
     Args:
-        dataset: the user's own.
+        dataset: of the user.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -153,7 +145,7 @@ def padded(dataset: Any, *, collates: bool) -> Any:
     """A dataset for workers that start with padding, which the user's own never sees.
 
     Args:
-        dataset: the user's own.
+        dataset: of the user.
         collates: whether the loader makes batches of samples. Where it asks for them one by one,
             padding is a list of no samples anyway.
     """
@@ -164,10 +156,10 @@ def padded(dataset: Any, *, collates: bool) -> Any:
 
 
 class RecordingCollate:
-    """The user's collate function, with the worker's RNG state beside its result.
+    """The user's collate function, with the worker's RNG state next to its result.
 
     Args:
-        collate: the user's own.
+        collate: of the user.
         num_padded: the workers, counted from 0, whose first index batch is empty padding.
     """
 
@@ -194,7 +186,7 @@ class RestoringInit:
     """The user's ``worker_init_fn``, after which a worker continues from its recorded state.
 
     Args:
-        init: the user's own, or None.
+        init: of the user, or None.
         states: by worker id; a worker that is not named keeps its ordinary seed.
     """
 
@@ -218,15 +210,9 @@ class RestoringInit:
 
 
 _HEADER = struct.Struct("<qQ")  # how often the worker has begun an epoch; the digest of the rest
-
-
 _START, _LATEST = range(2)  # the two rows of a worker
-
-
 # A worker that starts by spawning imports torch before it begins.
 _TIMEOUT_SECONDS = 120.0
-
-
 _POLL_SECONDS = 0.001
 
 
@@ -353,7 +339,7 @@ class PersistentWorkers:
         self._where = where
         self._watch = _Tracked(loader.dataset, SharedStates(loader.num_workers))
         self._birth: dict[str, Any] | None = None
-        self._count = 0  # how often the workers were told to begin
+        self._count = 0  # how often the workers were asked to begin
         loader.__dict__["dataset"] = TrackedDataset(self._watch)
         loader.collate_fn = _TrackedCollate(loader.collate_fn, self._watch)
 

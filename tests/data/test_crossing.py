@@ -383,7 +383,7 @@ def test_the_order_that_was_drawn_goes_on_and_the_next_one_is_drawn_by_the_other
             sampler.set_epoch(epoch + 1)
             assert later[:LENGTH] == list(sampler)
         (told,) = position.changes
-        assert f"train: epoch {epoch} goes on at sample {batch * BATCH_SIZE} in the order" in told
+        assert f"train: epoch {epoch} continues at sample {batch * BATCH_SIZE} in the order" in told
 
 
 def test_there_and_back_and_killed_again_each_sample_comes_once() -> None:
@@ -541,7 +541,7 @@ def test_a_stream_and_a_loader_with_a_state_are_refused_in_the_users_words() -> 
         "a loader that Accelerate or the Trainer",
     )
     for then, told in (
-        (stream, f"an iterable that is drawn through again, expected.*{alone}"),
+        (stream, f"an iterable that is replayed, expected.*{alone}"),
         (Stateful, f"a loader with a state of its own, expected.*{alone}"),
     ):
         with pytest.raises(DataPositionError, match=f"train: {told}.*Finish the epoch"):

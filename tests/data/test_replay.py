@@ -629,7 +629,7 @@ def test_any_other_iterable_is_drawn_through_again_and_promises_less() -> None:
 
 
 class Slow:
-    """Takes its time for each batch, once it is drawn through again."""
+    """Takes its time for each batch, once it is replayed."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -659,7 +659,7 @@ def test_drawing_again_tells_how_it_gets_on_once_it_takes_longer_than_a_second(
     assert len(lines) == num_lines
     if lines:
         assert re.fullmatch(
-            r"resumekit: drawing the used batches of 'train' again: "
+            r"resumekit: replaying the used batches of 'train': "
             r"3\d of 40 \(\d\d%\), about 0 s left",
             lines[0],
         )
