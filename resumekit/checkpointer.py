@@ -142,8 +142,8 @@ class Checkpointer(StepBoundary):
                 wrapped.
             epochs: train until this many epochs of the whole run are complete.
             steps: train until the whole run has this many optimizer steps.
-            name: tells this loader from others of the same run; ``"train"`` by default. A dict has
-                its names in its keys.
+            name: of this loader, where a run has several; ``"train"`` by default. A dict has its
+                names in its keys.
             repeat: for a loader beside the loop, drawn from with ``next``: it begins again whenever
                 it is used up, and counts its own epochs.
 
@@ -177,7 +177,7 @@ class Checkpointer(StepBoundary):
     ) -> DrivenLoop:
         """The loop of a framework that iterates by itself. Collective.
 
-        The checkpoint is found, so that ``progress`` and ``finished`` tell where the run goes on;
+        The checkpoint is found, so that ``progress`` and ``finished`` are those of the checkpoint;
         nothing else is restored before ``resume()``.
 
         Args:
@@ -281,9 +281,9 @@ class Checkpointer(StepBoundary):
         self._count_taken_step()
         is_due = self._stop_reason is not None or (self._due and self._may_save())
         if self._loop is not None and is_due:
-            self._settle(None)
+            self._pass_safe_point(None)
         self._requests.wait()
-        self._let_go()
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +300,7 @@ class Checkpointer(StepBoundary):
             # Nor at exit, should somebody catch the error: a step is half done.
             self._due = self._unsettled = False
             self._stop_reason = None
-            self._let_go()
+            self._release()
 
     def _close_at_exit(self) -> None:
         """Closes at normal exit; after an uncaught exception nothing new is saved."""

@@ -38,7 +38,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this process stands in the job."""
+    """The rank of this process and its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -46,17 +46,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Shares:
+class DataRanks:
     """Which ranks take the same data, as the ranks of one tensor-parallel group or pipeline do.
 
     Args:
-        of_ranks: the share of each rank, in rank order; shares are numbered from 0.
+        of_ranks: the data-parallel rank of each rank, in rank order.
     """
 
     of_ranks: tuple[int, ...]
 
     @classmethod
-    def one_each(cls, world_size: int) -> Shares:
+    def one_each(cls, world_size: int) -> DataRanks:
         """Every rank takes data of its own."""
         return cls(tuple(range(world_size)))
 
@@ -67,7 +67,7 @@ class Shares:
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each share."""
+        """The first rank of each data-parallel rank."""
         return tuple(map(self.of_ranks.index, range(self.number)))
 
 
@@ -105,7 +105,7 @@ class WorldChange:
     @property
     def readable(self) -> tuple[int, ...]:
         """The former ranks whose states this rank reads."""
-        two = range(min(2, self.former_world_size))  # two tell whether the ranks were alike
+        two = range(min(2, self.former_world_size))  # two show whether the ranks were alike
         return tuple(sorted({*two, self.model_rank, *self.inherited}))
 
 
@@ -144,7 +144,7 @@ class World:
     """The ranks of the job, or of a group of them, as one process sees them.
 
     Args:
-        layout: where this process stands in the job.
+        layout: of this process.
         group: their gloo group; None for one rank.
         ranks: their global ranks; by default all ranks of the job.
         timeout_seconds: after which a rank that waits for the others gives up.
@@ -185,7 +185,7 @@ class World:
                 )
             return cls(Layout())
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # torchrun numbers the hosts; other launchers leave them to their names.
+        # torchrun numbers the nodes; other launchers leave them to their names.
         layout = Layout(rank, world_size, os.environ.get("GROUP_RANK") or socket.gethostname())
         world = cls(layout, ranks=(rank,), timeout_seconds=timeout_seconds)
         return world.within((tuple(range(world_size)),))
@@ -395,13 +395,13 @@ def _others_answer() -> Iterator[None]:
         raise RankLostError(
             "the ranks",
             found=f"one of them does not answer ({str(error).strip().splitlines()[-1]})",
-            expected="all of them at the same place",
+            expected="all of them at the same point",
             remedy="Start the job again: it continues from its newest checkpoint",
         ) from error
 
 
 def from_rank(rank: int, error: ResumekitError) -> ResumekitError:
-    """An error of another rank, told as such; what one of a group told of another stays."""
+    """An error of another rank, marked as such; an error that names a rank already stays."""
     if error.where.startswith("rank "):
         return error
     return type(error)(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from resumekit.distributed import Groups, Layout, Shares, WorldChange, groups_of
+from resumekit.distributed import Groups, Layout, DataRanks, WorldChange, groups_of
 
-__all__ = ["Groups", "Layout", "Shares", "WorldChange", "groups_of"]
+__all__ = ["Groups", "Layout", "DataRanks", "WorldChange", "groups_of"]

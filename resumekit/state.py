@@ -1,4 +1,4 @@
-"""What a run's state is made of, who writes which part, and how exactly each part comes back.
+"""What a run's state is made of, who writes which part, and how exactly each part is restored.
 
 Nothing here knows torch, a framework or a file system.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SharingPattern(str, Enum):
-    """How a component's state is spread over the ranks; it alone decides who writes."""
+    """How a component's state is distributed over the ranks; it alone decides who writes."""
 
     GLOBAL = "global"  # one state for the job, held by rank 0
     REPLICATED = "replicated"  # the same state on every rank, written once
     PER_RANK = "per_rank"  # every rank has its own
     PER_GROUP = "per_group"  # one state for each process group, the same on all of its ranks
-    PER_NODE = "per_node"  # one state for each host, the same on all of its ranks
+    PER_NODE = "per_node"  # one state for each node, the same on all of its ranks
     SHARDED = "sharded"  # every rank holds a part of one logical state
 
 
@@ -94,7 +94,7 @@ class StateComponent:
             process group, a one-dimensional DeviceMesh, their global ranks, or a name that the
             ``Checkpointer`` was given in ``groups``. All ranks of the job are in one such group.
         validate: how replicated state is compared between the ranks.
-        fidelity: how it comes back.
+        fidelity: how exactly it is restored.
         reason: why it is not exact; empty when it is.
         files: gives small files for other tools by name, e.g. a model's ``config.json``; rank 0
             writes them into the component's folder, and no resume reads them. Models alone have
@@ -217,7 +217,7 @@ class CaptureLine:
         reason: why it is not exact.
         sharing_pattern: the component's.
         is_hint: a warning that ``strict=True`` accepts: the source could not be read.
-        is_at_source: about a place in the user's source; the reason is the whole message.
+        is_at_source: about a location in the user's source; the reason is the whole message.
     """
 
     key: str
@@ -236,7 +236,7 @@ class CaptureLine:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a checkpoint of this run will hold and how exactly each part comes back."""
+    """What a checkpoint of this run will hold and how exactly each part is restored."""
 
     lines: tuple[CaptureLine, ...]
 
@@ -246,7 +246,7 @@ class CaptureReport:
         return tuple(line for line in self.lines if line.fidelity not in (None, Fidelity.EXACT))
 
     def require_exact(self) -> None:
-        """Raises InexactError when any part of the run would not come back exactly."""
+        """Raises InexactError when any part of the run would not be restored exactly."""
         refused = [line for line in self.inexact if not line.is_hint]
         if refused:
             raise InexactError(

@@ -132,10 +132,10 @@ class Comparison:
     ) -> None:
         self._now = now
         self._past: dict[int, _Past] = {}
-        own = [each for each in earlier if each[0].lineage[:1] == now.lineage[:1]]
-        self._changes = {then.number: _changes(then, now) for then, _ in own}
+        related = [each for each in earlier if each[0].lineage[:1] == now.lineage[:1]]
+        self._changes = {then.number: _changes(then, now) for then, _ in related}
         # An attempt that is comparable counts, even where a later one is not.
-        for then, records in sorted(own, key=lambda each: not self._changes[each[0].number]):
+        for then, records in sorted(related, key=lambda each: not self._changes[each[0].number]):
             self._take(then, records)
         self.difference: Difference | None = None
         self.last_step = max(self._past, default=0)
@@ -207,7 +207,7 @@ class Comparison:
         if not (now.has & Has.RNG and same_device(past.header, self._now)):
             return
         found = [list(_of_random_state(each, now)) for each in then if each.has & Has.RNG]
-        # A step whose end nobody could see is saved twice at one place; one of the two is enough.
+        # A step whose end was unknown is saved twice at one position; one of the two is enough.
         if found and all(found):
             yield from found[0]
 

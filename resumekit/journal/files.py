@@ -122,8 +122,8 @@ def number_of_attempt(directory: Path, attempt: str) -> int:
         OSError: the directory cannot be listed.
     """
     names = [match for match in map(_NAME.fullmatch, _listed(directory)) if match]
-    own = [int(match[1]) for match in names if match[2] == attempt[:8]]
-    return own[0] if own else max((int(match[1]) for match in names), default=0) + 1
+    own_numbers = [int(match[1]) for match in names if match[2] == attempt[:8]]
+    return own_numbers[0] if own_numbers else max((int(match[1]) for match in names), default=0) + 1
 
 
 def find_attempts(directory: Path, *, rank: int | None = None) -> list[Attempt]:

@@ -79,8 +79,8 @@ def compared(now: Header, earlier: list[Attempt]) -> Comparison:
         OSError: a file cannot be read.
     """
     step = now.resumed_step or 0
-    own = [each for each in earlier if each.header.rank == now.rank]
-    return Comparison(now, [(each.header, each.records(after=step)) for each in own])
+    related = [each for each in earlier if each.header.rank == now.rank]
+    return Comparison(now, [(each.header, each.records(after=step)) for each in related])
 
 
 _MODULUS = 2**64
@@ -155,9 +155,9 @@ def earlier_use(now: Header, earlier: Sequence[Attempt]) -> EarlierUse:
     Raises:
         OSError: a file cannot be read.
     """
-    own = [each for each in earlier if each.header.lineage[:1] == now.lineage[:1]]
-    for number in sorted({each.header.number for each in own}, reverse=True):
-        files = [each for each in own if each.header.number == number]
+    related = [each for each in earlier if each.header.lineage[:1] == now.lineage[:1]]
+    for number in sorted({each.header.number for each in related}, reverse=True):
+        files = [each for each in related if each.header.number == number]
         then = files[0].header
         if not changes(then, now):
             break

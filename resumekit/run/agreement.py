@@ -1,4 +1,4 @@
-"""What the ranks agree on: process groups, data shares, and equal replicated state."""
+"""What the ranks agree on: process groups, data-parallel ranks, and equal replicated state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from resumekit.distributed import Groups, Layout, Shares, World, groups_of, ranks_of, who_said
+from resumekit.distributed import DataRanks, Groups, Layout, World, groups_of, ranks_of, who_said
 from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
@@ -50,11 +50,11 @@ class ComponentGroups:
             DeclarationError: a component's process group is not one, or does not hold this rank.
             RankDisagreementError: the ranks do not form groups; it names who said what.
         """
-        own: dict[str, tuple[int, ...]] = {}
+        own_ranks: dict[str, tuple[int, ...]] = {}
 
         def declare() -> tuple[Layout, dict[str, tuple[int, ...]]]:
-            own.update({each.key: _declared(each, named, world) for each in components})
-            return world.layout, own
+            own_ranks.update({each.key: _declared(each, named, world) for each in components})
+            return world.layout, own_ranks
 
         said = world.everywhere(declare)
         layouts = [layout for layout, _ in said]
@@ -135,8 +135,8 @@ def _require_groups(key: str, declared: Sequence[tuple[int, ...]]) -> None:
 _DETAIL = "shares"
 
 
-def agreed_shares(world: World, group: Any, named: Mapping[str, Any]) -> Shares:
-    """The shares of the data that the ranks say they take. Collective.
+def agreed_data_ranks(world: World, group: Any, named: Mapping[str, Any]) -> DataRanks:
+    """The data-parallel rank of each rank. Collective.
 
     Args:
         world: the ranks of the job.
@@ -148,7 +148,7 @@ def agreed_shares(world: World, group: Any, named: Mapping[str, Any]) -> Shares:
         RankDisagreementError: the ranks' groups are not of one size.
     """
 
-    def own() -> tuple[int, int]:
+    def declare() -> tuple[int, int]:
         known = named.get(group) if isinstance(group, str) else group
         ranks = list(world.ranks) if group is None else ranks_of(known)
         if ranks is None or world.rank not in ranks:
@@ -160,33 +160,33 @@ def agreed_shares(world: World, group: Any, named: Mapping[str, Any]) -> Shares:
             )
         return ranks.index(world.rank), len(ranks)
 
-    said = world.everywhere(own)
-    shares = Shares(tuple(share for share, _ in said))
-    if len({size for _, size in said}) > 1 or shares.number != len(set(shares.of_ranks)):
+    said = world.everywhere(declare)
+    data_ranks = DataRanks(tuple(share for share, _ in said))
+    if len({size for _, size in said}) > 1 or data_ranks.number != len(set(data_ranks.of_ranks)):
         raise RankDisagreementError(
             "data_parallel_group",
             found=who_said([f"share {share} of {size}" for share, size in said]),
             expected="groups of one size",
             remedy="Give every rank the group of the ranks that take other data than it",
         )
-    return shares
+    return data_ranks
 
 
-def described(shares: Shares) -> dict[str, Any]:
-    """What a manifest's details tell of them; nothing where every rank takes data of its own."""
-    is_usual = shares == Shares.one_each(len(shares.of_ranks))
-    return {} if is_usual else {_DETAIL: list(shares.of_ranks)}
+def described(data_ranks: DataRanks) -> dict[str, Any]:
+    """What a manifest records of them; nothing where every rank takes different data."""
+    is_usual = data_ranks == DataRanks.one_each(len(data_ranks.of_ranks))
+    return {} if is_usual else {_DETAIL: list(data_ranks.of_ranks)}
 
 
-def recorded_shares(manifest: Manifest) -> Shares:
-    """The shares of the ranks that wrote a checkpoint.
+def recorded_data_ranks(manifest: Manifest) -> DataRanks:
+    """The data-parallel ranks of the job that wrote a checkpoint.
 
     Raises:
         CorruptCheckpointError: they make no sense.
     """
     listed = manifest.details.get(_DETAIL)
     if listed is None:
-        return Shares.one_each(manifest.world_size)
+        return DataRanks.one_each(manifest.world_size)
     is_list = isinstance(listed, list) and all(type(share) is int for share in listed)
     if (
         not is_list
@@ -196,9 +196,9 @@ def recorded_shares(manifest: Manifest) -> Shares:
         raise CorruptCheckpointError(
             f"step {manifest.step}: details.{_DETAIL}",
             found=f"{str(listed)[:80]}",
-            expected="the share of each rank",
+            expected="the data-parallel rank of each rank",
         )
-    return Shares(tuple(listed))
+    return DataRanks(tuple(listed))
 
 
 # One state on all ranks, or on all ranks of a group.
@@ -243,7 +243,7 @@ class Replicas:
         Raises:
             RankDisagreementError: on every rank; it names the component, the first tensor that
                 differs, and the ranks.
-            UnsupportedValueError: a value cannot be stored; names its place.
+            UnsupportedValueError: a value cannot be stored; names the value.
         """
         self._check(self._at_save)
 
@@ -265,7 +265,7 @@ class Replicas:
                     leaves[each.key] = leaf_digests(each.state.replicated_state())
             return (
                 {key: _combined(digests) for key, digests in leaves.items()},
-                {key: _by_holders(held) for key, held in copies.items()},
+                {key: _by_holders(copies_of_rank) for key, copies_of_rank in copies.items()},
             )
 
         every = self._world.everywhere(digest)
@@ -280,23 +280,23 @@ class Replicas:
         for key in copies:
             groups = self._membership.groups(key)
             if any(_is_in_doubt([every[rank][1][key] for rank in group]) for group in groups):
-                held = self._world.gather(copies[key])
+                copies_of_rank = self._world.gather(copies[key])
                 for group in groups:
-                    _refuse_copies(key, {rank: held[rank] for rank in group})
+                    _refuse_copies(key, {rank: copies_of_rank[rank] for rank in group})
 
     def _copies(self, component: StateComponent) -> dict[str, Copy]:
         group = self._membership.groups(component.key)[self._membership.ordinal(component.key)]
         state = component.state
-        own = state.first_rank_only()
-        return copy_digests(state.replicated_state(), num_ranks=len(group), own=own)
+        own_tensors = state.first_rank_only()
+        return copy_digests(state.replicated_state(), num_ranks=len(group), own=own_tensors)
 
 
 def _by_holders(copies: Mapping[str, Copy]) -> dict[str, str]:
     """One digest for all copies that the same ranks hold."""
-    held: dict[str, dict[str, str]] = {}
+    copies_of_rank: dict[str, dict[str, str]] = {}
     for name, copy in copies.items():
-        held.setdefault(copy.group, {})[name] = f"{copy.box} {copy.digest}"
-    return {group: _combined(digests) for group, digests in held.items()}
+        copies_of_rank.setdefault(copy.group, {})[name] = f"{copy.box} {copy.digest}"
+    return {group: _combined(digests) for group, digests in copies_of_rank.items()}
 
 
 def _is_in_doubt(every: Sequence[Mapping[str, str]]) -> bool:
@@ -305,19 +305,19 @@ def _is_in_doubt(every: Sequence[Mapping[str, str]]) -> bool:
     Ranks that hold parts of other tensors look like it; each copy is compared then.
     """
     said: dict[str, set[str]] = {}
-    for held in every:
-        for group, digest in held.items():
+    for copies_of_rank in every:
+        for group, digest in copies_of_rank.items():
             said.setdefault(group, set()).add(digest)
     return any(len(digests) > 1 for digests in said.values())
 
 
 def _refuse_copies(key: str, every: Mapping[int, Mapping[str, Copy]]) -> None:
     """Raises RankDisagreementError for the first part whose copies are not alike."""
-    for name in dict.fromkeys(name for held in every.values() for name in held):
+    for name in dict.fromkeys(name for each in every.values() for name in each):
         holders: dict[tuple[str, Box], dict[int, str]] = {}
-        for rank, held in every.items():
-            if name in held:
-                copy = held[name]
+        for rank, copies_of_rank in every.items():
+            if name in copies_of_rank:
+                copy = copies_of_rank[name]
                 holders.setdefault((copy.group, copy.box), {})[rank] = copy.digest[:12]
         for (group, box), said in holders.items():
             if len(set(said.values())) > 1:

@@ -14,7 +14,7 @@ from resumekit.run.options import Options, names_component
 from resumekit.state import Slot, StateComponent
 from resumekit.storage import Manifest, StepName
 
-# A run that turns AMP on continues with a fresh scaler rather than not at all; it is told.
+# A run that turns AMP on continues with a fresh scaler rather than not at all; a message says so.
 _MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})
 
 
@@ -52,7 +52,7 @@ def check_fit(
             continue
         allowed = names_component(options.allow_missing, key)
         allowed = allowed or key in regrouped
-        # What a framework needs for its own loop, it begins anew where another one was left.
+        # What a framework needs for its own loop, starts fresh where another one was left.
         is_others = component.framework != "" and component.framework not in former
         allowed = allowed or is_others or key in empty
         allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
@@ -109,7 +109,7 @@ _DETAIL = "frameworks"
 
 
 def owners(components: Sequence[StateComponent]) -> dict[str, Any]:
-    """What a manifest's details tell of it: the framework by component key; nothing without any."""
+    """What a manifest's details record of it: the framework by component key, if any."""
     found = {each.key: each.framework for each in components if each.framework}
     return {_DETAIL: found} if found else {}
 
@@ -118,7 +118,7 @@ def of_other_frameworks(manifest: Manifest, components: Sequence[StateComponent]
     """The saved components that only a framework needs which this run does not use, and its name.
 
     Args:
-        manifest: of the checkpoint; an older one does not tell frameworks, and nothing is found.
+        manifest: of the checkpoint; an older one has no frameworks, and nothing is found.
         components: of this run.
     """
     used = frameworks_in(components)
@@ -155,7 +155,7 @@ def is_empty(state: Any) -> bool:
 
 
 def not_needed(manifest: Manifest, others: Mapping[str, str]) -> tuple[str, ...]:
-    """What to tell about them."""
+    """One message for each of them."""
     return tuple(
         f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
         for key, framework in sorted(others.items())
@@ -264,9 +264,9 @@ def _is_restored(name: str, options: Options) -> bool:
 def _setting(name: str) -> str:
     """The last part of a name, after that of the object where a slot has several."""
     key, _, rest = name.partition(".")
-    slot, _, own = key.partition("/")
+    slot, _, name = key.partition("/")
     leaf = re.sub(r"^param_groups\[\d+\]\.|^settings\.", "", rest)
-    return f"{own} {leaf}" if own and slot != Slot.CALLBACKS.value else leaf
+    return f"{name} {leaf}" if name and slot != Slot.CALLBACKS.value else leaf
 
 
 def _short(value: object) -> str:
@@ -280,7 +280,7 @@ HORIZON = "horizon"
 def changed_horizon(
     then: Mapping[str, int], now: Mapping[str, int], *, allowed: bool, elsewhere: bool
 ) -> str:
-    """What to tell about a horizon that changed; empty where it did not.
+    """The message about a horizon that changed; empty where it did not.
 
     Args:
         then: the horizon in the checkpoint by unit; empty where there was none.

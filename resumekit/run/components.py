@@ -84,7 +84,7 @@ class RunComponents:
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
         self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
         per_rank, job = SharingPattern.PER_RANK, SharingPattern.GLOBAL
-        self._own = [
+        self._core = [
             *([] if self.seed is None else [StateComponent(SEED, self.seed, job)]),
             StateComponent(Slot.DATA.value, self.position, per_rank),
             self._loader_state.component(),
@@ -106,7 +106,7 @@ class RunComponents:
         options, given = self._options, {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
-        for each in (*components, *self._own):
+        for each in (*components, *self._core):
             each.state.configure(transient=options.transient, limit_bytes=options.user_state_limit)
         if options.saves_gradients:
             require_gradients(components)
@@ -115,7 +115,7 @@ class RunComponents:
         added += tuple(
             each for each in self._gradients if options.saves_gradients or each.key in gradients
         )
-        self.all = check_components([*components, *added, *self._own])
+        self.all = check_components([*components, *added, *self._core])
 
     def add_late(self, world: World) -> bool:
         """Adds the components of state that came into being after the start. Collective.
@@ -133,7 +133,7 @@ class RunComponents:
             needed = (each.key for each in self._gradients if _gradients_of(each).is_needed)
             return [key for key in (*(each.key for each in late), *needed) if key not in known]
 
-        keys = dict.fromkeys(key for own in world.everywhere(find) for key in own)
+        keys = dict.fromkeys(key for keys_of_rank in world.everywhere(find) for key in keys_of_rank)
         if keys:
             self.all = check_components([*self.all, *(found[key] for key in keys if key in found)])
         return bool(keys)

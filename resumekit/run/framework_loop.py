@@ -34,7 +34,7 @@ class DrivenLoop:
 
     @property
     def progress(self) -> Progress:
-        """Where the run is, or, before ``resume()``, where it will go on."""
+        """Where the run is, or, before ``resume()``, where it will continue."""
         return self._checkpointer.progress
 
     @property
@@ -57,7 +57,7 @@ class DrivenLoop:
     def restore_random(self) -> None:
         """Sets the random state now, and not when the epoch begins. A no-op the second time.
 
-        For a framework that runs code between the place of the checkpoint and that point.
+        For a framework that runs code between the position of the checkpoint and that point.
         """
         self._checkpointer._run.restore_random()
 

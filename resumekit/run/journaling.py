@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resumekit.distributed import Shares, World
+from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
     DIRECTORY,
@@ -77,7 +77,7 @@ class RunJournal:
         self._file: JournalFile | None = None
         self._is_off = False
         self._comparison: Comparison | None = None  # of an attempt that has resumed
-        self._is_settled = False  # the verdict was logged
+        self._is_decided = False  # the verdict was logged
         self._header: Header
         self._random: RandomStates
         self._optimizers: Sequence[Any] = ()
@@ -278,7 +278,7 @@ class RunJournal:
             self._file.append(b"".join([each.to_bytes() for each in records]))
         except OSError as error:
             self._switch_off(error)
-        if self._comparison is not None and not self._is_settled:
+        if self._comparison is not None and not self._is_decided:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
 
@@ -296,7 +296,7 @@ class RunJournal:
     def _compare(self, comparison: Comparison, record: Record, *, may_raise: bool) -> None:
         difference = comparison.add(record)
         if difference is not None:
-            self._is_settled = True
+            self._is_decided = True
             self._report(difference, may_raise=may_raise)
         elif record.step > comparison.last_step and not self._late.waits_for(comparison.last_step):
             self._log_verdict()
@@ -316,9 +316,9 @@ class RunJournal:
 
     def _log_verdict(self) -> None:
         comparison = self._comparison
-        if comparison is None or self._is_settled:
+        if comparison is None or self._is_decided:
             return
-        self._is_settled = True
+        self._is_decided = True
         if not self._header.rank:
             verdict = comparison.verdict
             log = logger.info if verdict.num_steps else logger.debug
@@ -329,7 +329,7 @@ def attempt_header(
     directory: Path,
     store: Store,
     world: World,
-    shares: Shares,
+    data_ranks: DataRanks,
     components: RunComponents,
     options: Options,
     *,
@@ -343,14 +343,14 @@ def attempt_header(
         directory: the run directory.
         store: the checkpoints in it.
         world: the ranks.
-        shares: which of them take the same data.
+        data_ranks: which of them take the same data.
         components: of the run.
         options: of the run.
         parent: the checkpoint that the attempt resumed from, or None.
         fresh: the keys of components that it lacks.
         fingerprint: the settings of the run.
     """
-    share = shares.of_ranks[world.rank]
+    share = data_ranks.of_ranks[world.rank]
     header = Header(
         run_id=store.run_id,
         attempt=store.attempt,
@@ -358,7 +358,7 @@ def attempt_header(
         rank=world.rank,
         world_size=world.world_size,
         share=share,
-        writes_share=shares.first_ranks[share] == world.rank,
+        writes_share=data_ranks.first_ranks[share] == world.rank,
         lineage=(),
         resumed_step=None if parent is None else parent.step,
         options={

@@ -29,11 +29,11 @@ from resumekit.storage import ComponentRecord, StepName
 
 @dataclass(frozen=True)
 class Fit:
-    """How a checkpoint's components lie beside those of the run.
+    """How a checkpoint's components compare with those of the run.
 
     Args:
         differences: what differs between the run that saved and this one.
-        not_needed: what to tell of components that only another framework needs.
+        not_needed: messages about components that only another framework needs.
         fresh: the keys of components that the checkpoint lacks; they start from their live state.
     """
 
@@ -51,7 +51,7 @@ class Loading:
         options: the run's.
         components: the run's, whose objects exist.
         membership: which ranks share them.
-        sources: whose state each rank goes on with.
+        sources: whose state each rank loads.
     """
 
     world: World
@@ -61,7 +61,7 @@ class Loading:
     sources: StateOrigins
 
     def fit(self, found: Found, live: Mapping[str, Any]) -> Fit:
-        """Holds the checkpoint against the run, and leaves out of it what nobody takes.
+        """Holds the checkpoint against the run, and leaves out the components that this run lacks.
 
         Args:
             found: the checkpoint.
@@ -114,7 +114,7 @@ class Loading:
         return frozenset.intersection(*self.world.everywhere(empty_here))
 
     def divide(self, found: Found) -> tuple[str, ...]:
-        """Divides the ranks' own states anew where their number has changed; says how.
+        """Reshards the per-rank states where the number of ranks has changed; describes how.
 
         Raises:
             StateMismatchError: a state of a former rank would be lost.
@@ -123,7 +123,7 @@ class Loading:
         return resplit(found, self.components, self.sources, self.world)
 
     def load(self, found: Found, fresh: Sequence[str]) -> tuple[str, ...]:
-        """Loads what every component has agreed to take; says what did not come back exactly.
+        """Loads what every component has agreed to take; reports what is not restored exactly.
 
         Args:
             found: the checkpoint.
@@ -134,9 +134,9 @@ class Loading:
         """
         components = self.components
         self.world.everywhere(lambda: check_states(found.states, components))
-        remarks = self.world.everywhere(lambda: restore(components, found.states))
+        notes = self.world.everywhere(lambda: restore(components, found.states))
         after = call_everywhere(self.world, components, ComponentState.after_resume)
-        return (*start_fresh(components, found.name, fresh), *remarks[0], *after)
+        return (*start_fresh(components, found.name, fresh), *notes[0], *after)
 
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
@@ -156,17 +156,17 @@ _RESTORE_ORDER = (
 
 
 def restore(components: Sequence[StateComponent], states: Mapping[str, Any]) -> tuple[str, ...]:
-    """Loads in the order of a restore; gives what the components had to remark."""
-    order = {slot.value: place for place, slot in enumerate(_RESTORE_ORDER)}
+    """Loads in the order of a restore; gives the components' messages."""
+    order = {slot.value: index for index, slot in enumerate(_RESTORE_ORDER)}
     given = [each for each in components if each.key in states and each.slot in order]
-    remarks: list[str] = []
+    notes: list[str] = []
     for component in sorted(given, key=lambda each: order[each.slot]):
-        remarks += _words(component.stateful.load_state_dict(states[component.key]))
-    return tuple(remarks)
+        notes += _words(component.stateful.load_state_dict(states[component.key]))
+    return tuple(notes)
 
 
 def _words(returned: Any) -> list[str]:
-    """What a load had to remark; objects of other libraries return something else, or nothing."""
+    """The messages of a load; objects of other libraries return something else, or nothing."""
     is_ours = isinstance(returned, (tuple, list))
     return [each for each in returned if isinstance(each, str)] if is_ours else []
 
@@ -174,14 +174,14 @@ def _words(returned: Any) -> list[str]:
 def start_fresh(
     components: Sequence[StateComponent], name: StepName, keys: Collection[str]
 ) -> list[str]:
-    """What to tell about the components of these keys, which the checkpoint lacks."""
-    remarks: list[str] = []
+    """Messages about the components of these keys, which the checkpoint lacks."""
+    notes: list[str] = []
     for component in components:
         if component.key in keys:
-            own = component.state.start_fresh()
+            found = component.state.start_fresh()
             default = (f"{name} has no {component.key}: it starts from its live state",)
-            remarks.extend(default if own is None else own)
-    return remarks
+            notes.extend(default if found is None else found)
+    return notes
 
 
 def call_everywhere(
@@ -189,7 +189,7 @@ def call_everywhere(
     components: Sequence[StateComponent],
     hook: Callable[[ComponentState], Iterable[str] | None],
 ) -> tuple[str, ...]:
-    """Calls a method of the components that override it; gives rank 0's remarks. Collective.
+    """Calls a method of the components that override it; gives rank 0's messages. Collective.
 
     Without such a component there is no collective.
     """
@@ -197,16 +197,14 @@ def call_everywhere(
     if not states:
         return ()
     return world.everywhere(
-        lambda: tuple(
-            remark for state in states for remark in getattr(state, hook.__name__)() or ()
-        )
+        lambda: tuple(note for state in states for note in getattr(state, hook.__name__)() or ())
     )[0]
 
 
 def resplit(
     found: Found, components: Sequence[StateComponent], sources: StateOrigins, world: World
 ) -> tuple[str, ...]:
-    """Makes this rank's states of those of the former ranks; gives the remarks of all. Collective.
+    """Makes this rank's states of those of the former ranks; gives the messages of all. Collective.
 
     Args:
         found: the checkpoint.
@@ -216,32 +214,32 @@ def resplit(
 
     Raises:
         StateMismatchError: the number of ranks has changed, and a component cannot follow.
-        DataPositionError: the former ranks were not at one place in the data.
+        DataPositionError: the former ranks were not at one position in the data.
     """
     manifest = found.manifest
     records = {record.key: record for record in manifest.components}
 
     def of_this_rank() -> tuple[str, ...]:
-        remarks: list[str] = []
+        notes: list[str] = []
         for component in components:
             if component.key not in found.former:
                 continue
             record, former = records[component.key], found.former[component.key]
-            number = sources.own(record, manifest)
+            number = sources.own_number(record, manifest)
             if number is not None:  # it was not known yet when it was read
                 found.states[component.key] = former[number]
                 continue
-            state, own = _resplit(component, former, sources.change(record, manifest), record)
+            state, messages = _resplit(component, former, sources.change(record, manifest), record)
             found.states[component.key] = state
-            remarks.extend(own)
-        return tuple(remarks)
+            notes.extend(messages)
+        return tuple(notes)
 
-    remarks: list[str] = []
+    notes: list[str] = []
     if manifest.world_size != world.world_size:
-        remarks.append(f"number of ranks was {manifest.world_size}, now {world.world_size}")
+        notes.append(f"number of ranks was {manifest.world_size}, now {world.world_size}")
     if any(world.gather(bool(found.former))):
-        remarks += [remark for own in world.everywhere(of_this_rank) for remark in own]
-    return tuple(dict.fromkeys(remarks))
+        notes += [note for every in world.everywhere(of_this_rank) for note in every]
+    return tuple(dict.fromkeys(notes))
 
 
 def require_taken(found: Found, world: World) -> None:
@@ -280,5 +278,5 @@ def _resplit(
             remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
             "it was",
         )
-    state, remarks = found
-    return state, tuple(remarks)
+    state, notes = found
+    return state, tuple(notes)

@@ -32,7 +32,7 @@ from resumekit.analysis import (
 from resumekit.capture import REMEDIES, Given, Unconfirmed, content_digest, not_given, slot_of
 from resumekit.log import logger
 from resumekit.run.options import Options
-from resumekit.run.user_frames import Activation, calling_place, running_functions
+from resumekit.run.user_frames import Activation, calling_location, running_functions
 from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Objects are compared with what they were at the start after so many steps of this process, and at
@@ -63,7 +63,7 @@ class LoopCheck:
         self._variables = LoopVariables(
             extras, options.transient, saved, limit_bytes=options.user_state_limit
         )
-        self._made_beside = _objects_beside()
+        self._made_by_caller = _objects_of_caller()
         self._num_steps = 0
         self.remedies: Mapping[Slot, str] = REMEDIES
 
@@ -73,14 +73,14 @@ class LoopCheck:
         Args:
             run: what the script calls its run, the Checkpointer.
         """
-        place = calling_place()
-        if place is None or place in self._entered:
+        location = calling_location()
+        if location is None or location in self._entered:
             return
-        self._entered.add(place)
+        self._entered.add(location)
         functions = running_functions(run)
         given = self._saved()
-        alive = {name: each() for name, each in self._made_beside.items()}
-        self._made_beside = {}
+        alive = {name: each() for name, each in self._made_by_caller.items()}
+        self._made_by_caller = {}
         for variables in (*map(_variables, functions), alive):
             self._find_objects(variables, given)
         self._variables.enter(functions, given)
@@ -114,7 +114,7 @@ class LoopCheck:
         self._lines.update((each.line.key, each.line) for each in changed)
 
 
-def _objects_beside() -> dict[str, ref[Any]]:
+def _objects_of_caller() -> dict[str, ref[Any]]:
     """Models, optimizers and the like in the function that makes the Checkpointer."""
     functions = running_functions()[:1]
     return {
@@ -127,11 +127,11 @@ def _objects_beside() -> dict[str, ref[Any]]:
 
 def _variables(activation: Activation) -> dict[str, Any]:
     """The variables of a function, and the attributes of the object whose method it is."""
-    own = getattr(activation.receiver, "__dict__", {})
-    attributes = {f"self.{name}": value for name, value in own.items()}
+    attributes = getattr(activation.receiver, "__dict__", {})
+    named_attributes = {f"self.{name}": value for name, value in attributes.items()}
     receiver = activation.receiver
     named = {n: v for n, v in activation.variables.items() if v is not receiver or receiver is None}
-    return {**named, **attributes}
+    return {**named, **named_attributes}
 
 
 _TRAINING_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader, Sampler)
@@ -148,7 +148,7 @@ _MISSING = object()
 class _Candidate:
     """An object that the loop may change, until its content is seen to have changed."""
 
-    place: str
+    location: str
     name: str
     value: Any
     digest: int
@@ -199,9 +199,9 @@ class LoopVariables:
             try:
                 left = self._enter_file(left, is_innermost=len(left) == len(functions))
             except Exception:  # noqa: BLE001 - no source may stop a run
-                place = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
-                logger.debug("%s: the loop could not be analysed", place, exc_info=True)
-                self._lines.append(_unknown(place, "the analysis of the loop failed"))
+                location = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
+                logger.debug("%s: the loop could not be analysed", location, exc_info=True)
+                self._lines.append(_unknown(location, "the analysis of the loop failed"))
                 left = left[1:]
         self._given = Given()
 
@@ -215,7 +215,7 @@ class LoopVariables:
         for each in changed:
             if not saved.saves(each.value):  # an optimizer may train it by now
                 advice = _keep([each.name])
-                self._report(f"{each.place} {each.name}", f"not in the checkpoint. {advice}")
+                self._report(f"{each.location} {each.name}", f"not in the checkpoint. {advice}")
 
     def confirm_copies(self) -> None:
         """Reports the values of ``extras`` that are still those from before the loop."""
@@ -252,13 +252,13 @@ class LoopVariables:
                 live=lambda path: self._role(_value_of(path, running, first)),
                 with_logged=bool(self._extras) or logger.isEnabledFor(logging.DEBUG),
             )
-            place = f"{name}:{located.loop.lineno}"
-            self._note(place, found, located.program, lambda p: _value_of(p, running, first))
+            location = f"{name}:{located.loop.lineno}"
+            self._note(location, found, located.program, lambda p: _value_of(p, running, first))
         return functions[1 + len(callers) :]
 
     def _note(
         self,
-        place: str,
+        location: str,
         found: LoopCarried,
         program: Program,
         value_of: Callable[[str], Any],
@@ -270,34 +270,34 @@ class LoopVariables:
             if isinstance(value, _NO_STATE) or self._is_silent(each, kept, value_of):
                 continue
             is_object = not each.is_rebound and value is not _MISSING
-            if not (is_object and self._watch(place, each.name, value)):
+            if not (is_object and self._watch(location, each.name, value)):
                 names.append(each.name)
         for each in found.asked:
             value = value_of(each.path)
             is_plain = isinstance(value, (*_NO_STATE, *_IMMUTABLE)) or value is _MISSING
             is_known = is_plain or self._role(value) is not Role.NONE
             if not (is_known or self._is_silent(each, kept, value_of)):
-                self._watch(place, each.name, value)
+                self._watch(location, each.name, value)
         if names:
-            self._report(place, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
-        self._note_indices(place, found)
+            self._report(location, f"not in the checkpoint: {', '.join(names)}. {_keep(names)}")
+        self._note_indices(location, found)
         self._note_copies(found, kept)
         if found.only_logged:
             logged = ", ".join(each.name for each in found.only_logged)
-            logger.debug("%s: not in the checkpoint, only logged: %s", place, logged)
+            logger.debug("%s: not in the checkpoint, only logged: %s", location, logged)
 
-    def _watch(self, place: str, name: str, value: Any) -> bool:
+    def _watch(self, location: str, name: str, value: Any) -> bool:
         """Compares an object later; False where its content has no digest."""
         digest = self._digest(value)
         if digest is not None:
-            self._candidates.append(_Candidate(place, name, value, digest))
+            self._candidates.append(_Candidate(location, name, value, digest))
         return digest is not None
 
-    def _note_indices(self, place: str, found: LoopCarried) -> None:
+    def _note_indices(self, location: str, found: LoopCarried) -> None:
         for index in found.relative_indices:
             if index not in self._transient:
                 self._report(
-                    f"{place} {index}",
+                    f"{location} {index}",
                     f"{index} starts again after a resume and decides something. "
                     "Write enumerate(batches, start=batches.initial).",
                     fidelity=Fidelity.UNKNOWN,
@@ -402,6 +402,6 @@ def _keep(names: Sequence[str]) -> str:
     return f'Keep {keep} in extras["{_last(names[0])}"], or list {keep} in transient={{...}}.'
 
 
-def _unknown(place: str, reason: str) -> CaptureLine:
+def _unknown(location: str, reason: str) -> CaptureLine:
     reason = f"{reason}; variables that it carries are not checked"
-    return CaptureLine(place, Fidelity.UNKNOWN, reason, is_hint=True, is_at_source=True)
+    return CaptureLine(location, Fidelity.UNKNOWN, reason, is_hint=True, is_at_source=True)

@@ -84,7 +84,7 @@ class Batches:
         if feed.used_up and not self._see_end():
             return self._surplus.pop()
         if checkpointer._turns.leads(feed.names):
-            checkpointer._settle(self._horizon())
+            checkpointer._pass_safe_point(self._horizon())
         if checkpointer.finished is not None:
             feed.close()
             self._stop()
@@ -145,14 +145,14 @@ class Batches:
         raise StopIteration
 
     def _end_late(self) -> None:
-        """The loader could not tell before that this was its last batch."""
+        """The loader could not know before that this was its last batch."""
         horizon = self._horizon()
         if horizon is not None:
-            self._checkpointer._settle(horizon, at_end=True)
+            self._checkpointer._pass_safe_point(horizon, at_end=True)
             self._stop()
 
     def _horizon(self) -> str | None:
-        """Why the run is over at this place, or None."""
+        """Why the run is over here, or None."""
         if self._steps is not None and self._checkpointer.progress.step >= self._steps:
             return f"steps={self._steps}"
         if self._epochs is not None and self._feed.epoch >= self._epochs:
@@ -200,7 +200,7 @@ class Epochs:
             checkpointer._close_epoch(epoch)
             if self.next_loader is not None:
                 checkpointer._take_over(self.next_loader)
-        checkpointer._settle(self._horizon(epoch))
+        checkpointer._pass_safe_point(self._horizon(epoch))
         if checkpointer.finished is not None:
             raise StopIteration
         self._epoch = epoch

@@ -63,13 +63,13 @@ class Options:
         randomness: ``"tape"`` records the run's random numbers as they are; ``"keyed"`` seeds each
             sample and collation from a key, so that they are the same for any number of workers.
             See docs/data.md.
-        strict: refuse at start a run of which any part would not come back exactly.
+        strict: refuse at start a run of which any part would not be restored exactly.
         exclude: components (keys or slots) that a resume leaves as they are; recorded.
         allow_missing: components that the checkpoint may lack; they keep their live state.
         allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
             ``"world_size"``. See docs/data.md.
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
-        on_save_error: ``"raise"``, or ``"warn"`` to tell and train on; the old checkpoint stays
+        on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
         mid_accumulation: when a save on the clock or by ``save()`` is made that comes due inside an
             accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from resumekit.distributed import Shares, World
+from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
 from resumekit.state import BestMetric, ComponentState, Progress
 from resumekit.storage import StepName, Store
@@ -22,7 +22,7 @@ class Counters(ComponentState):
     Attributes:
         finished: why the run is over, or None.
         horizon: what the loop was asked for, e.g. ``{"epochs": 3}``.
-        turns: the loops of the epoch under way.
+        loop_order: the loops of the epoch under way.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Counters(ComponentState):
         self._local_tokens = 0
         self.finished: str | None = None
         self.horizon: dict[str, int] = {}
-        self.turns = LoopOrder()
+        self.loop_order = LoopOrder()
         self._is_within_window = False
         self._window_samples: list[Any] = []
         self._knows_window = True
@@ -89,22 +89,22 @@ class Counters(ComponentState):
         return samples, self._knew_window
 
     def move_to(self, epoch: int, batch: int) -> None:
-        """The place of the next batch."""
+        """The position of the next batch."""
         self._counts["epoch"], self._counts["batch"] = epoch, batch
 
-    def fold(self, world: World, shares: Shares, message: T) -> list[T]:
+    def fold(self, world: World, data_ranks: DataRanks, message: T) -> list[T]:
         """Adds what was used since the last fold, once for ranks of the same data. Collective.
 
         Args:
             world: the ranks.
-            shares: which of them take the same data.
+            data_ranks: which of them take the same data.
             message: of this rank, for all ranks.
 
         Returns:
             The messages of all ranks, in rank order.
         """
         used = world.gather((self._local_samples, self._local_tokens, message))
-        counted = [used[rank] for rank in shares.first_ranks]
+        counted = [used[rank] for rank in data_ranks.first_ranks]
         self._counts["samples"] += sum(samples for samples, _, _ in counted)
         self._counts["tokens"] += sum(tokens for _, tokens, _ in counted)
         self._local_samples = self._local_tokens = 0
@@ -116,7 +116,7 @@ class Counters(ComponentState):
             "progress": dict(self._counts),
             "horizon": dict(self.horizon),
             "finished": self.finished,
-            "loops": self.turns.state_dict(),
+            "loops": self.loop_order.state_dict(),
             "within_window": self._is_within_window,
         }
 
@@ -126,7 +126,7 @@ class Counters(ComponentState):
         self._local_samples = self._local_tokens = 0
         self.horizon = dict(state["horizon"])
         self.finished = state["finished"]
-        self.turns.load_state_dict(state["loops"])
+        self.loop_order.load_state_dict(state["loops"])
         self._is_within_window = state["within_window"]
         self._window_samples = []
         self._knows_window = not self._is_within_window
@@ -169,7 +169,7 @@ class LoopOrder:
             False if it has none: its part of the epoch was used up before the checkpoint.
 
         Raises:
-            LoopError: a resumed process could not come to this place again.
+            LoopError: a resumed process could not reach this point again.
         """
         if names[0] in self._over and not self._fetched:
             return False
@@ -194,7 +194,7 @@ class LoopOrder:
         if is_second_pass and not set(self.asked) - self._over - set(names):
             raise LoopError(
                 f"batches(name={names[0]!r})",
-                found="gone through a second time in one epoch",
+                found="iterated a second time in one epoch",
                 expected="once, unless another loop is under way around it",
                 remedy="Give the second loop a name of its own",
             )

@@ -1,4 +1,4 @@
-"""The random state of a run: taken at the safe point, put back last of all."""
+"""The random state of a run: taken at the safe point, restored last of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from resumekit.state import ComponentState
 
 
 class RandomState(ComponentState):
-    """The component ``rng``: what a checkpoint holds is set when the loop comes to its place.
+    """The component ``rng``: what a checkpoint holds is set when the loop reaches its position.
 
     Until then it is kept, and a save in between saves it again.
 
@@ -53,7 +53,7 @@ class RandomState(ComponentState):
         """Sets the random state, the last act of a resume; a no-op when there is none to set.
 
         Returns:
-            What did not come back exactly.
+            What is not restored exactly.
         """
         self._is_restored = True
         self._position.restore_generators()
@@ -62,10 +62,10 @@ class RandomState(ComponentState):
             return ()
         # The user may have named a loader's own as well.
         in_place = [(each, generator_state(each)) for each in self._position.drawn_again()]
-        remarks = self._rng.load_state_dict(pending)
+        messages = self._rng.load_state_dict(pending)
         for generator, state in in_place:
             set_generator_state(generator, state)
-        return remarks
+        return messages
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
@@ -83,7 +83,7 @@ class RandomState(ComponentState):
         """
         if feed.continues:
             self._catch_up(feed)
-            # Its iterator was there already at the checkpoint, and to build it anew may draw.
+            # Its iterator was there already at the checkpoint, and to build it again may draw.
             with self._kept(feed):
                 feed.begin(epoch)
             restore()
@@ -105,7 +105,7 @@ class RandomState(ComponentState):
     def _kept(self, feed: Feed) -> Iterator[None]:
         """Whatever is drawn inside, every generator is afterwards where it was.
 
-        Those excepted that no other loader has, and that drawing again brought to their place.
+        Those excepted that no other loader has, and that drawing again brought to their position.
         """
         others = self._of_others(feed)
         kept = {**others, **_by_identity(_private([*feed.sources]))}

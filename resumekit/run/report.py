@@ -29,11 +29,11 @@ Finding = Callable[[], Iterable[CaptureLine]]
 
 
 class Account:
-    """Tells each thing once, and keeps what belongs into every manifest.
+    """Logs each thing once, and keeps what belongs into every manifest.
 
     Args:
         options: of the run.
-        world: its ranks; rank 0 tells.
+        world: its ranks; rank 0 logs.
         components: of the run.
 
     Attributes:
@@ -48,10 +48,10 @@ class Account:
         self.start = ""
         self.cadence = str(parse_cadence(options.save_every))
         self._findings: list[Finding] = []
-        self._told: set[tuple[str, Any]] = set()  # how exactly each part comes back, once announced
+        self._known: set[tuple[str, Any]] = set()  # the fidelity of each part, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
-    def tell(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """One line to the user, from rank 0."""
         if self._world.is_first:
             logger.info("%s", message)
@@ -75,7 +75,7 @@ class Account:
         is_method = isinstance(finding, MethodType)
         self._findings.append(weakly(finding, ()) if is_method else finding)
 
-    # ---------------------------------------------------------------- how exactly it comes back
+    # ---------------------------------------------------------------- fidelity
 
     def announce(self) -> None:
         """Logs before the first batch what a checkpoint will hold, and when a loader changes it.
@@ -83,36 +83,36 @@ class Account:
         One line for a run that starts, and a warning for each part that is not exact.
 
         Raises:
-            InexactError: ``strict=True`` and a part would not come back exactly.
+            InexactError: ``strict=True`` and a part would not be restored exactly.
         """
         report = self.capture_report()
         if self._options.strict:
             report.require_exact()
-        if not self._told:
+        if not self._known:
             self._log_start(report)
         self._warn_of_new(report)
 
     def captured(self) -> CaptureReport:
-        """What the checkpoint that is being made holds; tells what was found out since the start.
+        """What the checkpoint that is being made holds; logs what was found out since the start.
 
         Raises:
-            InexactError: ``strict=True``, and a part turned out not to come back exactly.
+            InexactError: ``strict=True``, and a part is not restored exactly.
         """
         report = self.capture_report()
-        if self._options.strict and self._told:
+        if self._options.strict and self._known:
             self._world.everywhere(report.require_exact)
-        if self._told:
+        if self._known:
             self._warn_of_new(report)
         return report
 
     def _log_start(self, report: CaptureReport) -> None:
-        self._told = {(line.key, line.fidelity) for line in report.lines}
-        self._told -= {(line.key, line.fidelity) for line in report.inexact}
+        self._known = {(line.key, line.fidelity) for line in report.lines}
+        self._known -= {(line.key, line.fidelity) for line in report.inexact}
         inexact = len({line.key for line in report.inexact})
         parts = f"{inexact} part{'s' * (inexact > 1)} not exact:" if inexact else ""
         if self.start:
             parts = parts or "all saved state is exact"
-            self.tell(f"{self.start}; saves {self.cadence}; {parts}")
+            self.log(f"{self.start}; saves {self.cadence}; {parts}")
         for line in report.lines:
             self.detail(f"in each checkpoint: {line}")
 
@@ -122,16 +122,13 @@ class Account:
         Raises:
             InexactError: ``strict=True``, and something is not restored exactly.
         """
-        if self._told:
-            report = self.capture_report()
-            if self._options.strict:
-                self._world.everywhere(report.require_exact)
-            self._warn_of_new(report)
+        if self._known:
+            self.captured()
 
     def _warn_of_new(self, report: CaptureReport) -> None:
         for line in report.inexact:
-            if (line.key, line.fidelity) not in self._told:
-                self._told.add((line.key, line.fidelity))
+            if (line.key, line.fidelity) not in self._known:
+                self._known.add((line.key, line.fidelity))
                 self.warn(f"{line}")
 
     def capture_report(self) -> CaptureReport:
@@ -155,17 +152,17 @@ class Account:
         earlier = manifest.details.get("changes", [])
         self._history = [*earlier, {"step": manifest.step, "changes": []}]
 
-    def tell_changes(self, changes: Sequence[str]) -> None:
-        """Tells and records what this resume follows."""
+    def log_changes(self, changes: Sequence[str]) -> None:
+        """Logs and records the changes that this resume follows."""
         for change in changes:
-            self.tell(change)
+            self.log(change)
             self._history[-1]["changes"].append(change)
 
-    def tell_changed_loaders(self) -> None:
+    def log_changed_loaders(self) -> None:
         """The same for the loaders that were opened since the last call."""
         position = self._components.position
         changes, position.changes = position.changes, []
-        self.tell_changes(changes)
+        self.log_changes(changes)
         unexpected, position.unexpected = position.unexpected, []
         for line in unexpected:
             self.warn(line)
@@ -207,7 +204,7 @@ class ResumeReport:
         resumed: whether a checkpoint was loaded; False for a fresh start.
         step: the optimizer step that the run continues from; 0 for a fresh start.
         path: the checkpoint's directory, or None.
-        components: each component of the checkpoint and how exactly it came back.
+        components: each component of the checkpoint and its fidelity.
         differences: what differs between the run that saved and this one.
         changes: what became of the ranks' own states where the number of ranks has changed.
         not_needed: what the checkpoint holds for the loop of another framework, and was left out.
@@ -229,6 +226,6 @@ class ResumeReport:
         if not self.resumed:
             return "starting"
         if self.finished is not None:
-            place = f"step {self.step} ({self.finished})"
-            return f"nothing to do, the run finished at {place}: {self.path}"
+            finished = f"step {self.step} ({self.finished})"
+            return f"nothing to do, the run finished at {finished}: {self.path}"
         return f"resuming at step {self.step} from {self.path}"

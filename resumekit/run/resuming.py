@@ -1,6 +1,6 @@
 """Finding the newest good checkpoint, reading it whole, and only then changing live objects.
 
-Each rank reads and verifies the bytes that it needs; the ranks vote; a bad checkpoint is told and
+Each rank reads and verifies the bytes that it needs; the ranks vote; a bad checkpoint is logged and
 the next one is tried. Nothing live changes before every check has passed on every rank.
 """
 
@@ -76,7 +76,7 @@ class Finder:
 
     Args:
         left_out: component keys or slots that are not read.
-        components: of this run, as far as they are known yet; of state that is spread over the
+        components: of this run, as far as they are known yet; of state that is sharded over the
             ranks they say which part this rank needs.
         membership: of those components.
         sources: whose state this rank takes.
@@ -115,7 +115,7 @@ class Finder:
             outcome = self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected:
-                    self._tell(f"passed over {rejection.name}: {rejection.reason}")
+                    self._warn(f"passed over {rejection.name}: {rejection.reason}")
                 return replace(outcome, rejected=tuple(rejected))
             rejected.append(Rejection(str(name), outcome))
         if rejected:
@@ -182,7 +182,7 @@ class Finder:
         return str(worst)
 
     def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
-        """Moves a damaged checkpoint out of the way; gives what to tell about it."""
+        """Moves a damaged checkpoint out of the way; gives the reason."""
         try:
             return f"{error} It was moved to {self._store.quarantine(name, error)}"
         except OwnershipLostError:
@@ -203,10 +203,14 @@ class Finder:
                 state, left = read_spread(reader, record, live, in_stages=in_stages)
                 found.states[record.key], found.left[record.key] = state, left
                 continue
-            own = self._sources.own(record, reader.manifest)
-            if own is None:
+            own_number = self._sources.own_number(record, reader.manifest)
+            if own_number is None:
                 found.former[record.key] = {}
-            readable = self._sources.readable(record, reader.manifest) if own is None else (own,)
+            readable = (
+                self._sources.readable(record, reader.manifest)
+                if own_number is None
+                else (own_number,)
+            )
             writers = self._sources.writers(record, reader.manifest)
             for number in readable:
                 numbers[record.key, writers[number]] = number
@@ -219,13 +223,13 @@ class Finder:
                     found.states[key] = state
         return found
 
-    def _tell(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         if self._world.is_first:
             logger.warning("%s", message)
 
 
 def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
-    """Whether a component is read part by part: it was saved in parts, or it is in parts here."""
+    """Whether a component is read by shard: it was saved sharded, or it is sharded here."""
     sharded = SharingPattern.SHARDED
     if record.pattern == sharded.value:
         return True
@@ -236,7 +240,7 @@ def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
 def read_spread(
     reader: StepReader, record: ComponentRecord, live: StateComponent | None, *, in_stages: bool
 ) -> tuple[Any, frozenset[str]]:
-    """The state of a component, with this rank's part of what is in parts here.
+    """The state of a component, with this rank's shard of what is sharded here.
 
     Args:
         reader: the checkpoint.
@@ -249,7 +253,7 @@ def read_spread(
 
     Raises:
         CheckpointError: damage, or an I/O error.
-        StateMismatchError: it does not fit the live object; told before its tensors are read.
+        StateMismatchError: it does not fit the live object; found before its tensors are read.
     """
     indices: tuple[str, ...] = ()
     if record.pattern == SharingPattern.SHARDED.value:

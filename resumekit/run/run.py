@@ -1,4 +1,4 @@
-"""What a Checkpointer holds while it runs: the components, the store, and the way in and out."""
+"""What a Checkpointer holds while it runs: the components, the store, saving and resuming."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from resumekit.data import (
     Feed,
     epoch_under_way,
 )
-from resumekit.distributed import Shares, World
+from resumekit.distributed import DataRanks, World
 from resumekit.journal import Header, RandomStates
 from resumekit.log import show_messages
-from resumekit.run.agreement import ComponentGroups, Replicas, agreed_shares, described
+from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.compatibility import (
     HORIZON,
     changed_horizon,
@@ -80,7 +80,7 @@ class Run:
         self._given = components
         self._groups = groups
         self._data_parallel_group = data_parallel_group
-        self._shares: Shares | None = None
+        self._data_ranks: DataRanks | None = None
         owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, owned)
@@ -98,7 +98,7 @@ class Run:
         self._found: Found | None = None  # until it is loaded
         self._former_frameworks: frozenset[str] | None = None  # under which that was saved
         self._report: ResumeReport | None = None
-        self._resumed_from: Manifest | None = None  # until the trace was told
+        self._resumed_from: Manifest | None = None  # until the trace has it
         self._parent: Manifest | None = None  # of the checkpoint that this attempt resumed from
         self._fresh: tuple[str, ...] = ()  # components that it lacks
         self._fingerprint: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Run:
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
         left_out = frozenset(self.options.exclude) | self._injected
-        self._shares = agreed_shares(self.world, self._data_parallel_group, self._groups)
+        self._data_ranks = agreed_data_ranks(self.world, self._data_parallel_group, self._groups)
         known = () if callable(self._given) else self.components
         membership = self._agree_on_components(known)
         sources = self._sources(membership)
@@ -189,10 +189,10 @@ class Run:
                 f", beside {others}" if others else ""
             )
         elif report.finished is None:
-            self.account.tell(f"{report}; saves {self.account.cadence}")
+            self.account.log(f"{report}; saves {self.account.cadence}")
         else:
             hint = "" if self.is_driven else "; after the loop, ask already_finished"
-            self.account.tell(f"{report}{hint}")
+            self.account.log(f"{report}{hint}")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -211,9 +211,9 @@ class Run:
         return store
 
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
-        assert self._shares is not None
+        assert self._data_ranks is not None
         may_change = "world_size" in self.options.allow_changes
-        return StateOrigins(self.world, self._shares, membership, may_change=may_change)
+        return StateOrigins(self.world, self._data_ranks, membership, may_change=may_change)
 
     def _agree_on_components(self, components: Sequence[StateComponent]) -> ComponentGroups:
         patterns = {each.key: str(each.sharing_pattern) for each in components}
@@ -261,16 +261,16 @@ class Run:
         fit = loading.fit(found, self._fingerprint)
         self.account.take_history(found.manifest)
         changes = loading.divide(found)
-        self.account.tell_changes(changes)
-        remarks = loading.load(found, fit.fresh)
+        self.account.log_changes(changes)
+        messages = loading.load(found, fit.fresh)
         self._parent, self._fresh = found.manifest, tuple(fit.fresh)
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
         drift = drift_messages(fit.differences, self.options)
         for warning in drift.warnings:
             self.account.warn(warning)
-        for remark in (*drift.notes, *fit.not_needed, *remarks):
-            self.account.tell(remark)
+        for message in (*drift.notes, *fit.not_needed, *messages):
+            self.account.log(message)
         for difference in fit.differences:
             self.account.detail(f"changed since the checkpoint: {difference}")
         self._saver.parent = str(found.name)
@@ -291,8 +291,8 @@ class Run:
 
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
-        for remark in self.rng.restore():
-            self.account.tell(remark)
+        for message in self.rng.restore():
+            self.account.log(message)
         for component in self.components:
             component.state.after_rng_restore()
         if self._resumed_from is not None:
@@ -308,7 +308,7 @@ class Run:
         """Begins or continues an epoch of a loader, at the random state that it needs.
 
         Raises:
-            InexactError: ``strict=True`` and a part would not come back exactly.
+            InexactError: ``strict=True`` and a part would not be restored exactly.
             RankDisagreementError: ranks with fewer batches would wait where others save.
         """
         if any(each.state.requires_equal_batches for each in self.components):
@@ -317,7 +317,7 @@ class Run:
                 {feed.name: feed.num_batches},
                 remedy="A save needs all ranks: give them as many batches each, without join()",
             )
-        self.account.tell_changed_loaders()
+        self.account.log_changed_loaders()
         self._components.follow(feed, streams=True)
         self.account.announce()
         self.rng.begin(feed, epoch, self.restore_random)
@@ -333,7 +333,7 @@ class Run:
         elsewhere = self._is_from_elsewhere
         change = changed_horizon(then, horizon, allowed=allowed, elsewhere=elsewhere)
         if change:
-            self.account.tell(change)
+            self.account.log(change)
             self.counters.finished = None
         self.counters.horizon = horizon
 
@@ -350,7 +350,7 @@ class Run:
         self.restore_random()
         self.trace_state("end")
 
-    # ---------------------------------------------------------------- the way out
+    # ---------------------------------------------------------------- saving
 
     def save(self) -> None:
         """Saves at this safe point. Collective."""
@@ -359,10 +359,10 @@ class Run:
         assert self._replicas is not None
         call_everywhere(self.world, self.components, ComponentState.before_save)
         self._replicas.check_before_save()
-        assert self._shares is not None
+        assert self._data_ranks is not None
         message = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
-        messages = self.counters.fold(self.world, self._shares, message)
-        verdict = self.journal.agree(messages, self._shares.first_ranks)
+        messages = self.counters.fold(self.world, self._data_ranks, message)
+        verdict = self.journal.agree(messages, self._data_ranks.first_ranks)
         progress = self.counters.progress
         self._saver.save(
             Description(
@@ -374,7 +374,7 @@ class Run:
                 fingerprint=self._fingerprint,
                 details={
                     **self.account.details(),
-                    **described(self._shares),
+                    **described(self._data_ranks),
                     **({JOURNAL: verdict} if verdict else {}),
                 },
             )
@@ -405,7 +405,7 @@ class Run:
         Raises:
             DivergenceError: it is not what an earlier attempt recorded, and that ends the run.
         """
-        assert self._shares is not None
+        assert self._data_ranks is not None
         counters = self.counters
         if self.journal.is_new:
             self.journal.open(
@@ -417,19 +417,19 @@ class Run:
         self.journal.step(
             counters.step,
             epoch=epoch,
-            samples=counters.samples_so_far(self._shares.number),
+            samples=counters.samples_so_far(self._data_ranks.number),
             is_whole=counters.saw_whole_step,
             loss=loss,
         )
 
     def _attempt_header(self) -> Header:
         assert self._store is not None
-        assert self._shares is not None
+        assert self._data_ranks is not None
         return attempt_header(
             self.directory,
             self._store,
             self.world,
-            self._shares,
+            self._data_ranks,
             self._components,
             self.options,
             parent=self._parent,

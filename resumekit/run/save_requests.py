@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, RankDisagreementError
@@ -19,76 +19,44 @@ from resumekit.errors import ConfigurationError, RankDisagreementError
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
-class Cadence(Protocol):
-    """Says at each step boundary whether a save is due.
+@dataclass
+class Cadence:
+    """Whether a save is due at a step boundary; with neither argument only on request.
 
-    ``needs_agreement`` is True where ranks may answer differently, as clocks do.
+    Args:
+        num_steps: due at every multiple of so many steps.
+        interval_seconds: due so long after the last save, or after the start.
     """
 
-    needs_agreement: bool
+    num_steps: int | None = None
+    interval_seconds: float | None = None
+    _since: float = field(default_factory=time.monotonic)
 
-    def is_due(self, step: int) -> bool: ...
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether ranks may answer differently, as clocks do."""
+        return self.interval_seconds is not None
 
-    def saved(self) -> None: ...
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due at this step boundary."""
+        if self.interval_seconds is not None:
+            return time.monotonic() - self._since >= self.interval_seconds
+        return self.num_steps is not None and step % self.num_steps == 0
+
+    def saved(self) -> None:
+        """A save was made."""
+        self._since = time.monotonic()
 
     def __str__(self) -> str:
         """When, after the word "saves"."""
-        ...
-
-
-@dataclass
-class EverySteps:
-    """Due at every multiple of ``num_steps``."""
-
-    num_steps: int
-    needs_agreement: bool = False
-
-    def __str__(self) -> str:
+        if self.interval_seconds is not None:
+            units = [("h", 3600), ("min", 60), ("s", 1)]
+            whole = (each for each in units if not self.interval_seconds % each[1])
+            unit, seconds = next(whole, units[-1])
+            return f"every {self.interval_seconds / seconds:g} {unit}"
+        if self.num_steps is None:
+            return "only on save(), on an improved metric and at the end"
         return f"every {self.num_steps} steps" if self.num_steps > 1 else "every step"
-
-    def is_due(self, step: int) -> bool:
-        return step % self.num_steps == 0
-
-    def saved(self) -> None:
-        return None
-
-
-@dataclass
-class EverySeconds:
-    """Due when ``interval_seconds`` have passed since the last save, or since the start."""
-
-    interval_seconds: float
-    needs_agreement: bool = True
-    _since: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        units = [("h", 3600), ("min", 60), ("s", 1)]
-        unit, seconds = next(
-            (each for each in units if not self.interval_seconds % each[1]), units[-1]
-        )
-        return f"every {self.interval_seconds / seconds:g} {unit}"
-
-    def is_due(self, step: int) -> bool:
-        return time.monotonic() - self._since >= self.interval_seconds
-
-    def saved(self) -> None:
-        self._since = time.monotonic()
-
-
-@dataclass
-class Never:
-    """Due only when asked for."""
-
-    needs_agreement: bool = False
-
-    def __str__(self) -> str:
-        return "only on save(), on an improved metric and at the end"
-
-    def is_due(self, step: int) -> bool:
-        return False
-
-    def saved(self) -> None:
-        return None
 
 
 def parse_cadence(save_every: int | str | None) -> Cadence:
@@ -98,13 +66,13 @@ def parse_cadence(save_every: int | str | None) -> Cadence:
         ConfigurationError: not a positive number of steps nor a duration.
     """
     if save_every is None:
-        return Never()
+        return Cadence()
     if isinstance(save_every, int) and not isinstance(save_every, bool) and save_every > 0:
-        return EverySteps(save_every)
+        return Cadence(num_steps=save_every)
     if isinstance(save_every, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h)", save_every.strip())
         if match and float(match[1]) > 0:
-            return EverySeconds(float(match[1]) * _SECONDS[match[2]])
+            return Cadence(interval_seconds=float(match[1]) * _SECONDS[match[2]])
     raise ConfigurationError(
         "save_every",
         found=repr(save_every),
@@ -181,8 +149,8 @@ class LeaveSignals:
         else:
             self.received = self.received or number
 
-    def let_go_in_child(self) -> None:
-        """A forked child, such as a loader's worker, is no run: it ends when it is told to.
+    def release_in_child(self) -> None:
+        """A forked child, such as a loader's worker, is no run: it ends on SIGTERM.
 
         The other signals are for its parent. They often reach the whole process group.
         """
@@ -200,7 +168,7 @@ def _former_handler(number: signal.Signals) -> Any:
 
 def _after_fork() -> None:
     for each in list(_installed):
-        each.let_go_in_child()
+        each.release_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -230,7 +198,7 @@ class RequestExchange:
         self._step = 0  # that this rank was at when it last spoke
         self._under_way: Callable[[], list[int]] | None = None
 
-    def receive(self, own: Requests) -> Requests:
+    def receive(self, requests: Requests) -> Requests:
         """The all-reduced requests of the boundary before; in a world of one, its own.
 
         Raises:
@@ -238,21 +206,21 @@ class RequestExchange:
             RankDisagreementError: another rank was at another step there.
         """
         if self._world.world_size == 1:
-            return own
+            return requests
         common = self.wait()
         self._under_way = None
         return common
 
-    def send(self, own: Requests, step: int) -> None:
+    def send(self, requests: Requests, step: int) -> None:
         """Sends the requests of this rank, which are received at the next boundary. Collective.
 
         Args:
-            own: its requests.
+            requests: of this rank.
             step: the optimizer step that it has done.
         """
         if self._world.world_size > 1:
             self._step = step
-            self._under_way = self._world.start_max((*own, step, -step))
+            self._under_way = self._world.start_max((*requests, step, -step))
 
     def wait(self) -> Requests:
         """Waits for the all-reduce in progress; ``receive`` gives its result.

@@ -37,7 +37,7 @@ from resumekit.storage import (
     Store,
 )
 
-# These have a folder of their own, readable by stock tools; the rest shares one file a rank.
+# These have a folder of their own, readable by stock tools; the rest data_ranks one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
 Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
@@ -45,7 +45,7 @@ Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
 
 @dataclass(frozen=True)
 class Description:
-    """What a manifest tells beside the state itself; plain values."""
+    """What a manifest holds apart from the state itself; plain values."""
 
     step: int
     progress: dict[str, int]
@@ -116,10 +116,10 @@ class Saver:
 
     def _payloads(self) -> Payloads:
         encoded: list[Payload | FilesBeside] = []
-        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._beside()]))
+        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
         return [*encoded, *self._spreader.payloads()]
 
-    def _beside(self) -> list[FilesBeside]:
+    def _files(self) -> list[FilesBeside]:
         if not self._world.is_first:
             return []
         return [
@@ -261,8 +261,8 @@ class ShardPlanner:
 
         def encode() -> bool:
             for key, each in self._components.items():
-                own = each.state.first_rank_only()
-                local[key] = encode_local(key, each.state.state_dict(), first_rank_only=own)
+                own_tensors = each.state.first_rank_only()
+                local[key] = encode_local(key, each.state.state_dict(), first_rank_only=own_tensors)
                 layouts[key] = local[key].layout
             return layouts == self._layouts
 
@@ -327,7 +327,7 @@ def _plan_within(
         plans = {
             key: assign(local[key], [each[key] for each in proposals], world.ranks) for key in keys
         }
-        return [{key: plans[key][place] for key in keys} for place in range(len(proposals))]
+        return [{key: plans[key][index] for key in keys} for index in range(len(proposals))]
 
     world.everywhere(propose)
     return world.exchange(proposed, plan)

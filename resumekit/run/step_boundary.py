@@ -70,7 +70,7 @@ class StepBoundary:
 
     @property
     def _turns(self) -> LoopOrder:
-        return self._run.counters.turns
+        return self._run.counters.loop_order
 
     # ---------------------------------------------------------------- what an adapter overrides
 
@@ -110,9 +110,9 @@ class StepBoundary:
         """Everything is restored but the random state."""
         if self._loop is None:
             self._take_signals()
-            place = self.progress
-            self._steps_at_epoch_start = place.step if place.batch == 0 else None
-            self._epoch, self._num_used = place.epoch, place.batch
+            progress = self.progress
+            self._steps_at_epoch_start = progress.step if progress.batch == 0 else None
+            self._epoch, self._num_used = progress.epoch, progress.batch
             self._was_finished = self.finished is not None
             if self._was_finished:
                 self._run.finish_again()
@@ -158,20 +158,20 @@ class StepBoundary:
         """A loader's epoch begins or continues."""
         if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):
             self._num_used = feed.batch  # in batches of the size that they have now
-            self._run.counters.move_to(*self._place())
+            self._run.counters.move_to(*self._position())
         self._run.begin(feed, epoch)
 
     def _fetched(self, feed: Feed, *, follows: bool) -> None:
         """A batch goes to the loop."""
-        turns = self._turns
-        turns.fetched(feed.names)
+        order = self._turns
+        order.fetched(feed.names)
         self._unsettled = True
         self._num_steps_of_batch = 0
-        if turns.leads(feed.names):
+        if order.leads(feed.names):
             self._stepped = False
         if not follows:
             self._num_used += 1
-            if turns.is_alone(feed.names):
+            if order.is_alone(feed.names):
                 self._num_used = feed.batch
         self._run.counters.count_batch(feed.num_samples, follows=follows)
         self._run.journal.note_batch(feed.indices, feed.num_samples)
@@ -201,7 +201,7 @@ class StepBoundary:
         is_over = used_up or not self._turns.under_way
         if self.finished is None and self._turns.asked and is_over:
             self._next_epoch(self._epoch + 1)
-        self._settle(reason, at_end=True)
+        self._pass_safe_point(reason, at_end=True)
 
     def _require_steps(self) -> None:
         self._count_taken_step()
@@ -224,7 +224,7 @@ class StepBoundary:
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1
         if self._num_steps_of_batch == 2:
-            epoch, batch = self._place()
+            epoch, batch = self._position()
             self._warn_once(
                 "step",
                 f"step() was called twice for batch {max(batch - 1, 0)} of epoch {epoch}: each "
@@ -245,19 +245,19 @@ class StepBoundary:
 
     # ---------------------------------------------------------------- the safe point
 
-    def _settle(self, finished: str | None, *, at_end: bool = False) -> None:
+    def _pass_safe_point(self, finished: str | None, *, at_end: bool = False) -> None:
         """All code of the last step has run, and nothing of the next one: save what is due.
 
         Args:
-            finished: why the run is over at this place, or None.
-            at_end: the end was found only after the place had been settled once.
+            finished: why the run is over here, or None.
+            at_end: the end was found only after this safe point was passed once.
         """
         self._count_taken_step()
         counters = self._run.counters
         finished = self._stop_reason or finished
         if counters.finished is not None or not (self._unsettled or at_end or finished):
             return
-        counters.move_to(*self._place())
+        counters.move_to(*self._position())
         if self._stepped and self._unsettled:
             self._run.observe_gradients()
         if self._stepped and self._run.loop_check.after_step():
@@ -280,10 +280,10 @@ class StepBoundary:
 
     def _all_requests(self) -> Requests:
         """The all-reduced requests at this step boundary; this rank's are sent."""
-        own = Requests(self._signals.received, int(self._is_clock_due()))
-        common = self._requests.receive(own)
+        own_requests = Requests(self._signals.received, int(self._is_clock_due()))
+        common = self._requests.receive(own_requests)
         if not common.leave:
-            left = own._replace(save=0) if common.save else own
+            left = own_requests._replace(save=0) if common.save else own_requests
             self._requests.send(left, self._run.counters.step)
         return common
 
@@ -295,15 +295,15 @@ class StepBoundary:
         step, name = self.progress.step, Signals(signal_number).name
         if self._run.world.is_first:
             logger.info("%s: saved at step %d; the same command continues", name, step)
-        self._let_go()
+        self._release()
         raise Preempted(signal_number, step)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Gives back what this process holds: the signals, the run directory."""
         self._signals.restore()
         self._run.close()
 
-    def _place(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         """Epoch and batch of the loop."""
         if self._main is not None:
             return self._main.epoch, self._main.batch
@@ -328,14 +328,14 @@ class StepBoundary:
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
         """Records the step that was just counted, in the journal and in a trace."""
-        self._run.record_step(self._place()[0], values.get("loss"))
+        self._run.record_step(self._position()[0], values.get("loss"))
         if self._run.trace is not None:
             self._trace_step(values)
 
     def _trace_step(self, values: Mapping[str, Any]) -> None:
         trace = self._run.trace
         assert trace is not None
-        epoch, batch = self._place()
+        epoch, batch = self._position()
         samples, knows_all = self._run.counters.take_samples()
         trace.step(
             self.progress.step,

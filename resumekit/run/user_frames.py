@@ -67,7 +67,7 @@ class Activation:
         return value if inspect.isfunction(inspect.unwrap(method)) else None  # type: ignore[arg-type]
 
 
-def calling_place() -> tuple[CodeType, int] | None:
+def calling_location() -> tuple[CodeType, int] | None:
     """Where the loop that asks for a batch stands; None if a library runs it."""
     frame = _user_frame(sys._getframe(1))
     return None if frame is None else (frame.f_code, frame.f_lineno)

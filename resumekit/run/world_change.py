@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from resumekit.distributed import Groups, Shares, World, WorldChange
+from resumekit.distributed import DataRanks, Groups, World, WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.run.agreement import ComponentGroups, recorded_shares
+from resumekit.run.agreement import ComponentGroups, recorded_data_ranks
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord, Manifest
 
@@ -15,21 +15,21 @@ _OF_THE_JOB = frozenset({SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.
 class StateOrigins:
     """Who takes which of the states that the former ranks or groups wrote.
 
-    They are numbered: ranks by the share of the data that they took, so that ranks which took the
+    They are numbered: ranks by their data-parallel rank, so that ranks which took the
     same data count as one; groups in their order; the only state of a job is number 0.
 
     Args:
         world: the ranks.
-        shares: the share of the data that each rank takes.
+        data_ranks: the data-parallel rank of each rank.
         membership: the groups of the components that are known.
         may_change: whether the number of ranks may be another one.
     """
 
     def __init__(
-        self, world: World, shares: Shares, membership: ComponentGroups, *, may_change: bool
+        self, world: World, data_ranks: DataRanks, membership: ComponentGroups, *, may_change: bool
     ) -> None:
         self._world = world
-        self._shares = shares
+        self._data_ranks = data_ranks
         self._membership = membership
         self._may_change = may_change
 
@@ -37,20 +37,20 @@ class StateOrigins:
         """The rank that wrote each state of a component, by its number.
 
         Raises:
-            CorruptCheckpointError: the manifest's shares make no sense.
+            CorruptCheckpointError: the manifest's data-parallel ranks make no sense.
             StateMismatchError: the ranks are others, and that is not allowed.
         """
         if record.pattern != SharingPattern.PER_RANK.value:
             return record.writers
         if self._is_same_job(record, manifest):
             return tuple(range(manifest.world_size))
-        return recorded_shares(manifest).first_ranks
+        return recorded_data_ranks(manifest).first_ranks
 
-    def own(self, record: ComponentRecord, manifest: Manifest) -> int | None:
+    def own_number(self, record: ComponentRecord, manifest: Manifest) -> int | None:
         """The number of the state that this rank takes.
 
         Returns:
-            None where states have to be split anew, or where the component is not known yet.
+            None where states have to be resharded, or where the component is not known yet.
 
         Raises:
             StateMismatchError: the ranks or groups are others, and that is not allowed.
@@ -77,21 +77,23 @@ class StateOrigins:
     def change(self, record: ComponentRecord, manifest: Manifest) -> WorldChange:
         """What has become of the number of ranks or groups."""
         if record.pattern == SharingPattern.PER_RANK.value:
-            own = self._shares.of_ranks[self._world.rank]
-            return WorldChange(own, self._shares.number, recorded_shares(manifest).number)
+            own_rank = self._data_ranks.of_ranks[self._world.rank]
+            return WorldChange(
+                own_rank, self._data_ranks.number, recorded_data_ranks(manifest).number
+            )
         groups = self._membership.groups(record.key)
         ordinal = self._membership.ordinal(record.key)
         return WorldChange(ordinal, len(groups), len(record.groups))
 
     def _is_same_job(self, record: ComponentRecord, manifest: Manifest) -> bool:
         now, then = self._world.world_size, manifest.world_size
-        if now == then and self._shares == recorded_shares(manifest):
+        if now == then and self._data_ranks == recorded_data_ranks(manifest):
             return True
         if not self._may_change:
             raise StateMismatchError(
                 record.key,
-                found=f"a job of {_counted(now, self._shares)}",
-                expected=f"{_counted(then, recorded_shares(manifest))}, as in the checkpoint",
+                found=f"a job of {_counted(now, self._data_ranks)}",
+                expected=f"{_counted(then, recorded_data_ranks(manifest))}, as in the checkpoint",
                 remedy=f"Launch it as it was, with {then} ranks, or pass "
                 "allow_changes={'world_size'}",
             )
@@ -108,9 +110,10 @@ class StateOrigins:
             )
 
 
-def _counted(world_size: int, shares: Shares) -> str:
+def _counted(world_size: int, data_ranks: DataRanks) -> str:
     words = f"{world_size} ranks"
-    return words if shares.number == world_size else f"{words} that share {shares.number} parts"
+    number = data_ranks.number
+    return words if number == world_size else f"{words} that share {number} parts"
 
 
 def _listed(groups: Groups) -> str:
