@@ -99,7 +99,7 @@ def test_what_cannot_be_written_is_an_error_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "run"]
 
 
-def test_damage_is_told_and_nothing_is_written(
+def test_damage_is_reported_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path / "run", nn.Linear(3, 3))

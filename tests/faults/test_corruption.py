@@ -280,10 +280,10 @@ def test_the_verify_command_names_every_damaged_file_and_moves_nothing(
             continue  # whole in itself; only a resume knows which run the directory belongs to
         with pytest.raises(SystemExit) as left:
             main(["verify", str(copy)])
-        told = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert left.value.code == 1, damage
-        assert damage.path in told, damage
-        assert f"{NEWEST}  DAMAGED" in told
+        assert damage.path in output, damage
+        assert f"{NEWEST}  DAMAGED" in output
         assert (copy / NEWEST).exists() or (copy / NEWEST).is_symlink()
         assert not (copy / "quarantine").exists()
 

@@ -84,8 +84,8 @@ def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
         (failed,) = (index for index, call in enumerate(calls) if isinstance(call, FailedSync))
         later = [call.file for call in calls[failed:] if isinstance(call, Sync)]
         assert calls[failed].inode not in later, calls[failed].call  # type: ignore[attr-defined]
-        # BY_TARGET does not ask for whole directories: a checkpoint that retention has let go may
-        # come back in part when the sync of its removal failed. Nothing rests on it any more.
+        # BY_TARGET does not ask for whole directories: a checkpoint that retention has deleted may
+        # survive in part when the sync of its removal failed. Nothing rests on it any more.
         explore(job, limit=4, renames=Renames.BY_TARGET, findings=findings)
     record_property("failed syncs", num_failed)
     record_property("unique crash states after a failed sync", findings.num_states)

@@ -28,7 +28,7 @@ from crashlab.recording import Recording
 from crashlab.scenarios import (
     SCENARIOS,
     Lab,
-    relaunched_beside_a_survivor,
+    relaunched_next_to_a_survivor,
     trained_on_after_a_failed_sync,
 )
 from resumekit.errors import ResumekitError
@@ -125,10 +125,10 @@ def test_trying_a_failed_fsync_again_is_caught() -> None:
             return
 
 
-def _outcomes_beside_a_survivor(lab: Lab) -> Iterator[str]:
+def _outcomes_next_to_a_survivor(lab: Lab) -> Iterator[str]:
     for at_call in range(1000):
         try:
-            job = relaunched_beside_a_survivor(lab, at_call=at_call)
+            job = relaunched_next_to_a_survivor(lab, at_call=at_call)
         except ResumekitError as error:
             yield f"the save fails: {error}"
             continue
@@ -142,11 +142,11 @@ def _outcomes_beside_a_survivor(lab: Lab) -> Iterator[str]:
 
 
 def test_a_fixed_temporary_name_is_caught() -> None:
-    assert list(_outcomes_beside_a_survivor(Lab(wrap=FixedTemporaryName)))
+    assert list(_outcomes_next_to_a_survivor(Lab(wrap=FixedTemporaryName)))
 
 
 def test_a_rank_that_outlives_its_job_does_no_harm_under_unique_names() -> None:
-    assert list(_outcomes_beside_a_survivor(Lab())) == []
+    assert list(_outcomes_next_to_a_survivor(Lab())) == []
 
 
 def _wrong_content_after_damage(reader: type[Store]) -> Iterator[str]:

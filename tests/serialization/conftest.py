@@ -162,7 +162,7 @@ class Ranks:
             torch.distributed.destroy_process_group()
 
     @staticmethod
-    def spread(whole: torch.Tensor, mesh: tuple[int, ...], *dimensions: int | None) -> Any:
+    def shard(whole: torch.Tensor, mesh: tuple[int, ...], *dimensions: int | None) -> Any:
         """The DTensor of this rank: for each mesh dimension, the dimension that it splits."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor

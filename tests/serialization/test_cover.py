@@ -19,7 +19,7 @@ def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tiling_is_told_from_all_that_are_none(seed: int) -> None:
+def test_a_tiling_is_distinguished_from_all_others(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.randint(2, 6) for _ in range(draw.randint(1, 3)))
     cuts = [sorted({0, size, *draw.sample(range(1, size), 1)}) for size in shape]
@@ -31,14 +31,14 @@ def test_a_tiling_is_told_from_all_that_are_none(seed: int) -> None:
     assert tiling_problem(shape, boxes) is None
     for _ in range(20):
         changed = list(boxes)
-        place = draw.randrange(len(changed))
+        index = draw.randrange(len(changed))
         sizes = tuple(draw.randint(1, size) for size in shape)
         offsets = tuple(draw.randint(0, w - n) for w, n in zip(shape, sizes, strict=True))
-        changed[place] = Box(offsets, sizes)
+        changed[index] = Box(offsets, sizes)
         assert (tiling_problem(shape, changed) is None) == tiles(shape, changed)
 
 
-def test_what_is_wrong_is_told() -> None:
+def test_the_error_names_what_is_wrong() -> None:
     assert tiling_problem((4,), [Box((0,), (2,))]) == "its parts miss 2 of its elements"
     twice = [Box((0,), (3,)), Box((0,), (3,))]
     assert tiling_problem((4,), twice) == "its parts overlap by 2 of its elements"

@@ -55,19 +55,19 @@ def test_a_flipped_byte_anywhere_is_found(suffix: str, checkpoints: Any) -> None
     step = checkpoints.save(states())
     path = Path(step.path, f"{STEM}.{suffix}")
     size = path.stat().st_size
-    places = [round(i * (size - 1) / 29) for i in range(30)]
-    assert len(set(places)) == 30
+    offsets = [round(i * (size - 1) / 29) for i in range(30)]
+    assert len(set(offsets)) == 30
     with path.open("r+b", buffering=0) as file:
-        for place in places:
-            byte = os.pread(file.fileno(), 1, place)
-            os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), place)
+        for offset in offsets:
+            byte = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), offset)
             with pytest.raises(CorruptCheckpointError, match=f"rank-00000.{suffix}"):
                 read_payload(step, "state", 0)
-            os.pwrite(file.fileno(), byte, place)
+            os.pwrite(file.fileno(), byte, offset)
     assert set(read_payload(step, "state", 0)) == {"model", "extras"}
 
 
-def test_two_blocks_that_changed_places_are_found(checkpoints: Any) -> None:
+def test_two_exchanged_blocks_are_found(checkpoints: Any) -> None:
     step = checkpoints.save({"model": {"w": torch.arange(BLOCK_BYTES)}})
     index, data = files(step)
     first, second = data[:BLOCK_BYTES], data[BLOCK_BYTES : 2 * BLOCK_BYTES]
@@ -171,8 +171,8 @@ INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape is a string": _tensor(shape="12"),
     "another begin": _tensor(begin=0),
     "another end": _tensor(end=1),
-    "a float place": _tensor(begin=1.0),
-    "a huge place": _tensor(begin=10**300),
+    "a float offset": _tensor(begin=1.0),
+    "a huge offset": _tensor(begin=10**300),
     "overlapping strides": _tensor(strides=[0]),
     "too many strides": _tensor(strides=[1, 1]),
     "huge strides": _tensor(strides=[1 << 50]),
@@ -216,7 +216,7 @@ def _record(name: str, begin: int, num_elements: int = 4) -> Record:
         ([_record(f"a{i}", 0, 1 << 20) for i in range(1000)], 4 << 20),
     ],
     ids=[
-        "overlap", "same place", "gap", "gap before", "order", "short", "long", "bomb",
+        "overlap", "same offset", "gap", "gap before", "order", "short", "long", "bomb",
         "many times the file",
     ],
 )  # fmt: skip
@@ -439,7 +439,7 @@ def valid_files(checkpoints: Any) -> tuple[bytes, bytes]:
 
 
 def _replace_somewhere(node: Any, replacement: Any, dice: random.Random) -> None:
-    """Puts the replacement in the place of one value, deep or not, or under a key."""
+    """Puts the replacement instead of one value, deep or not, or under a key."""
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         if not keys:

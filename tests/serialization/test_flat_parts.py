@@ -1,4 +1,4 @@
-"""Tensors cut without regard to their rows: stretches as boxes, written, and read by all."""
+"""Tensors cut without regard to their rows: element ranges as boxes, written, and read by all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cuts(seed: int, length: int, num_ranks: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_stretches_are_boxes_that_tile_the_tensor(shape: tuple[int, ...], seed: int) -> None:
+def test_element_ranges_are_boxes_that_tile_the_tensor(shape: tuple[int, ...], seed: int) -> None:
     whole = torch.arange(math.prod(shape)).reshape(shape)
     ends = cuts(seed, whole.numel(), 4)
     found = torch.full(shape, -1)
@@ -82,9 +82,7 @@ def state_of(whole: dict[str, torch.Tensor], ends: dict[str, list[int]], rank: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_cut_reads_its_stretches_of_every_other(
-    checkpoints: Any, ranks: Any, seed: int
-) -> None:
+def test_every_cut_reads_its_ranges_of_every_other(checkpoints: Any, ranks: Any, seed: int) -> None:
     whole = {str(s): torch.randn(s) for s in SHAPES}
     ends = {name: cuts(seed, w.numel(), 3) for name, w in whole.items()}
     step = written(checkpoints, [state_of(whole, ends, rank) for rank in range(3)])
@@ -101,12 +99,12 @@ def test_every_cut_reads_its_stretches_of_every_other(
         for name, part in live.items():
             assert torch.equal(found[name].local, part.local)
     with ranks.rank(1, 3):
-        shards = {"(5, 3)": ranks.spread(whole["(5, 3)"], (3,), 0)}
+        shards = {"(5, 3)": ranks.shard(whole["(5, 3)"], (3,), 0)}
         found, _ = read_sharded(source, lambda state: [(state[n], shards[n]) for n in shards])
         assert torch.equal(found["(5, 3)"].to_local(), whole["(5, 3)"][2:4])
 
 
-def test_one_part_in_two_places_is_a_tie_even_where_it_is_empty(checkpoints: Any) -> None:
+def test_one_part_under_two_names_is_a_tie_even_where_it_is_empty(checkpoints: Any) -> None:
     whole = torch.randn(4, 3)
     parts = [cut(whole, 0, 0), cut(whole, 0, 12)]
     step = written(checkpoints, [{"a": part, "b": part} for part in parts])
@@ -124,7 +122,7 @@ def test_a_name_that_a_part_needs_is_refused(checkpoints: Any) -> None:
         written(checkpoints, [{"w": cut(whole, 1, 12)}])
 
 
-def test_a_stretch_is_filled_from_a_whole_tensor_and_from_a_stretch() -> None:
+def test_a_range_is_filled_from_a_whole_tensor_and_from_a_range() -> None:
     whole = torch.randn(4, 3)
     live = cut(torch.zeros(4, 3), 2, 7)
     fill(live, whole)

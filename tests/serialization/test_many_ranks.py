@@ -34,7 +34,7 @@ def states(ranks: Any, mesh: Sequence[int], dimensions: Sequence[int | None], co
     state: dict[str, Any] = {}
     for number in range(count):
         whole = torch.zeros(SHAPES[number % len(SHAPES)])
-        state[f"{number:05d}.weight"] = ranks.spread(whole, mesh, *dimensions)
+        state[f"{number:05d}.weight"] = ranks.shard(whole, mesh, *dimensions)
         state[f"{number:05d}.step"] = torch.tensor(1.0)
     return state
 
@@ -65,7 +65,7 @@ def num_parts(index: dict[str, Any]) -> int:
     return sum(map(len, index["layouts"]))
 
 
-def test_tensors_that_are_spread_alike_are_planned_once(
+def test_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: Counter[str] = Counter()
@@ -140,7 +140,7 @@ def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:
     assert list(tensors) == list(local[0].tensors)
 
 
-def test_reads_of_tensors_that_are_spread_alike_are_planned_once(
+def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.checkpoint import default_planner

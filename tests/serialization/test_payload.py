@@ -137,7 +137,7 @@ class BytesReader:
 
 @pytest.mark.parametrize("offset", [0, 5, BLOCK_BYTES + 1])
 @pytest.mark.parametrize("num_blocks", [1, 15, 16, 21])
-def test_a_long_stretch_is_read_in_two_parts_that_meet_between_blocks(
+def test_a_long_range_is_read_in_two_pieces_that_meet_between_blocks(
     offset: int, num_blocks: int
 ) -> None:
     content = bytes(range(251)) * (num_blocks * BLOCK_BYTES // 251 + BLOCK_BYTES // 80)

@@ -1,4 +1,4 @@
-"""What cannot be stored is refused before anything is written, by its place."""
+"""What cannot be stored is refused before anything is written, with its path."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize(("make", "found"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_stored_is_refused_by_its_place(make: Callable[[], Any], found: str) -> None:
+def test_what_cannot_be_stored_is_refused_with_its_path(
+    make: Callable[[], Any], found: str
+) -> None:
     value = {"a": [0, Point(1, OrderedDict({2: (make(),)}))]}
     with pytest.raises(UnsupportedValueError) as refusal:
         encode(value, where="extras")
@@ -115,17 +117,17 @@ def test_what_cannot_be_stored_is_refused_by_its_place(make: Callable[[], Any], 
 
 
 def test_an_open_file_is_refused(tmp_path: Path) -> None:
-    place = re.escape("extras['log']")
+    path = re.escape("extras['log']")
     with (
         (tmp_path / "log").open("w") as file,
-        pytest.raises(UnsupportedValueError, match=f"^{place}: .*TextIOWrapper"),
+        pytest.raises(UnsupportedValueError, match=f"^{path}: .*TextIOWrapper"),
     ):
         Payload("state", 0, {"extras": {"log": file}})
     with pytest.raises(UnsupportedValueError, match="PosixPath"):
         Payload("state", 0, {"extras": tmp_path})
 
 
-def test_a_key_is_refused_by_its_place() -> None:
+def test_a_key_is_refused_with_its_path() -> None:
     with pytest.raises(UnsupportedValueError, match=r"^rng\['a'\]\[frozenset\(\)\]: .*frozenset"):
         encode({"a": {frozenset(): 1}}, where="rng")
 

@@ -99,12 +99,12 @@ def test_every_layout_reads_its_parts_of_every_other(
         checkpoints,
         ranks,
         num_ranks_of(former),
-        lambda: {"weight": ranks.spread(WHOLE, mesh, *dimensions), "step": torch.tensor(3.0)},
+        lambda: {"weight": ranks.shard(WHOLE, mesh, *dimensions), "step": torch.tensor(3.0)},
     )
     mesh, dimensions = LAYOUTS[layout]
     for rank in range(num_ranks_of(layout)):
         with ranks.rank(rank, num_ranks_of(layout)):
-            live = {"weight": ranks.spread(torch.zeros(7, 6), mesh, *dimensions)}
+            live = {"weight": ranks.shard(torch.zeros(7, 6), mesh, *dimensions)}
             found = load(step, live)
             assert found["weight"].placements == live["weight"].placements
             assert found["weight"].shape == (7, 6)
@@ -113,23 +113,23 @@ def test_every_layout_reads_its_parts_of_every_other(
             assert torch.equal(found["step"], torch.tensor(3.0))
 
 
-def test_whole_and_in_parts_are_read_from_one_another(checkpoints: Any, ranks: Any) -> None:
-    in_parts = save(checkpoints, ranks, 4, lambda: {"w": ranks.spread(WHOLE, (4,), 0), "n": [1, 2]})
-    found = load(in_parts, {})
+def test_whole_and_sharded_states_are_read_from_one_another(checkpoints: Any, ranks: Any) -> None:
+    sharded = save(checkpoints, ranks, 4, lambda: {"w": ranks.shard(WHOLE, (4,), 0), "n": [1, 2]})
+    found = load(sharded, {})
     assert torch.equal(found["w"], WHOLE)
     assert found["n"] == [1, 2]
 
     transposed = torch.empty(6, 7).T.copy_(WHOLE)
     whole = checkpoints.commit(Payload("state", 0, {"model": {"w": transposed, "n": [3]}}).write)
     with ranks.rank(1, 2):
-        live = {"w": ranks.spread(torch.zeros(7, 6), (2,), 1)}
+        live = {"w": ranks.shard(torch.zeros(7, 6), (2,), 1)}
         found = load(whole, live, is_sharded=False)
         assert torch.equal(local_part(found["w"]), WHOLE[:, 3:])
     assert load(whole, {}, is_sharded=False)["w"].stride() == transposed.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_every_type_comes_back_bit_for_bit(
+def test_every_type_is_restored_bit_for_bit(
     checkpoints: Any, ranks: Any, dtype: torch.dtype
 ) -> None:
     whole = torch.randn(5, 3).to(dtype)
@@ -138,7 +138,7 @@ def test_every_type_comes_back_bit_for_bit(
         checkpoints,
         ranks,
         3,
-        lambda: {"w": ranks.spread(whole, (3,), 0), "empty": ranks.spread(empty, (3,), 0)},
+        lambda: {"w": ranks.shard(whole, (3,), 0), "empty": ranks.shard(empty, (3,), 0)},
     )
     found = load(step, {})
     assert found["w"].dtype == dtype
@@ -146,7 +146,7 @@ def test_every_type_comes_back_bit_for_bit(
     assert found["empty"].shape == (0, 3)
 
 
-def test_what_all_ranks_hold_is_written_once_and_spread_over_them(
+def test_what_all_ranks_hold_is_written_once_and_divided_among_them(
     checkpoints: Any, ranks: Any
 ) -> None:
     state = {f"layer.{i}": torch.full((20_000,), float(i)) for i in range(8)}
@@ -160,7 +160,7 @@ def test_small_tensors_that_all_ranks_hold_stand_together(checkpoints: Any, rank
     def make() -> State:
         state: State = {}
         for i in range(20):
-            state[f"{i}.moment"] = ranks.spread(WHOLE + i, (4,), 0)
+            state[f"{i}.moment"] = ranks.shard(WHOLE + i, (4,), 0)
             state[f"{i}.step"] = torch.tensor(float(i))
         return state
 
@@ -183,9 +183,9 @@ def test_what_differs_between_the_ranks_comes_from_the_first(checkpoints: Any, r
     assert (found["mean"].sum(), found["var"].sum()) == (0, 0)
 
 
-def test_tied_parts_are_stored_once_and_come_back_as_one(checkpoints: Any, ranks: Any) -> None:
+def test_tied_parts_are_stored_once_and_restored_as_one(checkpoints: Any, ranks: Any) -> None:
     def make() -> State:
-        weight = ranks.spread(WHOLE, (4,), 0)
+        weight = ranks.shard(WHOLE, (4,), 0)
         return {"a": weight, "b": weight.detach()}
 
     step = save(checkpoints, ranks, 4, make)
@@ -197,7 +197,7 @@ def test_tied_parts_are_stored_once_and_come_back_as_one(checkpoints: Any, ranks
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
-def test_values_that_are_no_tensors_come_back_as_they_were(checkpoints: Any, ranks: Any) -> None:
+def test_values_that_are_no_tensors_are_restored_unchanged(checkpoints: Any, ranks: Any) -> None:
     plain = {"a": (1, None), "bytes": bytes(range(256)) * 20, "many": list(range(5000)), 3: {1.5}}
     found = load(save(checkpoints, ranks, 2, lambda: {"w": WHOLE, "plain": plain}), {})
     assert found["plain"] == plain
@@ -207,7 +207,7 @@ def test_only_the_blocks_that_hold_wanted_bytes_are_read(
     checkpoints: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = torch.arange(24 << 20, dtype=torch.uint8).reshape(-1, 1024)
-    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(whole, (2,), 0)})
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.shard(whole, (2,), 0)})
     read: list[int] = []
     file_system = checkpoints._store._file_system
     original = type(file_system).read_into
@@ -219,37 +219,37 @@ def test_only_the_blocks_that_hold_wanted_bytes_are_read(
 
     monkeypatch.setattr(type(file_system), "read_into", counted)
     with ranks.rank(1, 2):
-        load(step, {"w": ranks.spread(torch.zeros_like(whole), (2,), 0)})
+        load(step, {"w": ranks.shard(torch.zeros_like(whole), (2,), 0)})
     assert whole.numel() / 2 <= sum(read) < whole.numel() / 2 + (1 << 20)
     read.clear()
     with ranks.rank(2, 4):
-        found = load(step, {"w": ranks.spread(torch.zeros_like(whole), (4,), 0)})
+        found = load(step, {"w": ranks.shard(torch.zeros_like(whole), (4,), 0)})
     assert torch.equal(local_part(found["w"]), whole[len(whole) // 2 : len(whole) * 3 // 4])
     assert sum(read) < whole.numel() / 4 + (5 << 20)
 
 
-def test_long_rows_are_read_in_stretches(checkpoints: Any, ranks: Any) -> None:
+def test_long_rows_are_read_in_ranges(checkpoints: Any, ranks: Any) -> None:
     whole = torch.arange(10 << 20, dtype=torch.int32).reshape(4, -1)
-    step = save(checkpoints, ranks, 1, lambda: {"w": ranks.spread(whole, (1,), 0)})
+    step = save(checkpoints, ranks, 1, lambda: {"w": ranks.shard(whole, (1,), 0)})
     with ranks.rank(1, 2):
-        found = load(step, {"w": ranks.spread(torch.zeros_like(whole), (2,), 1)})
+        found = load(step, {"w": ranks.shard(torch.zeros_like(whole), (2,), 1)})
     assert torch.equal(local_part(found["w"]), whole[:, whole.shape[1] // 2 :])
 
 
 def test_a_flipped_byte_is_found_by_the_rank_that_reads_it(checkpoints: Any, ranks: Any) -> None:
-    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.shard(WHOLE, (2,), 0)})
     path = step.path / "state/rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with ranks.rank(0, 2):
-        load(step, {"w": ranks.spread(WHOLE, (2,), 0)})
+        load(step, {"w": ranks.shard(WHOLE, (2,), 0)})
     with ranks.rank(1, 2), pytest.raises(CorruptCheckpointError, match=r"rank-00001\.safetensors"):
-        load(step, {"w": ranks.spread(WHOLE, (2,), 0)})
+        load(step, {"w": ranks.shard(WHOLE, (2,), 0)})
 
 
 def test_the_check_refuses_before_a_tensor_is_read(checkpoints: Any, ranks: Any) -> None:
-    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.shard(WHOLE, (2,), 0)})
     (step.path / "state/rank-00000.safetensors").unlink()
     seen: list[Any] = []
 
@@ -278,7 +278,7 @@ def test_a_tensor_class_that_nobody_knows_is_refused(ranks: Any) -> None:
         pass
 
     with ranks.rank(0, 2):
-        strange = ranks.spread(WHOLE, (2,), 0)
+        strange = ranks.shard(WHOLE, (2,), 0)
         strange._local_tensor = strange._local_tensor.as_subclass(Quantised)
         with pytest.raises(UnsupportedValueError, match=r"w.*Quantised"):
             encode_local("model", {"w": strange})
@@ -288,12 +288,12 @@ def test_parts_that_are_missing_or_overlap_are_refused_at_the_save(ranks: Any) -
     local, proposals = [], []
     for rank in (0, 1):
         with ranks.rank(rank, 2):
-            local.append(encode_local("model", {"w": ranks.spread(WHOLE, (2,), 0)}))
+            local.append(encode_local("model", {"w": ranks.shard(WHOLE, (2,), 0)}))
             proposals.append(Proposal.of(local[-1], rank))
     with pytest.raises(UnsupportedValueError, match=r"model: w.*miss 18"):
         assign(local[0], proposals[:1])
     with ranks.rank(0, 3):
-        others = Proposal.of(encode_local("model", {"w": ranks.spread(WHOLE, (3,), 0)}), 0)
+        others = Proposal.of(encode_local("model", {"w": ranks.shard(WHOLE, (3,), 0)}), 0)
     with pytest.raises(UnsupportedValueError, match="model: w"):
         assign(local[0], [others, proposals[1]])
 
@@ -355,7 +355,7 @@ def damaged(index: Any, name: str) -> None:
     ],
 )
 def test_an_index_that_makes_no_sense_is_refused(checkpoints: Any, ranks: Any, damage: str) -> None:
-    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.shard(WHOLE, (2,), 0)})
     path = step.path / "state/index.json"
     index = json.loads(path.read_text())
     damaged(index, damage)
@@ -375,7 +375,7 @@ def test_an_index_that_makes_no_sense_is_refused(checkpoints: Any, ranks: Any, d
 
 
 def test_a_flipped_byte_in_the_index_is_found(checkpoints: Any, ranks: Any) -> None:
-    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.spread(WHOLE, (2,), 0)})
+    step = save(checkpoints, ranks, 2, lambda: {"w": ranks.shard(WHOLE, (2,), 0)})
     path = step.path / "state/index.json"
     path.write_bytes(
         path.read_bytes().replace(b'"writer', b'"wrIter').replace(b"[7, 6]", b"[6, 7]")
@@ -384,11 +384,11 @@ def test_a_flipped_byte_in_the_index_is_found(checkpoints: Any, ranks: Any) -> N
         load(step, {})
 
 
-def test_layers_that_are_spread_alike_share_one_list_of_parts(ranks: Any) -> None:
+def test_layers_that_are_sharded_alike_share_one_list_of_parts(ranks: Any) -> None:
     local, proposals = [], []
     for rank in range(4):
         with ranks.rank(rank, 4):
-            state = {f"layer.{i}": ranks.spread(WHOLE + i, (4,), 0) for i in range(50)}
+            state = {f"layer.{i}": ranks.shard(WHOLE + i, (4,), 0) for i in range(50)}
             local.append(encode_local("model", state))
             proposals.append(Proposal.of(local[-1], rank))
     tensors = assign(local[0], proposals)[0].tensors

@@ -1,4 +1,4 @@
-"""Tensors come back bit for bit and share memory as before, and stock tools read them."""
+"""Tensors are restored bit for bit and share memory as before, and stock tools read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_dtype_of_this_torch_is_known_or_quantised() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_of_every_dtype_comes_back_bit_for_bit(
+def test_a_tensor_of_every_dtype_is_restored_bit_for_bit(
     dtype: torch.dtype, checkpoints: Any, same: Same
 ) -> None:
     tensor = random_tensor(dtype, 4, 6)
@@ -71,7 +71,7 @@ def test_a_tensor_of_every_dtype_comes_back_bit_for_bit(
     assert found["transposed"].stride() == (1, 5)
 
 
-def test_parameters_come_back_as_plain_tensors_without_grad(checkpoints: Any) -> None:
+def test_parameters_are_restored_as_plain_tensors_without_grad(checkpoints: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     computed = parameter * 2
     found = checkpoints.round_trip([parameter, computed])
@@ -81,7 +81,7 @@ def test_parameters_come_back_as_plain_tensors_without_grad(checkpoints: Any) ->
     assert found[1].tolist() == [2, 2]
 
 
-def test_lazily_conjugated_and_negated_tensors_come_back_as_what_they_mean(
+def test_lazily_conjugated_and_negated_tensors_are_restored_by_value(
     checkpoints: Any, same: Same
 ) -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j])
@@ -110,7 +110,7 @@ def test_the_order_of_dimensions_in_memory_is_kept(checkpoints: Any) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES - 1, 3 * CHUNK_BYTES + 5, 40 << 20])
-def test_tensors_larger_than_a_chunk_or_a_block_come_back(
+def test_tensors_larger_than_a_chunk_or_a_block_are_restored(
     num_bytes: int, checkpoints: Any, same: Same
 ) -> None:
     small = torch.arange(5)
@@ -280,7 +280,7 @@ def test_stock_safetensors_reads_every_dtype_or_its_bytes(
         assert same(found["t"], value["t"])
 
 
-def test_names_that_would_collide_are_told_apart(checkpoints: Any, same: Same) -> None:
+def test_names_that_would_collide_are_made_distinct(checkpoints: Any, same: Same) -> None:
     value = {
         "a.b": torch.tensor(1),
         "a": {"b": torch.tensor(2)},

@@ -1,4 +1,4 @@
-"""Every storable value comes back equal and of the same type."""
+"""Every storable value is restored equal and of the same type."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_a_value_of_every_type_comes_back_equal_and_of_the_same_type(
+def test_a_value_of_every_type_is_restored_equal_and_of_the_same_type(
     value: Any, checkpoints: Any, same: Same
 ) -> None:
     assert same(checkpoints.round_trip(value), value)
@@ -138,7 +138,7 @@ def test_the_comparison_used_here_sees_small_differences(same: Same) -> None:
     assert not [pair for pair in pairs if same(*pair) or same(*reversed(pair))]
 
 
-def test_an_enum_comes_back_as_its_value(checkpoints: Any, same: Same) -> None:
+def test_an_enum_is_restored_as_its_value(checkpoints: Any, same: Same) -> None:
     found = checkpoints.round_trip({Phase.WARMUP: [Phase.PAIR, Level.HIGH], "mode": Mode.TRAIN})
     assert same(found, {"warmup": [(1, 2), 3], "mode": "train"})
 
@@ -152,7 +152,7 @@ def test_a_namedtuple_equals_the_one_that_was_saved(checkpoints: Any) -> None:
     assert repr(found) == repr(value)
 
 
-def test_a_defaultdict_goes_on_making_defaults(checkpoints: Any) -> None:
+def test_a_defaultdict_continues_to_make_defaults(checkpoints: Any) -> None:
     found = checkpoints.round_trip(defaultdict(list))
     found["new"].append(1)
     assert found == {"new": [1]}
@@ -166,7 +166,7 @@ def test_a_loaded_array_can_be_written_to_and_keeps_its_order_in_memory(checkpoi
     assert not found[1].flags.c_contiguous
 
 
-def test_one_array_in_two_places_is_one_array_again(checkpoints: Any) -> None:
+def test_an_array_that_occurs_twice_is_one_array_again(checkpoints: Any) -> None:
     array = np.zeros(3)
     found = checkpoints.round_trip({"a": array, "b": [array], "c": array.copy()})
     found["a"][0] = 1
@@ -233,7 +233,7 @@ def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 @given(value=st.recursive(SCALARS | ARRAYS, _containers, max_leaves=12))
-def test_any_nested_value_comes_back_equal_and_of_the_same_type(
+def test_any_nested_value_is_restored_equal_and_of_the_same_type(
     value: Any, checkpoints: Any, same: Same
 ) -> None:
     assert same(checkpoints.round_trip(value), value)

@@ -53,7 +53,7 @@ def _manifest(
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory where a sync costs nothing, where there is such a place: thousands are made."""
+    """A directory where a sync costs nothing, if there is one: thousands are made."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -92,11 +92,11 @@ def save() -> Save:
         except SaveError:
             store.abandon(staging)
             raise
-        told = None
+        reported = None
         if metric is not None:
-            told = {"name": "loss", "mode": "min", "value": metric.hex()}
+            reported = {"name": "loss", "mode": "min", "value": metric.hex()}
         manifest = _manifest(
-            run_id=store.run_id, attempt=store.attempt, name=name, files=entries, metric=told
+            run_id=store.run_id, attempt=store.attempt, name=name, files=entries, metric=reported
         )
         store.commit(staging, manifest)
         if policy is not None:

@@ -61,8 +61,8 @@ def test_a_file_digest_is_the_digest_of_its_block_digests(size: int) -> None:
 def test_a_digest_does_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
     content = _content(2 * BLOCK_BYTES + 99)
     digester = BlockDigester()
-    places = [0, *sorted(cuts), len(content)]
-    for start, stop in pairwise(places):
+    offsets = [0, *sorted(cuts), len(content)]
+    for start, stop in pairwise(offsets):
         digester.update(memoryview(content)[start:stop])
     assert digester.hexdigest() == _expected_digest(content)
     assert len(digester.blocks) == 3
@@ -88,7 +88,7 @@ def test_buffers_of_any_type_and_shape_are_written_as_their_bytes(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_bytes_come_back(tmp_path: Path, size: int) -> None:
+def test_all_bytes_are_read(tmp_path: Path, size: int) -> None:
     entry, blocks = _write(tmp_path / "x", _content(size))
     buffer = bytearray(size)
     with _open(tmp_path / "x", entry) as reader:
@@ -108,21 +108,21 @@ def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FileEn
 
 
 @given(cuts=st.lists(st.integers(0, _SIZE), min_size=1, max_size=6), one_call=st.booleans())
-def test_any_ranges_come_back_in_one_call_or_many(
+def test_any_ranges_are_read_in_one_call_or_many(
     three_blocks: tuple[Path, FileEntry, Sequence[str]], cuts: list[int], one_call: bool
 ) -> None:
     path, entry, blocks = three_blocks
     content = _content(_SIZE)
-    places = sorted(cuts)
-    buffers = [bytearray(stop - start) for start, stop in pairwise(places)]
+    offsets = sorted(cuts)
+    buffers = [bytearray(stop - start) for start, stop in pairwise(offsets)]
     views = [memoryview(buffer) for buffer in buffers]
     with _open(path, entry) as reader:
         if one_call:
-            reader.read_into(views, places[0], blocks)
+            reader.read_into(views, offsets[0], blocks)
         else:
-            for view, start in zip(views, places, strict=False):
+            for view, start in zip(views, offsets, strict=False):
                 reader.read_into([view], start, blocks)
-    assert b"".join(buffers) == content[places[0] : places[-1]]
+    assert b"".join(buffers) == content[offsets[0] : offsets[-1]]
 
 
 class _CountingReads(LocalFileSystem):

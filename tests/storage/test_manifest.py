@@ -75,7 +75,7 @@ MANIFESTS = st.builds(
 
 
 @given(MANIFESTS)
-def test_a_manifest_comes_back(manifest: Manifest) -> None:
+def test_a_manifest_is_read_back(manifest: Manifest) -> None:
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
@@ -203,7 +203,7 @@ def test_a_missing_field_is_named(make_manifest: MakeManifest) -> None:
             Manifest.from_bytes(seal(fields))
 
 
-def test_a_newer_format_is_told_apart_from_damage(make_manifest: MakeManifest) -> None:
+def test_a_newer_format_is_distinguished_from_damage(make_manifest: MakeManifest) -> None:
     newer = seal({"format": "resumekit checkpoint", "format_version": 2, "anything": "else"})
     with pytest.raises(FormatVersionError, match="format version 2, expected at most 1"):
         Manifest.from_bytes(newer)

@@ -257,7 +257,7 @@ def test_an_unreadable_record_does_not_matter_where_a_manifest_is_readable(
     assert second.run_id == first.run_id
 
 
-def test_a_directory_that_cannot_be_used_is_told_in_one_line(
+def test_a_directory_that_cannot_be_used_is_reported_in_one_line(
     open_store: OpenStore, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -288,7 +288,7 @@ def test_a_parent_that_may_not_be_read_does_not_matter(open_store: OpenStore) ->
 
 
 @pytest.mark.parametrize("name", [".lock", ".staging"])
-def test_a_link_in_the_place_of_a_private_name_is_not_followed(
+def test_a_link_instead_of_a_private_name_is_not_followed(
     open_store: OpenStore, run_directory: Path, tmp_path: Path, name: str
 ) -> None:
     run_directory.mkdir(parents=True)
@@ -367,8 +367,8 @@ def test_a_copied_or_moved_directory_goes_on_as_the_same_run(
     shutil.copytree(run_directory, tmp_path / "copy")
     store.release()
     run_directory.rename(tmp_path / "moved")
-    for place in ("copy", "moved"):
-        other = open_store(tmp_path / place)
+    for folder in ("copy", "moved"):
+        other = open_store(tmp_path / folder)
         other.acquire()
         assert other.run_id == store.run_id
         other.open_step(name).verify()

@@ -109,18 +109,18 @@ def test_a_step_that_is_saved_again_gets_the_next_revision(store: Store, save: S
     assert store.next_name(5) == StepName(5, 3)
 
 
-def test_a_checkpoint_that_is_not_there_is_told_apart_from_damage(store: Store) -> None:
+def test_a_checkpoint_that_is_not_there_is_distinguished_from_damage(store: Store) -> None:
     with pytest.raises(CheckpointNotFoundError, match="step-00000005: there is no such"):
         store.open_step(StepName(5))
 
 
-def test_a_directory_that_is_not_there_is_told(open_store: OpenStore, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_reported(open_store: OpenStore, tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="ENOENT"):
         open_store(tmp_path / "nowhere").step_names()
 
 
 def _link(path: Path) -> None:
-    """Puts a link to an equal file or directory in the path's place."""
+    """Puts a link to an equal file or directory instead of the path."""
     copy = Path(tempfile.mkdtemp(dir=path.parents[len(path.parts) - path.parts.index("runs") - 1]))
     shutil.move(path, copy / "copy")
     path.symlink_to(copy / "copy")
@@ -142,7 +142,7 @@ def _swap_for_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "damage", "told"),
+    ("path", "damage", "message"),
     [
         (MODEL, Path.unlink, f"{MODEL}: is missing"),
         ("state", shutil.rmtree, "state: is missing"),
@@ -175,12 +175,12 @@ def test_a_damaged_step_directory_is_refused_with_the_reason(
     run_directory: Path,
     path: str,
     damage: Callable[[Path], object],
-    told: str,
+    message: str,
 ) -> None:
     save(store, 5)
     damage(run_directory / "step-00000005" / path)
     (name,) = store.step_names()
-    with pytest.raises(CorruptCheckpointError, match=told):
+    with pytest.raises(CorruptCheckpointError, match=message):
         store.open_step(name)
 
 
@@ -247,13 +247,13 @@ def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
     other.acquire()
     save(other, 5)
     shutil.copytree(tmp_path / "other" / "step-00000005", run_directory / "step-00000005")
-    told = f"belongs to the run {other.run_id}, expected this directory's run {store.run_id}"
-    with pytest.raises(ForeignCheckpointError, match=told):
+    message = f"belongs to the run {other.run_id}, expected this directory's run {store.run_id}"
+    with pytest.raises(ForeignCheckpointError, match=message):
         store.open_step(StepName(5))
     open_store().open_step(StepName(5)).verify()  # who only looks has no run
 
 
-def test_a_newer_format_is_told_and_may_not_be_quarantined(
+def test_a_newer_format_is_reported_and_may_not_be_quarantined(
     store: Store, save: Save, run_directory: Path
 ) -> None:
     save(store, 5)
@@ -293,9 +293,9 @@ def test_a_damaged_checkpoint_is_put_aside_with_the_reason(
         (run_directory / "step-00000005" / MODEL).unlink()
         with pytest.raises(CorruptCheckpointError) as caught:
             store.open_step(StepName(5))
-        place = store.quarantine(StepName(5), caught.value)
-        assert (place / STATE).exists()
-        reason = json.loads(place.with_name(f"{place.name}.reason.json").read_text())
+        moved_to = store.quarantine(StepName(5), caught.value)
+        assert (moved_to / STATE).exists()
+        reason = json.loads(moved_to.with_name(f"{moved_to.name}.reason.json").read_text())
         assert reason["checkpoint"] == "step-00000005"
         assert "is missing" in reason["error"]
         assert _names(store) == []
@@ -334,14 +334,14 @@ class _Full(LocalFileSystem):
 
 
 @pytest.mark.parametrize(
-    ("room", "told"),
+    ("room", "message"),
     [
         (Free(100_000, 10**6), "100,000 bytes are free, expected"),
         (Free(10**12, 5), "5 more files can be made, expected 7"),
     ],
 )
 def test_a_save_without_room_is_refused_before_anything_is_written(
-    open_store: OpenStore, room: Free, told: str, run_directory: Path
+    open_store: OpenStore, room: Free, message: str, run_directory: Path
 ) -> None:
     full = _Full()
     counting = FailpointFileSystem(full)
@@ -349,7 +349,7 @@ def test_a_save_without_room_is_refused_before_anything_is_written(
     store.acquire()
     full.room = room
     before = counting.num_write_calls
-    with pytest.raises(InsufficientSpaceError, match=told):
+    with pytest.raises(InsufficientSpaceError, match=message):
         store.stage(StepName(5), num_bytes=90_000, num_files=3, directories=["state"])
     assert counting.num_write_calls == before
     full.room = Free(10**12, None)
@@ -365,8 +365,8 @@ def test_ranks_write_into_one_staging_directory(
     attached = other.attach(staging.name)
     assert (attached.path, attached.step) == (staging.path, staging.step)
     files = []
-    for rank, place in enumerate((staging, attached)):
-        with place.create(f"state/rank-0000{rank}.json", writer=rank) as writer:
+    for rank, each in enumerate((staging, attached)):
+        with each.create(f"state/rank-0000{rank}.json", writer=rank) as writer:
             writer.write([memoryview(b"%d" % rank)])
             files.append(writer.finish())
     store.commit(
@@ -382,7 +382,7 @@ def test_ranks_write_into_one_staging_directory(
     other.open_step(StepName(5)).verify()
 
 
-def test_a_rank_that_does_not_see_the_staging_directory_is_told(
+def test_a_rank_that_does_not_see_the_staging_directory_is_reported(
     store: Store, open_store: OpenStore, tmp_path: Path
 ) -> None:
     staging = store.stage(StepName(5), num_bytes=10, num_files=2, directories=["state"])

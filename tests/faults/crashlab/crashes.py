@@ -32,7 +32,7 @@ from crashlab.operations import (
     Sync,
     SyncDirectory,
     Unlink,
-    settled,
+    canonical,
 )
 from crashlab.recording import Recording
 
@@ -69,13 +69,13 @@ class _Bytes:
     """Bytes, and the same number of bytes without nonces and times."""
 
     data: bytes
-    settled: bytes
+    canonical: bytes
 
     def __getitem__(self, part: slice) -> _Bytes:
-        return _Bytes(self.data[part], self.settled[part])
+        return _Bytes(self.data[part], self.canonical[part])
 
     def __add__(self, other: _Bytes) -> _Bytes:
-        return _Bytes(self.data + other.data, self.settled + other.settled)
+        return _Bytes(self.data + other.data, self.canonical + other.canonical)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Content:
 
     label: str
     data: bytes
-    settled: bytes
+    canonical: bytes
 
 
 def cuts(operations: Sequence[Operation]) -> Iterator[frozenset[int]]:
@@ -131,9 +131,9 @@ class CrashModel:
             self._operations += parts
         self._limit = limit
         self._renames = renames
-        self._settled_names: dict[str, str] = {}
-        self._settled_data = {
-            index: settled(operation.data)
+        self._canonical_names: dict[str, str] = {}
+        self._canonical_data = {
+            index: canonical(operation.data)
             for index, operation in enumerate(self._operations)
             if isinstance(operation, Append)
         }
@@ -151,7 +151,7 @@ class CrashModel:
             if isinstance(node, DirectoryNode)
         }
         self._base_contents = {
-            number: _content("whole", bytes(node.data), settled(bytes(node.data)))
+            number: _content("whole", bytes(node.data), canonical(bytes(node.data)))
             for number, node in self._before.nodes.items()
             if isinstance(node, FileNode)
         }
@@ -215,7 +215,7 @@ class CrashModel:
 
     def _joined(self, appends: Sequence[int]) -> _Bytes:
         data = b"".join(_data(self._operations[index]) for index in appends)
-        return _Bytes(data, b"".join(self._settled_data[index] for index in appends))
+        return _Bytes(data, b"".join(self._canonical_data[index] for index in appends))
 
     def _directories(self, order: Sequence[int], lost: set[int]) -> dict[int, dict[str, int]]:
         directories = {number: dict(names) for number, names in self._base_directories.items()}
@@ -230,22 +230,22 @@ class CrashModel:
     def _key(self, directories: dict[int, dict[str, int]], contents: dict[int, _Content]) -> str:
         def described(number: int) -> object:
             if number in contents:
-                return contents[number].settled
+                return contents[number].canonical
             names = directories[number].items()
             return sorted(
-                ((self._settled(name), described(child)) for name, child in names), key=repr
+                ((self._canonical(name), described(child)) for name, child in names), key=repr
             )
 
         return hashlib.blake2b(repr(described(ROOT)).encode(), digest_size=16).hexdigest()
 
-    def _settled(self, name: str) -> str:
-        if name not in self._settled_names:
-            self._settled_names[name] = settled(name.encode()).decode()
-        return self._settled_names[name]
+    def _canonical(self, name: str) -> str:
+        if name not in self._canonical_names:
+            self._canonical_names[name] = canonical(name.encode()).decode()
+        return self._canonical_names[name]
 
 
 def choices_of(sizes: Sequence[int], *, limit: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Picks one option per position: all of them, or within the limit the most telling.
+    """Picks one option per position: all of them, or within the limit the most informative.
 
     Option 0 is "lost", the last option is "kept". Another seed gives another sample.
     """
@@ -253,7 +253,7 @@ def choices_of(sizes: Sequence[int], *, limit: int, seed: int) -> Iterator[tuple
         yield from itertools.product(*(range(size) for size in sizes))
         return
     seen: set[tuple[int, ...]] = set()
-    for choice in _telling_choices(sizes, random.Random(seed)):
+    for choice in _informative_choices(sizes, random.Random(seed)):
         if choice not in seen:
             seen.add(choice)
             yield choice
@@ -261,7 +261,7 @@ def choices_of(sizes: Sequence[int], *, limit: int, seed: int) -> Iterator[tuple
                 return
 
 
-def _telling_choices(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, ...]]:
+def _informative_choices(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, ...]]:
     lost = tuple(0 for _ in sizes)
     kept = tuple(size - 1 for size in sizes)
     yield lost
@@ -331,9 +331,9 @@ def _variants(durable: _Bytes, pending: _Bytes) -> list[_Content]:
     contents: dict[bytes, _Content] = {}
     for label, part in parts.items():
         whole = durable + part
-        content = _content(label, whole.data, whole.settled)
-        contents.pop(content.settled, None)  # of two equals, the later one
-        contents[content.settled] = content
+        content = _content(label, whole.data, whole.canonical)
+        contents.pop(content.canonical, None)  # of two equals, the later one
+        contents[content.canonical] = content
     return list(contents.values())
 
 
@@ -346,9 +346,9 @@ def _data(operation: Operation) -> bytes:
     return operation.data
 
 
-def _content(label: str, data: bytes, settled_data: bytes) -> _Content:
-    # Only equality of the settled bytes matters; a digest keeps the keys short.
-    return _Content(label, data, hashlib.blake2b(settled_data, digest_size=12).digest())
+def _content(label: str, data: bytes, canonical_data: bytes) -> _Content:
+    # Only equality of the canonical bytes matters; a digest keeps the keys short.
+    return _Content(label, data, hashlib.blake2b(canonical_data, digest_size=12).digest())
 
 
 def _disk(directories: dict[int, dict[str, int]], contents: dict[int, _Content]) -> Disk:

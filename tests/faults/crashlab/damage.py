@@ -38,7 +38,7 @@ def files_of(run: Path, step: str) -> list[str]:
 
 
 def flip_positions(size: int) -> list[int]:
-    """Every byte of a small file, or 30 places of a larger one with both ends among them."""
+    """Every byte of a small file, or 30 positions of a larger one with both ends among them."""
     if size <= SMALL_BYTES:
         return list(range(size))
     return [round(i * (size - 1) / (NUM_FLIPS - 1)) for i in range(NUM_FLIPS)]
@@ -79,19 +79,19 @@ def swapped_files(run: Path, step: str, others: dict[str, Path]) -> Iterator[Dam
             source = other / Path(path).relative_to(step)
             if source.is_file() and source.read_bytes() != (run / path).read_bytes():
                 # A whole manifest of another step or run is found by what does not fit it.
-                told = step if path.endswith("manifest.json") else path
-                yield Damage(f"{path} is that of {name}", told, _put(path, source.read_bytes()))
+                named = step if path.endswith("manifest.json") else path
+                yield Damage(f"{path} is that of {name}", named, _put(path, source.read_bytes()))
 
 
 def swapped_ranks(run: Path, step: str) -> Iterator[Damage]:
-    """The files of two ranks in each other's place, and one in place of both."""
+    """The files of two ranks exchanged, and one copied over both."""
     for path in files_of(run, step):
         if "rank-00000" not in path:
             continue
         other = path.replace("rank-00000", "rank-00001")
         if not (run / other).is_file():
             continue
-        yield Damage(f"{path} and {other} changed places", path, _exchange(path, other))
+        yield Damage(f"{path} and {other} were exchanged", path, _exchange(path, other))
         content = (run / path).read_bytes()
         yield Damage(f"{other} is a copy of rank 0's", other, _put(other, content))
 
@@ -106,7 +106,7 @@ def special_files(run: Path, step: str) -> Iterator[Damage]:
 
 
 def bookkeeping_damages(run: Path, path: str) -> Iterator[Damage]:
-    """What stands beside the step directories, replaced by something else or gone."""
+    """The other files of the run directory, replaced or removed."""
     if (run / path).is_dir():
         yield Damage(f"{path} is a link", path, _link(path))
         yield Damage(f"{path} is a file", path, _file_instead(path))
@@ -127,20 +127,20 @@ def _other_kinds(path: str) -> Iterator[Damage]:
 
 
 def extra_files(run: Path, step: str) -> Iterator[Damage]:
-    """Something more than the manifest lists, at every place."""
-    places = sorted({str(Path(path).parent) for path in files_of(run, step)})
-    for place in places:
-        extra = f"{place}/surplus"
+    """A file that the manifest does not list, in every directory."""
+    folders = sorted({str(Path(path).parent) for path in files_of(run, step)})
+    for folder in folders:
+        extra = f"{folder}/surplus"
         yield Damage(f"{extra} is an extra file", extra, _put(extra, b"x"))
         yield Damage(f"{extra} is an extra directory", extra, _directory(extra))
         yield Damage(f"{extra} is an extra link", extra, _dangling(extra))
         yield Damage(f"{extra} is an extra pipe", extra, _pipe(extra))
-    copy = f"{places[0]}/copy.safetensors"
+    copy = f"{folders[0]}/copy.safetensors"
     yield Damage(f"{copy} is an extra tensor file", copy, _put(copy, b"\x08" + bytes(7) + b"{}"))
 
 
 def moved_steps(run: Path, newest: str, older: str, foreign: Path) -> Iterator[Damage]:
-    """Whole step directories, and manifests, in the wrong place."""
+    """Whole step directories, and manifests, under the wrong name."""
 
     def exchange(directory: Path) -> None:
         (directory / newest).rename(directory / "aside")

@@ -76,12 +76,12 @@ def cases(
 
 def promise_at(job: Job, state: CrashState) -> Promise:
     """What the job could count on when the machine stopped."""
-    held = job.promises[0]
+    promised = job.promises[0]
     for promise in job.promises[1:]:
         before = job.recording.operations[: promise.num_calls]
         if all(index in state.done for index, call in enumerate(before) if call.rank == 0):
-            held = promise
-    return held
+            promised = promise
+    return promised
 
 
 def violations(
@@ -93,7 +93,7 @@ def violations(
         job: that was crashed.
         promise: what it could count on.
         state: what is left of its disk.
-        renames: where they are not atomic, a directory on its way may be lost or come back in part;
+        renames: where they are not atomic, a directory on its way may be lost or survive in part;
             what had been promised about checkpoints holds all the same.
     """
     again = relaunch(job, promise, state)
@@ -108,10 +108,10 @@ def violations(
     yield from _about_others(job, promise, loaded, again.stores[0], broken)
     if renames is Renames.ATOMIC:
         yield from _about_parts(promise, broken)
-    held = promise.aside if renames is Renames.SPLIT else promise.damaged
-    yield from _about_damaged(held, again.stores[0])
+    promised = promise.aside if renames is Renames.SPLIT else promise.damaged
+    yield from _about_damaged(promised, again.stores[0])
     if promise.run_id not in (None, again.stores[0].run_id):
-        yield "the run goes on under another id"
+        yield "the run continues under another id"
     if state.key[0] in _SAVES_ON:
         yield from _about_next_save(again, loaded)
 
@@ -129,9 +129,9 @@ def _about_parts(promise: Promise, broken: dict[StepName, CheckpointError]) -> I
             yield f"{name} is there in part: {error}"
 
 
-def _about_damaged(held: frozenset[StepName], store: Store) -> Iterator[str]:
+def _about_damaged(promised: frozenset[StepName], store: Store) -> Iterator[str]:
     there = [str(name) for name in store.step_names()] + store.quarantined()
-    for name in held:
+    for name in promised:
         if not any(each.startswith(str(name)) for each in there):
             yield f"{name} was damaged, and has vanished without a trace"
 
@@ -163,7 +163,7 @@ def _about_others(
 
 
 def _about_next_save(again: Job, loaded: Loaded) -> Iterator[str]:
-    """Recovery must leave a directory in which training can go on."""
+    """Recovery must leave a directory in which training can continue."""
     try:
         name = again.save((loaded.name or StepName(0)).step + 1)
         if read_all(again.stores[0], name) != again.attempted[name]:

@@ -105,8 +105,8 @@ class Job:
         recording: the disk they share.
         world_size: how many ranks.
         policy: the retention policy.
-        wrap: what stands between the store and the disk; a mutant's place.
-        store_class: the store in use; a mutant's other place.
+        wrap: what stands between the store and the disk; the mutant, if it is a file system.
+        store_class: the store in use; the mutant, if it is a store.
         barriers: whether ranks wait for each other before the commit.
     """
 

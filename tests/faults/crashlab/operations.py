@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _VOLATILE = re.compile(rb"[0-9a-f]{12,}|\d{4}-\d\d-\d\dT[0-9:.+Z-]+|(?<=\"pid\": )\d+")
 
 
-def settled(data: bytes) -> bytes:
+def canonical(data: bytes) -> bytes:
     """The same number of bytes, equal for two recordings of one scenario."""
     return _VOLATILE.sub(lambda found: b"#" * len(found[0]), data)
 

@@ -223,7 +223,7 @@ def killed_and_relaunched(num_calls: int) -> Job | None:
     return again
 
 
-def relaunched_beside_a_survivor(lab: Lab, *, at_call: int) -> Job | None:
+def relaunched_next_to_a_survivor(lab: Lab, *, at_call: int) -> Job | None:
     """Rank 1 of a dead job of two is still writing while the relaunched job of one rank saves.
 
     The survivor creates its next file just before the new job's call of this number. None when the

@@ -26,7 +26,7 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(st.text().filter(lambda key: key != "digest"), PLAIN, max_size=6))
-def test_plain_values_come_back(fields: dict[str, Any]) -> None:
+def test_plain_values_are_read_back(fields: dict[str, Any]) -> None:
     assert unseal(seal(fields), where="x") == fields
 
 
