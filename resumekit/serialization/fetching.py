@@ -286,7 +286,7 @@ def read_ranges(
             memories = [
                 _flat_memory(each.target)
                 if each.is_direct
-                else torch.empty(each.num_bytes, dtype=torch.uint8)
+                else torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
                 for each in run
             ]
             buffers = [flat_bytes(memory) for memory in memories]

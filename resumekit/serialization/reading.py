@@ -319,7 +319,7 @@ def _value(
         part: Tensor = sharded_like(partner, local)
         return part
     if strides is not None:  # stored row by row, needed in another order
-        ordered = torch.empty_strided(shape, strides, dtype=memory.dtype)
+        ordered = torch.empty_strided(shape, strides, dtype=memory.dtype, device="cpu")
         memory = ordered.copy_(memory)
     return retyped(memory, dtype, 0, shape, memory.stride())
 
@@ -341,7 +341,8 @@ class _DataFile:
 
     def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
         """Fills the targets of these parts of the file; compares its header, if asked to."""
-        found = torch.empty(len(self._header) if check_header else 0, dtype=torch.uint8)
+        size = len(self._header) if check_header else 0
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
         if check_header:
             parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
         read_ranges(self._open, parts, self._index.block_digests)

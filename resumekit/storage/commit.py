@@ -131,7 +131,7 @@ def attach_staging(file_system: FileSystem, directory: Path, name: str) -> Stagi
     if not exists(file_system, staging.path):
         raise SharedDirectoryError(
             str(staging.path),
-            found="rank 0 has created it, and this rank does not see it",
+            found="this rank does not see what rank 0 has made",
             expected="one directory that all ranks share",
         )
     return staging
@@ -198,7 +198,7 @@ def commit(
     target = directory / str(staging.step)
     with save_errors(target):
         if any(entry.name == target.name for entry in file_system.list(directory)):
-            raise SaveError(str(target), found="exists", expected="a free name")
+            raise SaveError(str(target), found="is there already", expected="a free name")
         file_system.rename(staging.path, target)
     with save_errors(directory):
         file_system.fsync_dir(directory)

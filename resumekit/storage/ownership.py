@@ -292,7 +292,7 @@ def unrelated_names(file_system: FileSystem, directory: Path) -> str:
     if entries.get(LATEST) == "file":
         raise DirectoryError(
             str(directory),
-            found=f"no run, but checkpoints of another program ({words})",
+            found=f"no run, but the checkpoints of something else ({words})",
             expected="an empty directory, or that of a run",
             remedy="Give the run a directory of its own",
         )
