@@ -200,6 +200,7 @@ def _obstacle(module: DistributedDataParallel) -> str:
 
 
 def _has_hooks(parameter: Any) -> bool:
+    # torch 2.13 _tensor.py, Tensor.register_hook and register_post_accumulate_grad_hook.
     hooks = (parameter._backward_hooks or {}).values()
     return bool(parameter._post_accumulate_grad_hooks) or any(
         not isinstance(hook, GradientProbe) for hook in hooks
@@ -211,6 +212,7 @@ def _kept_by_hooks(module: DistributedDataParallel) -> str:
 
     The hooks that DDP registers itself, for instance for mixed precision, have no state.
     """
+    # torch 2.13 nn/parallel/distributed.py, DistributedDataParallel.register_comm_hook.
     states = [state for _, state in module._comm_hooks if state is not None]
     kept = [type(state).__name__ for state in states if not isinstance(state, ProcessGroup)]
     return next((name for name in kept if not name.startswith("_")), "")

@@ -102,6 +102,7 @@ class GradientProbe:
 def _any(gradient: Tensor) -> Tensor:
     """Whether any element is not zero, on the gradient's device."""
     values = local_part(gradient).detach()
+    # The public values() refuses an uncoalesced tensor. torch 2.13.
     has_values: Tensor = (values._values() if values.is_sparse else values).any()
     return has_values
 

@@ -188,6 +188,7 @@ def _encoded(gradient: Any, parameter: Tensor) -> Any:
         }
     if gradient.layout != torch.sparse_coo:
         return gradient
+    # torch 2.13 _tensor_docs.py: the public indices() and values() refuse an uncoalesced tensor.
     return {
         "indices": gradient._indices(),
         "values": gradient._values(),

@@ -60,6 +60,7 @@ def clean_name(module: nn.Module, raw_name: str) -> str:
         raw_name: a dotted name as ``named_parameters`` or ``state_dict`` gives it, with or without
             the wrappers' attributes.
     """
+    # torch 2.13 nn/modules/module.py Module._modules; named_children() leaves shared modules out.
     parts = raw_name.split(".")
     clean: list[str] = []
     here: nn.Module | None = module
