@@ -1,7 +1,8 @@
-"""Random generators go back to where they were, the global ones and named ones."""
+"""RNG states are restored exactly; those of a new rank are distinct, deterministic and reported."""
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 import timeit
@@ -11,8 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from resumekit.capture import RngState, generator_state, set_generator_state
+from resumekit.capture import ModelState, RngState, generator_state, set_generator_state
+from resumekit.capture.model import RankBuffers
+from resumekit.capture.rng import states_of_new_rank
+from resumekit.distributed import WorldChange
 from resumekit.errors import DeclarationError, StateMismatchError
 
 BIT_GENERATORS = [
@@ -194,3 +199,130 @@ def test_the_state_of_a_process_costs_little_more_than_numpys_own() -> None:
         for _ in range(25)
     ]
     assert min(ours for ours, _ in rounds) < 4 * min(alone for _, alone in rounds)
+
+
+GENERATORS: dict[str, Any] = {
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+    "PCG64": np.random.default_rng,
+    "Philox": lambda seed: np.random.Generator(np.random.Philox(seed)),
+    "SFC64": lambda seed: np.random.Generator(np.random.SFC64(seed)),
+    "RandomState": np.random.RandomState,
+    "python": random.Random,
+}
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return float(torch.rand((), generator=generator))
+    return float(generator.random() if hasattr(generator, "random") else generator.rand())
+
+
+def seeded(seed: int) -> RngState:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return RngState({name: make(seed) for name, make in GENERATORS.items()})
+
+
+def drawn(rng: RngState) -> dict[str, float]:
+    named = {name: draw(generator) for name, generator in rng.generators.items()}
+    common = {
+        "global python": random.random(),
+        "global numpy": float(np.random.rand()),
+        "global torch": float(torch.rand(())),
+    }
+    return {**named, **common}
+
+
+def drawn_by(rank: int, states: list[Any], world_size: int) -> tuple[dict[str, float], Any]:
+    """What a rank of the new job draws first, and the messages."""
+    change = WorldChange(rank, world_size, len(states))
+    rng = seeded(1234)  # whatever the process happens to be at
+    state, messages = rng.resplit_state_dict({r: states[r] for r in change.readable}, change)
+    rng.check_state_dict(state)
+    rng.load_state_dict(copy.deepcopy(state))
+    return drawn(rng), messages
+
+
+def test_a_new_rank_draws_its_own_numbers_and_the_same_each_time() -> None:
+    states = [seeded(seed).state_dict() for seed in (0, 1)]
+    by_rank = [drawn_by(rank, states, 5) for rank in range(5)]
+    for rank in range(2):
+        expected = drawn(seeded(rank))
+        assert by_rank[rank] == (expected, ())
+    for name in by_rank[0][0]:
+        assert len({numbers[name] for numbers, _ in by_rank}) == 5, name
+    assert by_rank == [drawn_by(rank, states, 5) for rank in range(5)]
+    assert by_rank[4][1] == (
+        "rng: rank 4 is new, its python, numpy, torch, "
+        + ", ".join(f"generator {name}" for name in GENERATORS)
+        + " derived from the random state of rank 0",
+    )
+
+
+def test_what_all_former_ranks_drew_alike_a_new_one_draws_alike() -> None:
+    states = [seeded(7).state_dict() for _ in range(2)]
+    torch.manual_seed(8)
+    states[1]["torch"] = torch.get_rng_state()
+    numbers, (message,) = drawn_by(2, states, 3)
+    expected = drawn(seeded(7))
+    differing = [name for name in numbers if numbers[name] != expected[name]]
+    assert differing == ["global torch"]
+    assert message == "rng: rank 2 is new, its torch derived from the random state of rank 0"
+
+
+def test_one_former_rank_does_not_show_whether_the_ranks_were_alike() -> None:
+    states = [seeded(7).state_dict()]
+    (first, _), (second, _) = (drawn_by(rank, states, 2) for rank in range(2))
+    assert not set(first.items()) & set(second.items())
+
+
+def test_a_cuda_state_gets_another_seed_and_keeps_its_offset() -> None:
+    state = torch.arange(16, dtype=torch.uint8)
+    found, derived = states_of_new_rank({0: {"cuda": [state, state]}}, 1)
+    first, second = found["cuda"]
+    assert derived == ("cuda",)
+    assert first.dtype == torch.uint8
+    assert first.shape == (16,)
+    assert first[8:].tolist() == second[8:].tolist() == list(range(8, 16))
+    seeds = {tuple(each[:8].tolist()) for each in (state, first, second)}
+    assert len(seeds) == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_cuda_generator_takes_a_derived_state() -> None:
+    state = torch.cuda.get_rng_state()
+    found, _ = states_of_new_rank({0: {"cuda": [state]}}, 1)
+    torch.cuda.set_rng_state(found["cuda"][0])
+    assert torch.equal(torch.cuda.get_rng_state(), found["cuda"][0])
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_derived_state_fits_its_generator(kind: str) -> None:
+    generator = GENERATORS[kind](3)
+    found, _ = states_of_new_rank({0: {kind: generator_state(generator)}}, 1)
+    other = GENERATORS[kind](3)
+    assert set_generator_state(other, found[kind]) == ""
+    assert draw(other) != draw(generator)
+
+
+def test_each_former_rank_is_in_the_care_of_one_rank() -> None:
+    for former in range(1, 9):
+        for now in range(1, 9):
+            changes = [WorldChange(rank, now, former) for rank in range(now)]
+            inherited = [rank for change in changes for rank in change.inherited]
+            assert sorted(inherited) == list(range(former))
+            for change in changes:
+                assert {0, change.model_rank, *change.inherited} <= set(change.readable)
+                assert set(change.readable) <= set(range(former))
+                assert change.is_new == (change.rank not in range(former))
+
+
+def test_a_new_rank_gets_a_copy_of_a_former_ranks_buffers() -> None:
+    states = {rank: {"running_mean": torch.full((2,), float(rank))} for rank in (0, 1)}
+    buffers = RankBuffers(ModelState(nn.BatchNorm1d(2)), key="model/rank_buffers")
+    kept, messages = buffers.resplit_state_dict(states, WorldChange(1, 3, 2))
+    assert (kept, messages) == (states[1], ())
+    copied, messages = buffers.resplit_state_dict(states, WorldChange(2, 3, 2))
+    assert copied is states[0]
+    assert messages == ("model/rank_buffers: rank 2 is new, its buffers are those of rank 0",)
