@@ -1,7 +1,7 @@
 """What a check of user state costs: at a save, and after the first two steps of a launch.
 
-The check is held against the bare step and the bare save (``torch.save`` of model and optimizer) of
-the same model in the same process, and against the speed of memory: xxh3 over as many bytes.
+The check is compared with the bare step and the bare save (``torch.save`` of model and optimizer)
+of the same model in the same process, and with the speed of memory: xxh3 over as many bytes.
 
 Run: python benchmarks/user_state.py [--quick]
 """
@@ -69,7 +69,7 @@ def buffer_of(num_bytes: int, obs_bytes: int) -> deque[Transition]:
 
 
 def measure(name: str, model: nn.Module, width: int, repeats: int, buffer: Any = None) -> None:
-    """Prints one row: a check and the state of a save, held against the bare step and save."""
+    """Prints one row: a check and the state of a save, compared with the bare step and save."""
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(8, width)
 

@@ -92,8 +92,8 @@ class Definitions:
         texts = [ast.unparse(each) for each in node.bases]
         bases = tuple(self.classes[each] for each in texts if each in self.classes)
         methods = {method: found for b in reversed(bases) for method, found in b.methods.items()}
-        own = [each for each in node.body if isinstance(each, FunctionNode)]
-        methods.update((each.name, self.functions[f"{name}.{each.name}"]) for each in own)
+        defined = [each for each in node.body if isinstance(each, FunctionNode)]
+        methods.update((each.name, self.functions[f"{name}.{each.name}"]) for each in defined)
         for base in bases:
             self._overriding.setdefault(base.name, []).append(name)
         is_module = any(each.endswith("Module") for each in texts) or any(
@@ -222,9 +222,9 @@ class Definitions:
                 if isinstance(target, ast.Name) and path is not None:
                     found.setdefault(target.id, []).append(path)
         for name, paths in found.items():
-            own = scope.path_of(name)
-            if stored.get(name) == len(paths) and set(paths) != {own} and len(set(paths)) == 1:
-                self.aliases[own] = paths[0]
+            path = scope.path_of(name)
+            if stored.get(name) == len(paths) and set(paths) != {path} and len(set(paths)) == 1:
+                self.aliases[path] = paths[0]
 
     # ---------------------------------------------------------------- questions
 

@@ -230,8 +230,10 @@ def _prefixes(path: str, scope: Scope) -> list[str]:
     parts = variable.split(".")
     every = [f"{head}{at}{'.'.join(parts[:count])}" for count in range(1, len(parts) + 1)]
     function = scope.function
-    own = scope.path_of(function.parameters[0]) if function.owner and function.parameters else None
-    return [each for each in every if each != own]
+    receiver = None
+    if function.owner and function.parameters:
+        receiver = scope.path_of(function.parameters[0])
+    return [each for each in every if each != receiver]
 
 
 def _whole_object(path: str, program: Program, scope: Scope) -> str:

@@ -124,7 +124,7 @@ class Relevance(ExpressionSlice):
         scope, function = context.scope, context.scope.function
         is_active = function in self._active
         prefix = f"{function.name}{LOCAL}"
-        own = {path for path in out if path.startswith(prefix)} if is_active else set[str]()
+        local = {path for path in out if path.startswith(prefix)} if is_active else set[str]()
         asked = (context.wants_result, context.elements, context.no_grad)
         key = (function.name, scope.bindings, frozen(out), *asked)
         if key in self._memo:
@@ -141,7 +141,7 @@ class Relevance(ExpressionSlice):
                 break
             matters = effect
         self._active.pop()
-        result = inside if not function.name else without(inside, own)
+        result = inside if not function.name else without(inside, local)
         self._memo[key] = result, matters
         return result, matters
 
@@ -172,7 +172,7 @@ class Relevance(ExpressionSlice):
 
     def _return(self, node: ast.Return, out: Relevant, context: Context) -> Flow:
         parts = context.elements if isinstance(node.value, ast.Tuple) else None
-        values = returned_values(node, in_parts=parts is not None)
+        values = returned_values(node, by_element=parts is not None)
         wanted = [
             (value, context.wants_result and (parts is None or index in parts))
             for index, value in enumerate(values)

@@ -323,11 +323,11 @@ def compared_subject(test: ast.expr) -> str | None:
     return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
 
 
-def returned_values(node: ast.Return, *, in_parts: bool) -> list[ast.expr]:
-    """What a return gives; in parts, the elements of a tuple each."""
+def returned_values(node: ast.Return, *, by_element: bool) -> list[ast.expr]:
+    """What a return gives; by element, those of a tuple."""
     if node.value is None:
         return []
-    if in_parts and isinstance(node.value, ast.Tuple):
+    if by_element and isinstance(node.value, ast.Tuple):
         return list(node.value.elts)
     return [node.value]
 

@@ -344,7 +344,7 @@ class Staleness:
 
 
 def _is_receiver(path: str | None, scope: Scope) -> bool:
-    """Whether a path is ``self`` of a method: an unknown method of it changes what nobody knows."""
+    """Whether a path is ``self`` of a method: what its unknown methods change is not known."""
     function = scope.function
     if not function.owner or not function.parameters:
         return False

@@ -340,12 +340,12 @@ CARRIED = {
     ),
     "an early stop by a closure": (
         """
-        def stopper(patience):
+        def stopper(most):
             best, bad = 1e9, 0
             def should(value):
                 nonlocal best, bad
                 best, bad = (value, 0) if value < best else (best, bad + 1)
-                return bad > patience
+                return bad > most
             return should
         def main():
             should = stopper(3)

@@ -91,17 +91,17 @@ CARRIED = {
         """,
         {"cache"},
     ),
-    "a window of losses that stops the training": (
+    "recent losses whose sum stops the training": (
         """
-        window = [0.0] * 10
+        recent = [0.0] * 10
         for x in loader:  # LOOP
             loss = model(x).sum()
-            window = window[1:] + [loss.item()]
-            if sum(window) / 10 < 0.1:
+            recent = recent[1:] + [loss.item()]
+            if sum(recent) / 10 < 0.1:
                 break
             update(loss)
         """,
-        {"window"},
+        {"recent"},
     ),
     "a queue that a function gives back": (
         """
@@ -207,7 +207,7 @@ CARRIED = {
         """,
         {"b", "w"},
     ),
-    "a patience in attributes": (
+    "a stopping counter in attributes": (
         """
         class Fit:
             def __init__(self):
@@ -294,7 +294,7 @@ CARRIED = {
         """,
         {"buffer"},
     ),
-    "a place in a list of learning rates": (
+    "an index into a list of learning rates": (
         """
         lrs, k = [0.1, 0.01], 0
         best = 1e9

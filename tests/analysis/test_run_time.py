@@ -114,7 +114,7 @@ def test_a_loop_without_state_of_its_own_starts_under_strict(tmp_path: Path) -> 
     assert parts.lines() == []
 
 
-def test_names_are_reported_with_their_place_and_what_to_do(tmp_path: Path) -> None:
+def test_names_are_reported_with_their_line_and_what_to_do(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     carries_a_hidden_state(parts)
     line = carries_a_hidden_state.__code__.co_firstlineno + 2
@@ -270,9 +270,9 @@ def test_an_object_of_another_file_is_reported_when_being_asked_changes_it(
 def test_a_tensor_that_a_given_optimizer_trains_is_not_reported(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     scale = torch.ones(1, requires_grad=True)
-    beside = torch.ones(1, requires_grad=True)
+    untrained = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([scale], lr=0.1)
-    other = torch.optim.SGD([beside], lr=0.1)
+    other = torch.optim.SGD([untrained], lr=0.1)
     ckpt = Checkpointer(
         tmp_path / "both",
         model=parts.model,
@@ -282,14 +282,14 @@ def test_a_tensor_that_a_given_optimizer_trains_is_not_reported(tmp_path: Path) 
     parts.ckpt.close()
     parts.ckpt = ckpt
     for inputs, labels in parts.ckpt.batches(parts.loader, epochs=1):
-        loss = LOSS(parts.model(inputs) * scale * beside, labels)
+        loss = LOSS(parts.model(inputs) * scale * untrained, labels)
         optimizer.zero_grad()
         other.zero_grad()
         parts.update(loss)
         optimizer.step()
         other.step()
     named = " ".join(parts.lines())
-    assert "beside" in named
+    assert "untrained" in named
     assert "scale" not in named
 
 
@@ -377,13 +377,13 @@ def test_no_value_of_a_local_lives_longer_than_without_resumekit(tmp_path: Path)
     parts = Parts(tmp_path)
     value: Any = Activation()
     holder: Any = [value]
-    before, held = weakref.ref(value), weakref.ref(holder[0])
+    before, element = weakref.ref(value), weakref.ref(holder[0])
     for n, (inputs, labels) in enumerate(parts.ckpt.batches(parts.loader, epochs=1)):
         if n == 0:
             value = holder = None
             gc.collect()
             assert before() is None
-            assert held() is None
+            assert element() is None
         out = parts.model(inputs)
         last = weakref.ref(out)
         parts.update(LOSS(out, labels))

@@ -57,7 +57,7 @@ class Stage(Enum):
     FULL = 2
 
 
-def held(*foreign: Any, **holders: Any) -> UserState:
+def user_state(*foreign: Any, **holders: Any) -> UserState:
     return UserState(holders, key=KEY, foreign=lambda: foreign)
 
 
@@ -69,16 +69,16 @@ def paths(state: UserState) -> set[str]:
 def passed_on(saved: UserState, live: UserState, stored: Any) -> tuple[str, ...]:
     state = stored(saved.state_dict())
     live.check_state_dict(state)
-    remarks = live.load_state_dict(state)
+    messages = live.load_state_dict(state)
     live.restore_now()
-    return remarks
+    return messages
 
 
 def test_an_object_that_the_checkpoint_does_not_know_keeps_what_the_launch_gave_it(
     stored: Any,
 ) -> None:
-    saved, new = held(one=Holder(count=0)), Holder(count=0)
-    live = held(one=Holder(count=0), two=new)
+    saved, new = user_state(one=Holder(count=0)), Holder(count=0)
+    live = user_state(one=Holder(count=0), two=new)
     new.count = 5
     assert passed_on(saved, live, stored) == ()
     assert new.count == 5
@@ -89,7 +89,7 @@ def test_tensors_and_containers_are_restored_in_place(stored: Any) -> None:
         return Holder(sum=torch.zeros(2), shadow={"a": torch.zeros(1), "n": 0}, rows=[], d=deque())
 
     old, new = made(), made()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.sum += 1
     old.shadow["a"] += 1
     old.shadow["n"] = 1
@@ -123,7 +123,7 @@ def test_tensors_and_containers_are_restored_in_place(stored: Any) -> None:
 )
 def test_a_container_of_every_kind_is_restored(stored: Any, value: Any) -> None:
     old, new = Holder(value=None, slotted=Slotted()), Holder(value=None, slotted=Slotted())
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.value = value
     passed_on(saved, live, stored)
     assert type(new.value) is type(value)
@@ -138,7 +138,7 @@ def test_two_paths_to_one_object_are_restored_as_one(stored: Any) -> None:
         return Holder(a=None, b=None, inner=Holder(rows=[]), also=None)
 
     old, new = made(), made()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.a = old.b = [torch.zeros(1), {}]
     old.also = old.inner
     old.inner.rows.append(old.a)
@@ -154,7 +154,7 @@ def test_attributes_in_slots_and_cycles_are_restored(stored: Any) -> None:
         return one
 
     old, new = made(), made()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.inner.rate, old.inner.late = 0.5, [3]
     passed_on(saved, live, stored)
     assert (new.inner.rate, new.inner.late) == (0.5, [3])
@@ -166,7 +166,7 @@ def test_a_helper_object_and_a_buffer_of_objects_are_restored(stored: Any) -> No
         return Holder(helper=Slotted(), buffer=deque(maxlen=100))
 
     old, new = made(), made()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.helper.rate = 0.25
     old.buffer.extend(Holder(obs=np.full(2, i), reward=float(i)) for i in range(5))
     passed_on(saved, live, stored)
@@ -180,7 +180,7 @@ def test_a_helper_object_and_a_buffer_of_objects_are_restored(stored: Any) -> No
 )
 def test_a_large_tensor_of_the_same_elements_in_another_order_is_saved(change: Any) -> None:
     one = Holder(bank=torch.arange(2**19, dtype=torch.float32))
-    saved = held(one=one)
+    saved = user_state(one=one)
     assert paths(saved) == set()
     if change == "permute":
         one.bank = one.bank[torch.randperm(2**19)]
@@ -193,7 +193,7 @@ def test_modules_and_objects_with_a_state_are_restored(stored: Any) -> None:
     model = nn.Linear(2, 1)
     old = Holder(ema=AveragedModel(model), count=Tally(), nets={"a": [nn.BatchNorm1d(1)]})
     new = Holder(ema=AveragedModel(nn.Linear(2, 1)), count=Tally(), nets={"a": [nn.BatchNorm1d(1)]})
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     with torch.no_grad():
         model.weight += 1
     old.ema.update_parameters(model)
@@ -215,7 +215,7 @@ def test_tied_parameters_stay_tied(stored: Any) -> None:
         return Holder(net=net)
 
     old, new = made(), made()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.net[0].weight += 1
     passed_on(saved, live, stored)
     assert new.net[0].weight is new.net[1].weight
@@ -239,7 +239,7 @@ def drawn(holder: Holder) -> list[float]:
 
 def test_private_generators_are_restored(stored: Any) -> None:
     old, new = generators(), generators()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     start = drawn(old)
     numpy = new.numpy
     passed_on(saved, live, stored)
@@ -249,7 +249,7 @@ def test_private_generators_are_restored(stored: Any) -> None:
 
 def test_a_generator_that_is_not_there_is_an_error_and_nothing_changes(stored: Any) -> None:
     old, new = generators(), Holder(torch=[], count=0)
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     drawn(old)
     old.count = 3
     with pytest.raises(StateMismatchError, match=r"one\.torch"):
@@ -259,7 +259,7 @@ def test_a_generator_that_is_not_there_is_an_error_and_nothing_changes(stored: A
 
 def test_a_value_that_never_changed_stays_the_scripts(stored: Any) -> None:
     old, new = Holder(num=0, decay=0.9), Holder(num=0, decay=0.5)
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.num, old.late = 7, 2
     assert passed_on(saved, live, stored) == ()
     assert (new.num, new.late, new.decay) == (7, 2, 0.5)
@@ -270,7 +270,7 @@ def test_what_belongs_to_others_is_left_out() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     data: Any = DataLoader([torch.ones(1)])  # type: ignore[arg-type]
     one = Holder(model=None, body=None, parameters=None, view=None, optimizer=None, data=None)
-    saved = held(model, optimizer, one=one)
+    saved = user_state(model, optimizer, one=one)
     one.model, one.body = model, nn.Sequential(model)
     one.view, one.optimizer, one.data = model.weight.data, optimizer, data
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_a_module_that_refers_to_the_model_keeps_what_is_its_own() -> None:
 
 def test_objects_that_hooks_make_are_there_when_the_state_is_restored(stored: Any) -> None:
     old, new = Holder(ema=None), Holder(ema=None)
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.ema = nn.Linear(1, 1)
     saved.restore_now()  # the first batch follows
     old.ema.weight.data.fill_(3.0)
@@ -317,23 +317,23 @@ def test_objects_that_hooks_make_are_there_when_the_state_is_restored(stored: An
 
 def test_an_object_that_is_gone_is_reported(stored: Any) -> None:
     old = Holder(sum=torch.ones(1))
-    saved = held(a=old)
+    saved = user_state(a=old)
     old.sum += 1
-    (remark,) = passed_on(saved, held(b=Holder()), stored)
-    assert remark == "not in this program, not restored: a.sum"
+    (message,) = passed_on(saved, user_state(b=Holder()), stored)
+    assert message == "not in this program, not restored: a.sum"
 
 
 def test_an_object_with_a_state_that_is_not_there_is_an_error(stored: Any) -> None:
     old = Holder(count=Tally())
-    saved = held(one=old)
+    saved = user_state(one=old)
     old.count.count = 1
     with pytest.raises(StateMismatchError, match=r"one\.count"):
-        passed_on(saved, held(one=Holder()), stored)
+        passed_on(saved, user_state(one=Holder()), stored)
 
 
 def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
     old, new = Tally(), Tally()
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     old.count = 4
     passed_on(saved, live, stored)
     assert new.count == 4
@@ -355,7 +355,7 @@ def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
 )
 def test_a_malformed_state_is_refused(state: Any) -> None:
     with pytest.raises(StateMismatchError):
-        held().check_state_dict(state)
+        user_state().check_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ["__class__", "step", "rate", "no name"])
@@ -365,7 +365,7 @@ def test_a_checkpoint_adds_no_attribute_that_the_class_defines(name: str) -> Non
 
         def step(self) -> None: ...
 
-    live = held(one=Guarded())
+    live = user_state(one=Guarded())
     slot = ["one", "attribute", name, 3]
     live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
     live.restore_now()
@@ -376,13 +376,13 @@ def test_what_library_code_sets_and_what_is_left_out_is_no_state() -> None:
     class Sampled(torch.utils.data.RandomSampler):
         def __init__(self) -> None:
             super().__init__([1, 2])
-            self.own = 0
+            self.count = 0
 
     one, other = Sampled(), Holder(mine=0, theirs=0)
     saved = UserState({"one": one, "other": Root(other, left_out={"theirs"})}, key=KEY)
     one.replacement = True
-    one.own = other.mine = other.theirs = 1
-    assert paths(saved) == {"one.own", "other.mine"}
+    one.count = other.mine = other.theirs = 1
+    assert paths(saved) == {"one.count", "other.mine"}
 
 
 # ---------------------------------------------------------------- what is not captured
@@ -397,7 +397,7 @@ def opened(folder: Path) -> io.TextIOWrapper:
 def test_what_nothing_can_read_is_reported_by_path(tmp_path: Path, value: str) -> None:
     with opened(tmp_path) as file:
         made = {"generator": (n for n in [1]), "file": file, "iterator in a list": [iter([1])]}
-        (line,) = held(one=Holder(source=made[value])).findings()
+        (line,) = user_state(one=Holder(source=made[value])).findings()
     assert (line.key, line.fidelity) == ("one.source", Fidelity.UNKNOWN)
     assert line.reason.endswith('transient={"one.source"}')
 
@@ -417,7 +417,7 @@ def test_what_ordinary_scripts_keep_is_no_finding(tmp_path: Path) -> None:
         pattern=__import__("re").compile("x"),
         writer=None,
     )
-    saved = held(one=one)
+    saved = user_state(one=one)
     saved.restore_now()
     one.log, one.lock, one.path = logging.getLogger("y"), threading.Lock(), tmp_path / "a"
     one.began, one.loss = time.time(), 0.5
@@ -487,7 +487,7 @@ NOT_SECRET = ("tokens", "token_count", "key_padding", "tokenizer", "pad_token", 
 @pytest.mark.parametrize("name", SECRET)
 def test_secrets_are_neither_saved_nor_restored(stored: Any, name: str) -> None:
     old, new = Holder(n=0, **{name: "a"}), Holder(n=0, **{name: "b"})
-    saved, live = held(one=old), held(one=new)
+    saved, live = user_state(one=old), user_state(one=new)
     setattr(old, name, "s3cr3t")
     old.n = 1
     state = saved.state_dict()
@@ -501,14 +501,14 @@ def test_secrets_are_neither_saved_nor_restored(stored: Any, name: str) -> None:
 @pytest.mark.parametrize("name", NOT_SECRET)
 def test_names_of_text_and_data_are_no_secrets(name: str) -> None:
     one = Holder(**{name: "a"})
-    saved = held(one=one)
+    saved = user_state(one=one)
     setattr(one, name, "b")
     assert paths(saved) == {f"one.{name}"}
 
 
 def test_floats_are_left_out_of_what_two_runs_are_compared_by() -> None:
     one, other = Holder(t=0.0, n=0, rows=[]), Holder(t=0.0, n=0, rows=[])
-    states = held(one=one), held(one=other)
+    states = user_state(one=one), user_state(one=other)
     for each, clock in ((one, 1.5), (other, 2.5)):
         each.t, each.n, each.rows = clock, 3, [clock, 1]
     compared = [each.comparable_state() for each in states]

@@ -1,4 +1,4 @@
-"""What training changes in a module beside its state_dict comes back with the random state."""
+"""What training changes in a module outside its state_dict is restored with the RNG state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def resumed(saved: nn.Module, state: Any, live: nn.Module) -> UserState:
     return found
 
 
-def test_all_that_changed_comes_back_when_the_random_state_does(stored: Any) -> None:
+def test_all_that_changed_is_restored_with_the_rng_state(stored: Any) -> None:
     model = Annealed()
     attributes = state_of(model)
     model.train_on(2.0)
@@ -137,7 +137,7 @@ def test_another_wrapper_does_not_change_a_name(stored: Any) -> None:
     assert live[0].calls == 1
 
 
-def test_values_beside_something_that_cannot_be_saved_are_lost_and_reported() -> None:
+def test_values_next_to_something_that_cannot_be_saved_are_lost_and_reported() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -150,7 +150,7 @@ def test_values_beside_something_that_cannot_be_saved_are_lost_and_reported() ->
     unknown, lost = attributes.findings()
     assert (unknown.key, unknown.fidelity) == ("model.0.source", Fidelity.UNKNOWN)
     assert (lost.key, lost.fidelity) == ("model.0.is_ready", Fidelity.LOST)
-    assert lost.reason.startswith("changed beside model.0.source")
+    assert lost.reason.startswith("changed together with model.0.source")
     assert 'transient={"model.0.is_ready"}' in lost.reason
     state = attributes.state_dict()
     assert state["lost"] == ["model.0.is_ready"]
@@ -187,7 +187,7 @@ def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
     assert "model.calls" in paths(attributes.state_dict())
 
 
-def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_told(
+def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_reported(
     stored: Any,
 ) -> None:
     model = Annealed()
@@ -197,9 +197,9 @@ def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_told(
     live = Annealed()
     live.dropout.p = 0.9
     found = state_of(live)
-    (remark,) = found.load_state_dict(state)
+    (message,) = found.load_state_dict(state)
     assert (
-        remark == "initial value changed in the script: model.dropout.p; using the script's value"
+        message == "initial value changed in the script: model.dropout.p; using the script's value"
     )
     found.restore_now()
     assert (live.dropout.p, live.calls) == (0.9, 1)
@@ -234,7 +234,7 @@ def test_what_lay_on_a_device_goes_back_there(stored: Any) -> None:
 
 
 def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
-    class Own(nn.Module):
+    class Extra(nn.Module):
         calls = 0
 
         def get_extra_state(self) -> int:
@@ -243,7 +243,7 @@ def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
         def set_extra_state(self, state: int) -> None:
             self.calls = state
 
-    model = Own()
+    model = Extra()
     model.calls = 0
     attributes = state_of(model)
     model.calls = 3
@@ -271,8 +271,8 @@ def test_a_module_that_is_gone_is_left_out() -> None:
     attributes = state_of(model)
     model[1].p = 0.1
     found = state_of(nn.Sequential(nn.Dropout(0.5)))
-    (remark,) = found.load_state_dict(attributes.state_dict())
-    assert remark == "not in this program, not restored: model.1.p"
+    (message,) = found.load_state_dict(attributes.state_dict())
+    assert message == "not in this program, not restored: model.1.p"
     found.restore_now()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.kinds import (
+from resumekit.capture.user_state.user_state import UserState, attribute_components
+from resumekit.capture.user_state.value_types import (
     attributes_set_by,
     attributes_set_in,
     is_user_object,
 )
-from resumekit.capture.user_state.user_state import UserState, attribute_components
 from resumekit.capture.user_state.walk import content_digest, trained_parameters
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch import nn
 
 from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.restore import class_name
-from resumekit.capture.user_state.kinds import Kind, class_of, kind_of, slots_of, word_set
+from resumekit.capture.user_state.value_types import Kind, class_of, kind_of, slots_of, word_set
 from resumekit.state import CaptureLine, Fidelity
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
@@ -36,10 +36,10 @@ _OF_ZERO = word_set(
 # torchmetrics 1.9 metric.py Metric: `_defaults` names what it sums up; the rest follows from that.
 _UPDATES = "_update_count"
 
-# What wrappers keep beside those sums: torchmetrics 1.9 wrappers/minmax.py, wrappers/running.py.
-_BESIDE_SUMS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
+# What wrappers keep next to those sums: torchmetrics 1.9 wrappers/minmax.py, wrappers/running.py.
+_OF_WRAPPERS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
 
-# What an object of a class that is derived from a container holds beside its attributes.
+# What an object of a class that is derived from a container holds next to its attributes.
 _CONTAINERS = (list, dict, set)
 
 
@@ -179,8 +179,9 @@ def may_appear(owner: Any, name: str) -> bool:
         return False
     if name in slots_of(class_of(owner)):
         return True
-    own = inspect.getattr_static(type(owner), name, None)
-    is_code = inspect.isroutine(own) or inspect.isclass(own) or inspect.isdatadescriptor(own)
+    member = inspect.getattr_static(type(owner), name, None)
+    is_code = inspect.isroutine(member) or inspect.isclass(member)
+    is_code = is_code or inspect.isdatadescriptor(member)
     if isinstance(owner, nn.Module):
         is_code = is_code or name in _OF_EVERY_MODULE
         is_code = is_code or any(name in registered(owner, w) for w in ("modules", "parameters"))
@@ -248,7 +249,7 @@ def _names_in(module: nn.Module) -> Iterator[str]:
     is_metric = isinstance(sums, dict) and hasattr(module, _UPDATES)
     for name in vars(module):
         is_own = name not in _OF_EVERY_MODULE and name not in _OF_ZERO
-        if is_own and (not is_metric or name in sums or name in _BESIDE_SUMS):
+        if is_own and (not is_metric or name in sums or name in _OF_WRAPPERS):
             yield name
 
 

@@ -22,7 +22,7 @@ from resumekit.capture.user_state.encoding import (
     LiveClasses,
     can_be_made,
 )
-from resumekit.capture.user_state.kinds import Kind, is_namedtuple, kind_of
+from resumekit.capture.user_state.value_types import Kind, is_namedtuple, kind_of
 from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
@@ -201,12 +201,12 @@ class Decoder:
         return made
 
     def _object(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
-        place, name = node[1], node[2]
-        there = self._walk.objects.get(place)
+        saved_path, name = node[1], node[2]
+        there = self._walk.objects.get(saved_path)
         if there is not None and _is(there, name):
             made = there
         elif node[0] == "object":
-            raise self._mismatch(place, describe(there), f"the {name} that this launch makes")
+            raise self._mismatch(saved_path, describe(there), f"the {name} that this launch makes")
         else:
             kind = self._classes.get(name)
             if kind is None or not can_be_made(kind):
@@ -217,8 +217,8 @@ class Decoder:
             for key, each in node[3].items():
                 role, _, attribute = key.partition(":")
                 slot = Slot(made, Role(role), attribute)
-                present = self._walk.seen.get(slot.label(place)) if made is there else None
-                value = self.value(each, present and present.value, slot.label(place))
+                present = self._walk.seen.get(slot.label(saved_path)) if made is there else None
+                value = self.value(each, present and present.value, slot.label(saved_path))
                 self._actions.append(functools.partial(slot.set, value))
         return made
 
@@ -254,11 +254,11 @@ class Decoder:
         expected = Kind.GENERATOR if kind == "generator" else Kind.STATEFUL
         if live is None or kind_of(live) is not expected or not _is(live, name):
             raise self._mismatch(path, describe(live), f"the {name} whose state was saved")
-        own = Restorer()(None, state)
+        restored = Restorer()(None, state)
         if kind == "generator":
-            self._actions.append(lambda: set_generator_state(live, own))
+            self._actions.append(lambda: set_generator_state(live, restored))
         else:
-            self._actions.append(lambda: live.load_state_dict(own))
+            self._actions.append(lambda: live.load_state_dict(restored))
         return live
 
     def _take(self, live: Any) -> bool:

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.kinds import (
+from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     SCALARS,
     SETS,

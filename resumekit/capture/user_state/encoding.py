@@ -21,7 +21,7 @@ from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.attributes import without_wrappers
 from resumekit.capture.user_state.digests import UncapturedError
-from resumekit.capture.user_state.kinds import (
+from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     SCALARS,
     TORCH_CONSTANTS,

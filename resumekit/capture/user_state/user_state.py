@@ -26,7 +26,7 @@ from resumekit.capture.user_state.attributes import (
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
-from resumekit.capture.user_state.kinds import is_secret
+from resumekit.capture.user_state.value_types import is_secret
 from resumekit.capture.user_state.walk import (
     Problem,
     Scope,
@@ -197,10 +197,12 @@ class UserState(ComponentState):
                 left -= seen.num_bytes
             except UncapturedError as error:
                 problems[path] = Problem(str(error))
-        beside = self._owners_of_new_unsaved(found, problems)
-        for path in [each for each in values if found.seen[each].owner in beside]:
+        unsaved = self._owners_of_new_unsaved(found, problems)
+        for path in [each for each in values if found.seen[each].owner in unsaved]:
             del values[path]
-            problems[path] = Problem(f"changed beside {beside[found.seen[path].owner]}")
+            problems[path] = Problem(
+                f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
+            )
         return _Changes(found, encoder.nodes, values, problems, copies)
 
     def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
@@ -224,7 +226,7 @@ class UserState(ComponentState):
     ) -> dict[str, str]:
         """Objects that training gave something that cannot be saved, with the path of that.
 
-        A flag or a length beside it may describe what a resumed launch would not have.
+        Its flags or lengths may describe what a resumed launch would not have.
         """
         paths = [path for path in (*found.unsaved(), *problems) if path in found.seen]
         new = (path for path in paths if path not in self._unsaved_from_start)
@@ -276,18 +278,18 @@ class UserState(ComponentState):
         begun_otherwise = {p for p, d in state["first"].items() if self._differs_at_start(p, d)}
         slots = [e for e in state["slots"] if _label(e) not in begun_otherwise]
         self._pending = {**state, "slots": slots}
-        remarks = []
+        messages = []
         if begun_otherwise:
             names = _listed(sorted(begun_otherwise))
-            remarks.append(
+            messages.append(
                 f"initial value changed in the script: {names}; using the script's value"
             )
         copies = copied_paths(state.get("copies", {}))
         lacking = (each for each in slots if self._has_gone(each[0]))
         gone = sorted(_label(each) for each in lacking if not _is_below(each[0], copies))
         if gone:
-            remarks.append(f"not in this program, not restored: {_listed(gone)}")
-        return tuple(remarks)
+            messages.append(f"not in this program, not restored: {_listed(gone)}")
+        return tuple(messages)
 
     def _has_gone(self, owner: str) -> bool:
         """Whether no holder of this launch has the object, or will make it."""
@@ -309,8 +311,6 @@ class UserState(ComponentState):
 
     def after_rng_restore(self) -> None:
         self.restore_now()
-
-    put_back_with_random = after_rng_restore
 
     def restore_now(self) -> tuple[str, ...]:
         """Sets the saved values in the live objects, once; also takes note of what training finds.

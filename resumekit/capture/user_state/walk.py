@@ -24,7 +24,7 @@ from resumekit.capture.user_state.attributes import (
     without_wrappers,
 )
 from resumekit.capture.user_state.digests import Content, OverLimitError, UncapturedError, size_of
-from resumekit.capture.user_state.kinds import (
+from resumekit.capture.user_state.value_types import (
     LIBRARIES,
     Kind,
     attributes_set_by,
@@ -340,8 +340,10 @@ class Foreign:
     def _add_module(self, module: nn.Module) -> None:
         if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
             self.ids.add(id(module))
-            own = (registered(module, what).values() for what in ("parameters", "buffers"))
-            self._memory.update(_address(t) for each in own for t in each if t is not None)
+            registries = (registered(module, what) for what in ("parameters", "buffers"))
+            self._memory.update(
+                _address(t) for each in registries for t in each.values() if t is not None
+            )
 
     def has_tensor(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of theirs, or begins in the memory of one."""

@@ -103,7 +103,7 @@ _LEAF_BASES = word_set(
 # torch 2.13 utils/data/dataloader.py: what iter(loader) gives.
 _ITERATOR_BASES = frozenset({"torch.utils.data.dataloader._BaseDataLoaderIter"})
 
-# torch 2.13: made lazily beside flags that say so.
+# torch 2.13: made lazily; flags next to them say so.
 _HANDLE_BASES = frozenset({"torch.cuda.streams.Stream", "torch.cuda.streams.Event"})
 
 # Code, and what else is no state, also where a class of the user's is derived from it.
