@@ -42,15 +42,15 @@ _CONDITION = (
 
 
 _OTHER_BATCHES = (
-    "drawn through again, the loader gave other batches than those that were used, so samples may "
-    "come twice or never; let nothing but random numbers and set_epoch() shape the dataset, and "
-    "hold its generators as attributes"
+    "the loader replayed other batches than those that were used, so samples may come twice or "
+    "never; let nothing but random numbers and set_epoch() shape the dataset, and hold its "
+    "generators as attributes"
 )
 
 
 _READ_LATER = "while the stream may read it: let __iter__ read it before the first yield"
 _UNKNOWN = (
-    "is drawn through again from the start of the epoch; exact only when nothing but random "
+    "is replayed from the start of the epoch; exact only when nothing but random "
     "numbers of this process shapes it; a torch DataLoader over an IterableDataset is exact"
 )
 

@@ -76,8 +76,8 @@ class StatefulSource(Source):
                 "workers; with num_workers=0 it need not have them"
             )
         return Fidelity.EXACT, (
-            f"as far as the state_dict() of {self._holder} brings it back, and as long as it draws "
-            "nothing to go on"
+            f"as far as the state_dict() of {self._holder} restores it, and as long as it draws "
+            "nothing to continue"
         )
 
     def begin(self, epoch: int) -> None:

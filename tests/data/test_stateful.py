@@ -346,7 +346,7 @@ def test_a_loader_that_draws_to_go_on_does_not_continue_exactly_as_its_condition
     used, saved = stops[3]
     assert continued(lambda: DrawsToGoOn(knows_its_length=False), saved) != expected[used:]
     reason = open_source(DrawsToGoOn(knows_its_length=False), "train").fidelity[1]
-    assert "as long as it draws nothing to go on" in reason
+    assert "as long as it draws nothing to continue" in reason
 
 
 def test_a_loader_that_was_never_iterated_is_not_asked_where_it_is() -> None:
