@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture import REMEDIES
-from resumekit.data import Feed
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.deepspeed import (
     engine_components,
@@ -103,8 +102,8 @@ class Checkpointer(_Checkpointer):
             generators=generators,
             **options,
         )
-        self._run.loop_check.remedies = _REMEDIES
-        self._run.account.add_finding(self._leftover_gradients)
+        self._set_remedies(_REMEDIES)
+        self._add_finding(self._leftover_gradients)
 
     def _at_step_boundary(self) -> bool:
         if self._has_counted:
@@ -115,19 +114,17 @@ class Checkpointer(_Checkpointer):
         return is_complete
 
     def _count_taken_step(self) -> None:
-        if not self._unsettled or self._has_counted:
+        if not self._in_step or self._has_counted:
             self._steps.forget()  # a resume has moved the counters, or it is the same iteration
         elif self._steps.is_complete:
             self.step()
 
-    def _fetched(self, feed: Feed, *, follows: bool) -> None:
-        super()._fetched(feed, follows=follows)
-        if self._turns.leads(feed.names):
-            self._steps.begin_iteration()
+    def _begin_iteration(self) -> None:
+        self._steps.begin_iteration()
 
     def _may_save(self) -> bool:
         """Not while another engine is inside a window, after a step that was counted."""
-        is_open = self._steps.is_within_window and not self._run.options.saves_gradients
+        is_open = self._steps.is_within_window and not self._saves_gradients
         return super()._may_save() and not is_open
 
     @property

@@ -225,7 +225,7 @@ class Checkpointer(StepBoundary):
             DivergenceError: ``on_divergence="raise"``, and an earlier attempt recorded other values
                 for this step.
         """
-        if not self._unsettled:
+        if not self._in_step:
             raise LoopError(
                 "step()",
                 found="called without a batch from batches()",
@@ -298,7 +298,7 @@ class Checkpointer(StepBoundary):
             self.close()
         else:
             # Nor at exit, should somebody catch the error: a step is half done.
-            self._due = self._unsettled = False
+            self._due = self._in_step = False
             self._stop_reason = None
             self._release()
 

@@ -433,7 +433,6 @@ _DUCK_TYPED = frozenset(
         "before_save",
         "check_state_dict",
         "comparable_state",
-        "configure",
         "findings",
         "fingerprint",
         "first_rank_only",
@@ -458,9 +457,6 @@ class _Wrapped(ComponentState):
             hook = getattr(stateful, name, None)
             if callable(hook):
                 setattr(self, name, hook)
-        old = getattr(stateful, "put_back_with_random", None)
-        if callable(old):
-            self.after_rng_restore = old  # type: ignore[method-assign]
 
     def overrides(self, hook: Callable[..., Any]) -> bool:
         return hook.__name__ in vars(self)
@@ -478,8 +474,7 @@ class _Wrapped(ComponentState):
 
     @property
     def requires_equal_batches(self) -> bool:
-        old = getattr(self._stateful, "waits_for_batches", False)
-        return bool(getattr(self._stateful, "requires_equal_batches", old))
+        return bool(getattr(self._stateful, "requires_equal_batches", False))
 
 
 def _with_hooks(stateful: Stateful) -> ComponentState:

@@ -101,7 +101,7 @@ class Checkpointer(_Checkpointer):
             lr_scheduler=lr_scheduler,
             ema=ema,
             extras=extras,
-            sources=lambda: self._run.position.sources.values(),
+            sources=lambda: self._sources,
         )
         super().__init__(
             directory,
@@ -110,7 +110,7 @@ class Checkpointer(_Checkpointer):
             generators=generators,
             **options,
         )
-        self._run.loop_check.remedies = _REMEDIES
+        self._set_remedies(_REMEDIES)
         self._steps = StepsTaken(accelerator, prepared.optimizers)
         self._states = SavedStates(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to
@@ -129,11 +129,11 @@ class Checkpointer(_Checkpointer):
         self.save()
         is_counted = self._stepped or self.finished is not None
         step = self.progress.step if is_counted else self.progress.step + 1
-        return {"run_id": self._run.run_id, "step": step}
+        return {"run_id": self._run_id, "step": step}
 
     def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
         """In ``accelerator.load_state``: whether the run resumes from a checkpoint."""
-        if self._run.has_resumed or not self._run.find(up_to=step_of):
+        if not self._find(step_of):
             return False
         self.resume()
         return True
@@ -147,9 +147,9 @@ class Checkpointer(_Checkpointer):
         return bool(self._accelerator.sync_gradients)
 
     def _count_taken_step(self) -> None:
-        if self._unsettled and not self._stepped and self._steps.is_complete:
+        if self._in_step and not self._stepped and self._steps.is_complete:
             self.step()
-        if self._stepped or not self._unsettled:  # a resume may have changed a count
+        if self._stepped or not self._in_step:  # a resume may have changed a count
             self._steps.forget()
 
 

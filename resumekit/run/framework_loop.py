@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.data import EpochUnderWay
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.report import ResumeReport
-from resumekit.state import Progress
+from resumekit.state import CaptureLine, Progress
 
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
@@ -46,6 +46,14 @@ class DrivenLoop:
     def goes_on_after_end(self) -> bool:
         """Whether the run had finished, and is to go further now."""
         return self._had_finished and self.finished is None
+
+    def add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
+        """Asks for more lines whenever a capture report is made."""
+        self._checkpointer._add_finding(finding)
+
+    def set_cadence_text(self, text: str) -> None:
+        """Sets when the framework makes saves, in the words of the first message."""
+        self._checkpointer._run.account.cadence = text
 
     def saved(self, key: str) -> Any:
         """A component's state in the checkpoint, before ``resume()`` restores it; or None.

@@ -44,9 +44,8 @@ class Batches:
         self._steps = steps
         self._repeats = repeat
         self._goes_once = epochs is None and steps is None and not repeat
-        self._least_epoch = (
-            checkpointer.progress.epoch if self._goes_once and not checkpointer._turns.main else 0
-        )
+        is_inner = self._goes_once and not checkpointer._loop_order.main
+        self._least_epoch = checkpointer.progress.epoch if is_inner else 0
         self._is_over = False
         self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
@@ -79,11 +78,11 @@ class Batches:
         if not self._is_entered:
             self._is_entered = True
             checkpointer._enter_loop(feed)
-        if self._is_over or not checkpointer._turns.ask(feed.names, follows=self._repeats):
+        if self._is_over or not checkpointer._loop_order.ask(feed.names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():
             return self._surplus.pop()
-        if checkpointer._turns.leads(feed.names):
+        if checkpointer._loop_order.leads(feed.names):
             checkpointer._pass_safe_point(self._horizon())
         if checkpointer.finished is not None:
             feed.close()
@@ -135,7 +134,7 @@ class Batches:
             raise DataPositionError(feed.name, found="an epoch without a batch")
         feed.end_epoch()
         if self._goes_once:
-            self._checkpointer._turns.ended(feed.names)
+            self._checkpointer._loop_order.ended(feed.names)
             self._stop()
         if not self._repeats:
             self._checkpointer._epoch_ended(feed)

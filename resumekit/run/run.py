@@ -80,7 +80,7 @@ class Run:
         self._given = components
         self._groups = groups
         self._data_parallel_group = data_parallel_group
-        self._data_ranks: DataRanks | None = None
+        self._data_ranks: DataRanks
         owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, owned)
@@ -91,9 +91,9 @@ class Run:
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
         self._store: Store | None = None
-        self._saver: Saver | None = None
-        self._replicas: Replicas | None = None
-        self._membership: ComponentGroups | None = None  # of the components as they are now
+        self._saver: Saver
+        self._replicas: Replicas
+        self._membership: ComponentGroups
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._former_frameworks: frozenset[str] | None = None  # under which that was saved
@@ -211,7 +211,6 @@ class Run:
         return store
 
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
-        assert self._data_ranks is not None
         may_change = "world_size" in self.options.allow_changes
         return StateOrigins(self.world, self._data_ranks, membership, may_change=may_change)
 
@@ -223,7 +222,6 @@ class Run:
     def _add_late_components(self) -> None:
         """Adds the components of state that came into being after the start. Collective."""
         if self._components.add_late(self.world):
-            assert self._saver is not None
             parent = self._saver.parent
             self._begin_saving()
             self._saver.parent = parent
@@ -253,9 +251,6 @@ class Run:
         )
 
     def _load(self, found: Found) -> ResumeReport:
-        assert self._membership is not None
-        assert self._replicas is not None
-        assert self._saver is not None
         sources = self._sources(self._membership)
         loading = Loading(self.world, self.options, self.components, self._membership, sources)
         fit = loading.fit(found, self._fingerprint)
@@ -354,12 +349,9 @@ class Run:
 
     def save(self) -> None:
         """Saves at this safe point. Collective."""
-        assert self._saver is not None
         self._add_late_components()
-        assert self._replicas is not None
         call_everywhere(self.world, self.components, ComponentState.before_save)
         self._replicas.check_before_save()
-        assert self._data_ranks is not None
         message = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
         messages = self.counters.fold(self.world, self._data_ranks, message)
         verdict = self.journal.agree(messages, self._data_ranks.first_ranks)
@@ -405,7 +397,6 @@ class Run:
         Raises:
             DivergenceError: it is not what an earlier attempt recorded, and that ends the run.
         """
-        assert self._data_ranks is not None
         counters = self.counters
         if self.journal.is_new:
             self.journal.open(
@@ -424,7 +415,6 @@ class Run:
 
     def _attempt_header(self) -> Header:
         assert self._store is not None
-        assert self._data_ranks is not None
         return attempt_header(
             self.directory,
             self._store,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from signal import Signals
 from typing import Any, NoReturn
 
-from resumekit.data import Feed
+from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.log import logger
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder
 from resumekit.run.run import Run
 from resumekit.run.save_requests import LeaveSignals, RequestExchange, Requests, parse_cadence
-from resumekit.state import Progress
+from resumekit.state import CaptureLine, Progress, Slot
 from resumekit.tracing import rng_digests
 
 # The first steps of a launch: most user code shows in them what it changes.
@@ -33,7 +33,7 @@ class StepBoundary:
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
         self._epoch = 0  # of epochs()
         self._num_used = 0  # the batches of this epoch that its loops used
-        self._unsettled = False  # a batch was handed out since the last safe point
+        self._in_step = False  # a batch was handed out since the last safe point
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
         self._warned: set[str] = set()
@@ -69,10 +69,45 @@ class StepBoundary:
         return self._was_finished
 
     @property
-    def _turns(self) -> LoopOrder:
+    def _loop_order(self) -> LoopOrder:
         return self._run.counters.loop_order
 
+    # ---------------------------------------------------------------- what an adapter calls
+    # It may read ``_in_step`` and ``_stepped`` as well.
+
+    def _add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
+        """Asks for more lines whenever a capture report is made."""
+        self._run.account.add_finding(finding)
+
+    def _set_remedies(self, remedies: Mapping[Slot, str]) -> None:
+        """Sets how the adapter takes an object that the run was not given, by slot."""
+        self._run.loop_check.remedies = remedies
+
+    @property
+    def _run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def _sources(self) -> Collection[Source]:
+        """The loaders that were opened."""
+        return self._run.position.sources.values()
+
+    @property
+    def _saves_gradients(self) -> bool:
+        return self._run.options.saves_gradients
+
+    def _find(self, up_to: Callable[[str], int | None]) -> bool:
+        """Finds a checkpoint of at most a step; False also where the run has resumed. Collective.
+
+        Args:
+            up_to: gives the step for this run's id, see ``Run.find``.
+        """
+        return not self._run.has_resumed and self._run.find(up_to=up_to)
+
     # ---------------------------------------------------------------- what an adapter overrides
+
+    def _begin_iteration(self) -> None:
+        """The loop that leads has been given a batch."""
 
     def _at_step_boundary(self) -> bool:
         """Whether an optimizer step is complete; asked by ``step()``."""
@@ -126,15 +161,16 @@ class StepBoundary:
 
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
-        if self._turns.main not in ((), feed.names):
+        loaders = self._loop_order.main
+        if loaders not in ((), feed.names):
             raise LoopError(
                 f"batches(name={feed.name!r})",
-                found=f"a second loop with a horizon, after one over {', '.join(self._turns.main)}",
+                found=f"a second loop with a horizon, after one over {', '.join(loaders)}",
                 expected="one such loop in a run",
                 remedy="Write several loops as: for epoch in checkpointer.epochs(...)",
             )
         self._run.position.require_known(feed.names)
-        self._main, self._turns.main = feed, feed.names
+        self._main, self._loop_order.main = feed, feed.names
 
     def _epoch_batches(
         self, loader: Any, name: str | None = None, *, repeat: bool = False
@@ -156,16 +192,16 @@ class StepBoundary:
 
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
-        if feed.continues and (feed is self._main or self._turns.is_alone(feed.names)):
+        if feed.continues and (feed is self._main or self._loop_order.is_alone(feed.names)):
             self._num_used = feed.batch  # in batches of the size that they have now
             self._run.counters.move_to(*self._position())
         self._run.begin(feed, epoch)
 
     def _fetched(self, feed: Feed, *, follows: bool) -> None:
         """A batch goes to the loop."""
-        order = self._turns
+        order = self._loop_order
         order.fetched(feed.names)
-        self._unsettled = True
+        self._in_step = True
         self._num_steps_of_batch = 0
         if order.leads(feed.names):
             self._stepped = False
@@ -177,6 +213,8 @@ class StepBoundary:
         self._run.journal.note_batch(feed.indices, feed.num_samples)
         if self._run.trace is not None:
             self._run.counters.note_samples(feed.indices)
+        if order.leads(feed.names):
+            self._begin_iteration()
 
     def _epoch_ended(self, feed: Feed) -> None:
         """The loop with the horizon has used up an epoch."""
@@ -191,15 +229,15 @@ class StepBoundary:
         self._next_epoch(epoch)
 
     def _next_epoch(self, epoch: int) -> None:
-        self._run.position.end_epoch(self._turns.asked)
-        self._turns.next_epoch()
+        self._run.position.end_epoch(self._loop_order.asked)
+        self._loop_order.next_epoch()
         self._epoch, self._num_used = epoch, 0
         self._run.counters.move_to(epoch, 0)
 
     def _finish(self, reason: str, *, used_up: bool) -> None:
         """A framework has ended the run; an epoch that it used up is over."""
-        is_over = used_up or not self._turns.under_way
-        if self.finished is None and self._turns.asked and is_over:
+        is_over = used_up or not self._loop_order.under_way
+        if self.finished is None and self._loop_order.asked and is_over:
             self._next_epoch(self._epoch + 1)
         self._pass_safe_point(reason, at_end=True)
 
@@ -255,10 +293,10 @@ class StepBoundary:
         self._count_taken_step()
         counters = self._run.counters
         finished = self._stop_reason or finished
-        if counters.finished is not None or not (self._unsettled or at_end or finished):
+        if counters.finished is not None or not (self._in_step or at_end or finished):
             return
         counters.move_to(*self._position())
-        if self._stepped and self._unsettled:
+        if self._stepped and self._in_step:
             self._run.observe_gradients()
         if self._stepped and self._run.loop_check.after_step():
             self._run.account.announce()
@@ -274,7 +312,7 @@ class StepBoundary:
         elif self._num_looked < _NUM_LOOKED and self._stepped:
             self._num_looked += 1
             self._run.account.look()
-        self._unsettled = False
+        self._in_step = False
         if common.leave:
             self._leave(common.leave)
 
