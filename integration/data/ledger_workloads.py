@@ -518,7 +518,7 @@ LOOPS: dict[str, Callable[[Job], None]] = {
     "a dict of two loaders": _in_step,
     "two loaders in turn": _in_turn,
     "a loader without end, steps=N": _without_end,
-    "a loader built anew in each epoch": _rebuilt,
+    "a loader recreated in each epoch": _rebuilt,
     "another loader in each epoch": _curriculum,
 }
 
