@@ -43,16 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as `full` what the quick set leaves out."""
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
-        name = item.nodeid.removeprefix("integration/")
-        if is_left_out(name):
+        file, _, test = item.nodeid.removeprefix("integration/").partition(".py::")
+        if is_left_out(file, test):
             item.add_marker("full")
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             params = item.callspec.params
             component = params.get("component", OF_EACH_RANK[0])
             if params.get("world_size", 1) > 1 and component not in OF_EACH_RANK:
                 item.add_marker("full")
-            elif is_sampled(name) or getattr(item.cls, "matrices", {}).keys() & params.keys():
-                matrices.setdefault(name.partition("[")[0], []).append(item)
+            elif is_sampled(test) or getattr(item.cls, "matrices", {}).keys() & params.keys():
+                matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cells in matrices.values():
         kept = _one_of_each([_values(cell.callspec.params) for cell in cells])
         for index, cell in enumerate(cells):

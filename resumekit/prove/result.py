@@ -241,11 +241,6 @@ class ProveResult:
         """Exact; or, with injections, each of them caught and named."""
         return all(trial.outcome in _GOOD for trial in self.trials)
 
-    @property
-    def exit_code(self) -> int:
-        """0 when ``ok``, otherwise 1."""
-        return 0 if self.ok else 1
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a JSON report."""
         return {"ok": self.ok, **asdict(self)}

@@ -34,6 +34,8 @@ from crashlab.scenarios import (
 from resumekit.errors import ResumekitError
 from resumekit.storage import StepName, Store
 
+pytestmark = pytest.mark.full  # minutes
+
 # Syncs that no promise about checkpoints rests on.
 HARMLESS = {
     "fsync quarantine/step-N.reason.json": "it is for people; nothing reads it",

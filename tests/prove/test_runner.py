@@ -52,7 +52,7 @@ def text_of(result: ProveResult) -> str:
 def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
     result = prove(PLAIN, kills=1, seed=1)
     (trial,) = result.trials
-    assert (trial.outcome, result.exit_code) == (Outcome.EXACT, 0), text_of(result)
+    assert (trial.outcome, result.ok) == (Outcome.EXACT, True), text_of(result)
     assert trial.num_kills == 1
     assert [launch.exit_status for launch in trial.launches] == [-9, 0]
     assert trial.verdict is not None
@@ -64,7 +64,7 @@ def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
 def test_a_script_that_forgets_its_optimizer_is_told_so() -> None:
     result = prove([*PLAIN, "--wrong", "optimizer"], kills=1, seed=3)
     (trial,) = result.trials
-    assert (trial.outcome, result.exit_code) == (Outcome.DIVERGED, 1), text_of(result)
+    assert (trial.outcome, result.ok) == (Outcome.DIVERGED, False), text_of(result)
     assert trial.verdict is not None
     divergence = trial.verdict.divergence
     assert divergence is not None
@@ -134,14 +134,14 @@ def test_a_script_that_does_not_repeat_itself_is_told_apart_from_a_bad_resume(
     source = (SCRIPTS / "tiny_job.py").read_text()
     script.write_text(source.replace('"model": 1', '"model": os.getpid()'))
     result = prove([sys.executable, str(script), "{dir}"], kills=1)
-    assert (result.trials[0].outcome, result.exit_code) == (Outcome.NOT_REPRODUCIBLE, 1)
+    assert (result.trials[0].outcome, result.ok) == (Outcome.NOT_REPRODUCIBLE, False)
     assert "before the first kill" in text_of(result)
 
 
 def test_a_relaunch_that_fails_is_not_exact() -> None:
     result = tiny("--fail-on-relaunch")
     (trial,) = result.trials
-    assert (trial.outcome, result.exit_code) == (Outcome.FAILED, 1)
+    assert (trial.outcome, result.ok) == (Outcome.FAILED, False)
     assert "state-0.json: cannot be understood" in text_of(result)
 
 
@@ -149,7 +149,7 @@ def test_a_relaunch_that_fails_before_it_traces_anything_is_not_called_irreprodu
     words = f"test ! -e {{dir}}/state-0.json && {sys.executable} {SCRIPTS / 'tiny_job.py'} {{dir}}"
     result = prove(["sh", "-c", words], at=("step:5",), timeout_seconds=30)
     (trial,) = result.trials
-    assert (trial.outcome, result.exit_code) == (Outcome.FAILED, 1), text_of(result)
+    assert (trial.outcome, result.ok) == (Outcome.FAILED, False), text_of(result)
     assert trial.verdict is not None
     assert trial.verdict.divergence is not None
     assert (trial.verdict.divergence.launch, trial.verdict.is_reproducible) == (1, True)
@@ -205,7 +205,7 @@ def test_all_ranks_go_when_one_comes_to_a_chosen_place(tmp_path: Path) -> None:
 
 def test_a_component_is_left_out_at_chosen_places_too() -> None:
     result = tiny(at=("step:8",), inject="optimizer")
-    assert (result.trials[0].outcome, result.exit_code) == (Outcome.CAUGHT, 0), text_of(result)
+    assert (result.trials[0].outcome, result.ok) == (Outcome.CAUGHT, True), text_of(result)
     assert result.trials[0].launches[0].at == "step:8"
 
 
@@ -271,7 +271,7 @@ def test_places_are_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str
 def test_a_component_that_is_left_out_is_caught_and_named(component: str) -> None:
     result = tiny(inject=component)
     (trial,) = result.trials
-    assert (trial.outcome, result.exit_code) == (Outcome.CAUGHT, 0), text_of(result)
+    assert (trial.outcome, result.ok) == (Outcome.CAUGHT, True), text_of(result)
     assert trial.verdict is not None
     assert trial.verdict.divergence is not None
     assert trial.verdict.divergence.event == "resumed"
@@ -285,13 +285,13 @@ def test_every_component_is_left_out_in_turn() -> None:
         "optimizer": Outcome.CAUGHT,
         "extras": Outcome.NO_EFFECT,
     }
-    assert result.exit_code == 0
+    assert result.ok
     assert "no effect" in text_of(result)
 
 
 def test_an_injection_that_nobody_notices_is_a_failure() -> None:
     result = tiny("--deaf-to", "optimizer", inject="optimizer")
-    assert (result.trials[0].outcome, result.exit_code) == (Outcome.MISSED, 1)
+    assert (result.trials[0].outcome, result.ok) == (Outcome.MISSED, False)
     assert tiny(inject="extras").trials[0].outcome is Outcome.MISSED
 
 
@@ -302,7 +302,7 @@ def test_a_component_that_changes_is_missed_and_not_without_effect() -> None:
         Outcome.MISSED,
         Outcome.NO_EFFECT,
     ]
-    assert result.exit_code == 1
+    assert not result.ok
 
 
 def test_settings_of_the_caller_s_environment_do_not_reach_the_command(
@@ -314,7 +314,7 @@ def test_settings_of_the_caller_s_environment_do_not_reach_the_command(
 
 def test_an_injection_under_a_wrong_name_is_a_failure() -> None:
     result = tiny("--breaks", "model", inject="optimizer", kills=1)
-    assert (result.trials[0].outcome, result.exit_code) == (Outcome.MISNAMED, 1)
+    assert (result.trials[0].outcome, result.ok) == (Outcome.MISNAMED, False)
 
 
 def test_a_component_that_the_checkpoints_have_not_cannot_be_left_out() -> None:
