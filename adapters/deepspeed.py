@@ -123,7 +123,7 @@ class Checkpointer(_Checkpointer):
         self._steps.begin_iteration()
 
     def _may_save(self) -> bool:
-        """Not while another engine is inside a window, after a step that was counted."""
+        """Not while another engine is in an accumulation window, after a counted step."""
         is_open = self._steps.is_within_window and not self._saves_gradients
         return super()._may_save() and not is_open
 
@@ -142,7 +142,7 @@ class Checkpointer(_Checkpointer):
 
 
 class EngineSteps:
-    """Tells from the counters of a run's engines when an optimizer step is complete.
+    """Whether an optimizer step is complete, from the counters of a run's engines.
 
     A step is complete when an engine has stepped since the last one that was counted and no engine
     is inside an accumulation window. Engines may step at different frequencies: a generator that is

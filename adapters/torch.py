@@ -30,8 +30,8 @@ __all__ = ["Checkpointer"]
 class Checkpointer(_Checkpointer):
     """A Checkpointer for a loop of your own; the same code for one process and for many.
 
-    A model whose parameters are DTensors (``fully_shard``, ``parallelize_module``) is saved in
-    parts: every rank writes its own, and any other layout or number of ranks can take them over.
+    A model whose parameters are DTensors (``fully_shard``, ``parallelize_module``) is saved
+    sharded: every rank writes its own shard, and any other layout or number of ranks can load it.
 
     Every slot takes one object, or a dict of objects whose keys are their names.
 

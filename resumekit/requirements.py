@@ -165,13 +165,14 @@ def check_tested(*frameworks: str, found: Iterable[str] = (), strict: bool, warn
         InexactError: ``strict=True``, and there are faults.
     """
     missing = "; ".join(found)
-    tested = ", ".join(f"{name}=={TESTED_VERSIONS[name]}" for name in frameworks)
+    installed = [name for name in frameworks if _version_of(name) is not None]
+    tested = ", ".join(f"{name}=={TESTED_VERSIONS[name]}" for name in installed)
     if missing and strict:
         raise InexactError(
             "strict=True", found=missing, expected=f"the names of {tested}", remedy="Install those"
         )
     show_messages()
-    newer = ", ".join(f"{name} {_version_of(name)}" for name in frameworks if _is_newer(name))
+    newer = ", ".join(f"{name} {_version_of(name)}" for name in installed if _is_newer(name))
     if warns and missing:
         logger.warning("a resume may not be exact: %s; install %s", missing, tested)
     elif warns and newer:

@@ -121,8 +121,6 @@ class OtherLoaders(ComponentState):
                 for name in generators.keys() & state["generators"].keys():
                     set_generator_state(generators[name], state["generators"][name])
 
-    put_back_with_random = after_rng_restore
-
     def _others(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         """Number, loader and generators of each."""
         drawn = self._sources()

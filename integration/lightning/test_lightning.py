@@ -61,6 +61,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
+from resumekit.adapters.lightning._private import trainer_faults
 from resumekit.errors import ConfigurationError, DriftError, InexactError
 from resumekit.storage import Store
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
@@ -311,6 +312,7 @@ def saved_keys(directory: Path) -> list[str]:
 def test_the_private_attributes_are_where_the_adapter_looks() -> None:
     averaging = EMAWeightAveraging()
     trainer = fit(averaging, Recorder(), max_steps=1, val=validation())
+    assert not list(trainer_faults(trainer)), PINNED
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     assert "dataloader" in vars(type(fit_loop._data_source)), PINNED
     assert "epoch_loop.batch_progress" in fit_loop.state_dict(), PINNED

@@ -207,7 +207,7 @@ class _Counters(AttributeState):
         return {name: value for name, value in self.state_dict().items() if name != _NORM}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        remarks = super().load_state_dict(state)
+        messages = super().load_state_dict(state)
         engine = self._engine
         norm = state[_NORM]
         GRADIENT_NORM.write(engine, norm.clone() if isinstance(norm, torch.Tensor) else norm)
@@ -218,7 +218,7 @@ class _Counters(AttributeState):
         elif saved != window:
             # A save is between two accumulation windows. Their length differs, so a new one begins.
             engine.micro_steps -= engine.micro_steps % window
-        return remarks
+        return messages
 
     def fingerprint(self) -> dict[str, Any]:
         return {"config": self._engine.config}
@@ -277,12 +277,12 @@ class _Model(ModelState):
                 partition.copy_(state[name])
         placeholders = super().state_dict()
         whole = {**state, **{name: placeholders[name] for name in partitions}}
-        remarks = super().load_state_dict(whole)
+        messages = super().load_state_dict(whole)
         # The optimizer's own copies follow: it may be left out of this resume.
         self._optimizer.refresh_fp32_params()
         if partitions:
             self._optimizer.checkpoint_event_epilogue()
-        return remarks
+        return messages
 
     def _partitions(self) -> dict[str, Any]:
         # deepspeed 0.19 runtime/zero/partition_parameters.py keeps the partition in `ds_tensor`.
@@ -381,7 +381,7 @@ class _InMemory(CheckpointEngine):  # type: ignore[misc]
 @contextmanager
 def _in_memory(engine: Any, files: dict[str, dict[str, Any]]) -> Iterator[str]:
     """The folder to give to DeepSpeed; it saves into and loads from ``files``."""
-    own, writes = CHECKPOINT_ENGINE.of(engine), SAVES_PARTITIONS.of(engine)
+    former, writes = CHECKPOINT_ENGINE.of(engine), SAVES_PARTITIONS.of(engine)
     with TemporaryDirectory(prefix="resumekit-") as folder:
         (Path(folder) / _TAG).mkdir()
         for name in files:  # it looks for a file before it asks for its content
@@ -391,7 +391,7 @@ def _in_memory(engine: Any, files: dict[str, dict[str, Any]]) -> Iterator[str]:
             SAVES_PARTITIONS.write(engine, True)  # every rank, also those that would not write
             yield folder
         finally:
-            CHECKPOINT_ENGINE.write(engine, own)
+            CHECKPOINT_ENGINE.write(engine, former)
             SAVES_PARTITIONS.write(engine, writes)
 
 

@@ -55,7 +55,7 @@ class Shard:
     Args:
         shape: of the whole parameter.
         group: the number of its param group.
-        flat: the tensor that the optimizer steps on in its place.
+        flat: the tensor that the optimizer steps on instead.
         offset: where in it this rank's elements are.
         begin: the first of them in the parameter.
         numel: how many there are; 0 where this rank has nothing of it.
@@ -247,7 +247,7 @@ class ZeroOptimizerState(OptimizerState):
             values = self.optimizer.state.get(each.flat, {})
             if values:
                 state[name] = {
-                    key: each.of(value) if _is_moment(value, each.flat.shape) else _own(value)
+                    key: each.of(value) if _is_moment(value, each.flat.shape) else _copied(value)
                     for key, value in values.items()
                 }
         groups = [
@@ -342,7 +342,7 @@ class ZeroOptimizerState(OptimizerState):
         if fits(live, value):
             return live.copy_(value)
         is_on_host = is_host_step(key, self.optimizer.param_groups[each.group])
-        return _own(value, torch.device("cpu") if is_on_host else each.flat.device)
+        return _copied(value, torch.device("cpu") if is_on_host else each.flat.device)
 
     def _names(self) -> list[list[str]]:
         names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
@@ -386,5 +386,5 @@ def _alike(value: Any, other: Any) -> bool:
     return bool(torch.equal(value, other))
 
 
-def _own(value: Any, device: torch.device | None = None) -> Any:
+def _copied(value: Any, device: torch.device | None = None) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: one callback, and ``trainer.train()`` starts, resumes, or is done.
+"""Hugging Face Trainer: with one callback ``trainer.train()`` starts, resumes, or is done.
 
 Example:
     trainer = Trainer(model, arguments, train_dataset=data)
@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from resumekit import Checkpointer
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.log import logger
-from resumekit.requirements import require
+from resumekit.requirements import check_tested, require
 from resumekit.run import DrivenLoop, Options, checked_extras, require_order, run_directory
 
 require("transformers")
@@ -26,16 +26,28 @@ require("transformers")
 # ruff: noqa: E402  if it is there
 from transformers.trainer_callback import TrainerCallback
 
-from resumekit.adapters._transformers_arguments import (
+from resumekit.adapters.transformers._private import (
+    BEGIN,
+    COUNT,
+    LOSS_SUM,
+    RUN_EPOCH,
+    TRAIN,
+    attribute_faults,
+    method_faults,
+)
+from resumekit.adapters.transformers.arguments import (
+    BestModel,
+    Counts,
+    Plan,
     check_arguments,
     check_best_at_end,
+    check_resume_argument,
+    ignored_checkpoint,
     saves_each_epoch,
     with_defaults,
 )
-from resumekit.adapters._transformers_beside import BestModel, passed_over, require_own
-from resumekit.adapters._transformers_plan import Counts, Plan
-from resumekit.adapters._transformers_state import trainer_components
-from resumekit.adapters._transformers_user_state import changed_settings, user_state
+from resumekit.adapters.transformers.components import trainer_components
+from resumekit.adapters.transformers.user_state import changed_settings, user_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,10 +60,10 @@ __all__ = ["ResumeCallback"]
 
 
 class ResumeCallback(TrainerCallback):
-    """Saves the whole state of a Trainer's run; ``train()`` continues it in the same directory.
+    """Saves the whole state of a Trainer's run; ``train()`` resumes it in the same directory.
 
-    Making it attaches it to the Trainer, see ``attach``. Where an option is not given, the
-    ``TrainingArguments`` say it: ``save_strategy="steps"`` or ``"epoch"`` for ``save_every``,
+    The constructor attaches it to the Trainer, see ``attach``. Options that are not given come from
+    the ``TrainingArguments``: ``save_strategy="steps"`` or ``"epoch"`` for ``save_every``,
     ``save_total_limit`` for ``keep_latest``, ``metric_for_best_model`` and ``greater_is_better``
     for ``best_metric`` and ``mode``.
 
@@ -64,7 +76,9 @@ class ResumeCallback(TrainerCallback):
         **options: see ``resumekit.run.options.Options``.
 
     Raises:
-        ConfigurationError: an option is wrong, or a setting of the Trainer cannot be followed.
+        ConfigurationError: an option is wrong, or a setting of the Trainer is not supported.
+        InexactError: ``strict=True``, and this version of transformers lacks what the adapter
+            needs.
     """
 
     def __init__(
@@ -97,8 +111,8 @@ class ResumeCallback(TrainerCallback):
             **with_defaults(options, trainer.args, max_steps),
         )
         self._checkpointer: Checkpointer
-        self._under_way = ExitStack()  # what an error in train() has to let go of
-        self._finished_on: Any = None  # the data set of a train() that has come to its end
+        self._open = ExitStack()  # closes the Checkpointer after an error in train()
+        self._finished_on: Any = None  # the data set of a train() that has finished
         self._best: BestModel
         self._loop: DrivenLoop
         self._plan: Plan
@@ -107,23 +121,27 @@ class ResumeCallback(TrainerCallback):
         self.attach(trainer)
 
     def attach(self, trainer: Any) -> None:
-        """Takes the four places that no event reaches: before training begins, around an epoch.
+        """Replaces four methods of this Trainer object, for which there is no callback event.
 
-        Four methods of this one Trainer object are replaced. transformers 5.23 trainer.py:
-        ``train`` looks for checkpoints of the Trainer's own; ``set_initial_training_values`` says
-        how far the run goes; ``_init_training_state`` which epoch comes first; ``_run_epoch`` skips
-        what was used of it, and returns when the evaluation at its end is done.
+        ``_private.py`` lists them with what each is for.
         """
+        self._check_private_names(method_faults(trainer), trainer)
         require_supported(trainer.accelerator)
         check_arguments(trainer.args)
-        if "_run_epoch" in vars(trainer):
+        if RUN_EPOCH.name in vars(trainer):
             raise ConfigurationError("trainer", found="a second ResumeCallback", expected="one")
-        trainer.train = partial(self._train, trainer.train)
-        trainer.set_initial_training_values = partial(
-            self._count, trainer.set_initial_training_values
-        )
-        trainer._init_training_state = partial(self._begin, trainer._init_training_state)
-        trainer._run_epoch = partial(self._run_epoch, trainer._run_epoch)
+        for method, replacement in (
+            (TRAIN, self._train),
+            (COUNT, self._count),
+            (BEGIN, self._begin),
+            (RUN_EPOCH, self._run_epoch),
+        ):
+            method.write(trainer, partial(replacement, method.of(trainer)))
+
+    def _check_private_names(self, found: Iterable[str], trainer: Any) -> None:
+        warns = trainer.args.process_index == 0
+        versions = ("transformers", "accelerate", "torch", "trl")
+        check_tested(*versions, found=found, strict=self._options.strict, warns=warns)
 
     def _train(
         self,
@@ -133,9 +151,9 @@ class ResumeCallback(TrainerCallback):
         *rest: Any,
         **named: Any,
     ) -> Any:
-        """Trains, from the run directory; the Trainer is to look for nothing of its own."""
+        """Trains from the run directory; the Trainer reads no checkpoint of its own."""
         args = self._trainer.args
-        require_own(resume_from_checkpoint, self._directory, args)
+        check_resume_argument(resume_from_checkpoint, self._directory, args)
         check_best_at_end(self._trainer, reports=self._metric is not None)
         if trial is not None:
             raise ConfigurationError(
@@ -153,7 +171,7 @@ class ResumeCallback(TrainerCallback):
             )
         changed = {"eval_on_start": args.eval_on_start, "save_total_limit": args.save_total_limit}
         try:
-            with self._under_way:
+            with self._open:
                 result = train(None, None, *rest, **named)
         finally:
             vars(args).update(changed)
@@ -161,23 +179,23 @@ class ResumeCallback(TrainerCallback):
         return result
 
     def _components(self, ema: Any) -> tuple[StateComponent, ...]:
-        """All that makes up the run, when the Trainer has prepared it."""
+        """The components of the run, when the Trainer has prepared it."""
         return trainer_components(
             self._trainer, self._user_state, self._settings, lambda: self._loop.progress, ema=ema
         )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
-        """How far the run goes, once it is known what of it lies behind."""
+        """How far the run goes, from the progress of its checkpoint."""
         counts = Counts(*count(args, dataloader))
         checkpointer = self._make_checkpointer(counts.max_steps)
-        self._checkpointer = self._under_way.enter_context(checkpointer)
+        self._checkpointer = self._open.enter_context(checkpointer)
         if self._saves_each_epoch:
             checkpointer._run.account.cadence = "at the end of each epoch"
         self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
-        under_way, place = loop.under_way(dataloader), loop.progress
+        epoch, progress = loop.under_way(dataloader), loop.progress
         self._plan = plan = Plan(
-            counts, args.gradient_accumulation_steps, place.step, place.epoch, *under_way
+            counts, args.gradient_accumulation_steps, progress.step, progress.epoch, *epoch
         )
         if loop.horizon not in ({}, plan.horizon(counts)):
             counts = plan.changed(by_steps=args.max_steps > 0)
@@ -194,9 +212,9 @@ class ResumeCallback(TrainerCallback):
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        """The epoch and the batch in it that the Trainer goes on with."""
+        """The epoch, and the batch in it, that the Trainer resumes at."""
         begin(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
-        # The others are to see what was restored, so it comes first.
+        # First, so that the others see the restored state.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
         self._user_state = user_state(
@@ -213,18 +231,21 @@ class ResumeCallback(TrainerCallback):
         return self._plan.epoch, self._plan.batches_to_skip
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Every object exists; a run that continues has been evaluated at its start."""
+        """Every object exists; a resumed run was evaluated at its start."""
+        found = list(attribute_faults(self._trainer))
+        if found:
+            self._check_private_names(found, self._trainer)
         report = self._loop.resume()
         args.eval_on_start = args.eval_on_start and not report.resumed
         self._best.take_over()
-        newer = passed_over(args.output_dir, report.step, self._directory)
-        if newer is not None and not self._loop.finished and state.is_world_process_zero:
-            logger.warning("%s", newer)
+        ignored = ignored_checkpoint(args.output_dir, report.step, self._directory)
+        if ignored is not None and not self._loop.finished and state.is_world_process_zero:
+            logger.warning("%s", ignored)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first epoch of this launch; each later one begins when the former is over."""
+        """The first epoch of this launch; later ones begin when the former is over."""
         if not self._in_training:
-            # Every callback has begun, and made what it keeps.
+            # Every callback has initialised its attributes.
             self._user_state.restore_now()
             changed = self._settings.restore_now()
             if changed and state.is_world_process_zero:
@@ -236,18 +257,18 @@ class ResumeCallback(TrainerCallback):
     def _run_epoch(
         self, run: Callable[..., None], *, train_dataloader: Any, epoch: int, **rest: Any
     ) -> None:
-        """One epoch, or the rest of one; all of its code has run when ``run`` returns."""
+        """One epoch, or the rest of one."""
         continued = epoch == self._plan.epoch and self._plan.num_used > 0
         num_skipped = self._plan.batches_to_skip if continued else 0
         resumed = {
             "train_dataloader": self._loop.as_loader(train_dataloader, num_skipped=num_skipped),
             "epochs_trained": epoch,
             "steps_trained_in_current_epoch": num_skipped,
-            # Any name makes the Trainer skip; it finds no random state of its own there.
+            # Any name makes the Trainer skip; it finds no RNG state of its own there.
             "resume_from_checkpoint": str(self._checkpointer.directory) if num_skipped else None,
             **(self._plan.epoch_under_way if continued else {}),
         }
-        run(**{**rest, **resumed}, epoch=epoch)
+        run(**{**rest, **resumed}, epoch=epoch)  # all code of the epoch has run when it returns
         state = self._trainer.state
         if state.global_step >= state.max_steps:
             self._loop.finish(f"steps={state.max_steps}")
@@ -258,12 +279,12 @@ class ResumeCallback(TrainerCallback):
         self._best.point()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step before is settled."""
+        """The safe point of the step before has passed."""
         self._best.point()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
-        self._checkpointer.step(loss=self._trainer._tr_loss)
+        self._checkpointer.step(loss=LOSS_SUM.of(self._trainer))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""
@@ -271,13 +292,13 @@ class ResumeCallback(TrainerCallback):
             self._checkpointer.save()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Metrics of the step that is not settled yet; beside numbers they may hold anything."""
+        """Metrics of the current step, which may have other values than numbers."""
         metric, metrics = self._metric, kwargs["metrics"]
         if self._in_training and metric is not None and metric in metrics:
             self._checkpointer.report(**{metric: metrics[metric]})
             self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The run directory is free for others."""
+        """Releases the run directory."""
         self._in_training = False
         self._checkpointer.close()

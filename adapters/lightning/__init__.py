@@ -1,0 +1,263 @@
+"""Lightning: with one callback the same ``trainer.fit`` starts, resumes, or is done.
+
+Example:
+    saving = ResumeCallback("runs/a", save_every=500)
+    L.Trainer(max_epochs=3, callbacks=[saving]).fit(module, loader)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resumekit import Checkpointer
+from resumekit.adapters.lightning._private import (
+    DATALOADER,
+    ON_TRAIN_END,
+    SIGNALS,
+    TENSOR_PARALLEL,
+    TRAIN_LOADER,
+    TRAIN_SOURCE,
+    VALIDATION_SOURCE,
+    Callback,
+    Trainer,
+    callbacks,
+    strategies,
+    trainer_faults,
+)
+from resumekit.adapters.lightning.components import fit_components, prepare, prepare_epoch
+from resumekit.adapters.lightning.loader import LoaderInStep, refuse
+from resumekit.adapters.lightning.loops import LoopState
+from resumekit.errors import ConfigurationError
+from resumekit.requirements import check_tested
+from resumekit.run import DrivenLoop, Options, checked_extras, checked_names, run_directory
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from resumekit.run import OptionKeywords
+
+__all__ = ["ResumeCallback"]
+
+_STRATEGIES = (
+    strategies.SingleDeviceStrategy,
+    strategies.DDPStrategy,  # DeepSpeedStrategy derives from it
+    strategies.ModelParallelStrategy,
+)
+
+# lightning 2.6 tuner/lr_finder.py, tuner/batch_size_scaling.py: checkpoints that tuners restore.
+_OF_TUNERS = (".lr_find_", ".scale_batch_size_")
+
+
+class ResumeCallback(Callback):
+    """Saves the whole state of a fit; ``fit`` resumes it in the same directory.
+
+    Args:
+        directory: the run directory.
+        ema: an ``AveragedModel``, any object with ``state_dict``, or a dict of them.
+        extras: a live dict of your own values.
+        generators: private random generators by name.
+        **options: see ``resumekit.run.options.Options``.
+
+    Raises:
+        ConfigurationError: an option is wrong; when ``fit`` begins, a setting of the Trainer.
+        InexactError: ``strict=True``, and this version of Lightning lacks what the adapter needs.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        ema: Any = None,
+        extras: dict[str, Any] | None = None,
+        generators: Mapping[str, Any] | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> None:
+        self._options = Options.from_keywords(options)
+        given: dict[str, Any] = {
+            "extras": checked_extras(extras),
+            "generators": checked_names("generators", generators),
+            **options,
+        }
+        self._make_checkpointer = partial(Checkpointer, run_directory(directory), **given)
+        self._ema = ema
+        self._checkpointer: Checkpointer | None = None  # during a fit
+        self._loop: DrivenLoop | None = None
+
+    def save(self) -> None:
+        """Makes a save due before the next batch; outside a fit nothing. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.save()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Becomes the last callback, and replaces the loader that Lightning iterates."""
+        if stage == "fit" and not trainer.fast_dev_run:
+            check(trainer, pl_module)
+            check_tested(
+                "lightning",
+                "torch",
+                found=trainer_faults(trainer),
+                strict=self._options.strict,
+                warns=trainer.is_global_zero,
+            )
+            alike = sum(isinstance(each, ResumeCallback) for each in trainer.callbacks)
+            refuse(f"{alike} of them in one Trainer", alike > 1, "expected one")
+            # What the others make in on_fit_start is to be restored.
+            trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+            source = TRAIN_SOURCE.of(trainer)
+            DATALOADER.write(source, partial(self._request, trainer, source))
+            ON_TRAIN_END.write(trainer, partial(self._finish, trainer))
+
+    def _request(self, trainer: Any, source: Any) -> LoaderInStep:
+        """Asks for the training loaders, for all epochs or for some."""
+        ask = partial(type(source).dataloader, source)
+        given = ask() if self._loop is None else self._loops.request(ask)
+        # lightning 2.6 loops/fit_loop.py setup_data makes them, and for any epoch but the first one
+        # loops/training_epoch_loop.py on_run_start once more.
+        return LoaderInStep(
+            given,
+            is_followed=lambda: any(each is self for each in trainer.callbacks),
+            loop=lambda: self._loop,
+            begin=self._begin_epoch,
+            draws_twice=self._loop is not None and self._loops.epoch_of_request > 0,
+        )
+
+    def _begin_epoch(self, loader: Any) -> Any:
+        """The batches of an epoch; Lightning asks for the first one, and all else has run."""
+        loop = self._driven_loop()
+        is_over = loop.finished is not None
+        why = "give it a directory of its own"
+        refuse("an epoch more for a run that has finished", is_over, why)
+        self._loops.before_first_batch()
+        loop.next_epoch(loader)
+        return loop.batches(loader)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Every object exists."""
+        if not trainer.fast_dev_run:
+            check_path(trainer.ckpt_path)
+            self._loops = LoopState(trainer, self._driven_loop)
+            components = fit_components(trainer, self._loops, self._ema)
+            self._checkpointer = self._make_checkpointer(components=components)
+            source = VALIDATION_SOURCE.of(trainer)
+            ask = partial(type(source).dataloader, source)
+            DATALOADER.write(source, partial(self._loops.request_validation, ask))
+            limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
+            self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
+            prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)
+            self._loop.resume()
+            if self._loops.was_requested:  # before it was known for which epoch
+                TRAIN_LOADER.write(trainer, None)
+            self._global_step = trainer.global_step
+
+    def _driven_loop(self) -> DrivenLoop:
+        assert self._loop is not None, "a fit asks for a batch after on_fit_start"
+        return self._loop
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restores the run's signal handlers; Lightning's own one calls a collective."""
+        if self._checkpointer is not None:
+            SIGNALS.of(trainer)()
+            prepare_epoch(trainer)
+            loop = self._loop
+            if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
+                # The hooks that begin the epoch were not called yet.
+                self._loops.restore_user_state()
+                loop.restore_random()
+            TRAIN_LOADER.of(trainer).follow(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """There may be new loaders."""
+        if self._checkpointer is not None:
+            TRAIN_LOADER.of(trainer).follow(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """An optimizer-step boundary, if a step was taken."""
+        if self._checkpointer is not None and trainer.global_step != self._global_step:
+            self._global_step = trainer.global_step
+            self._checkpointer.step(loss=(outputs or {}).get("loss"))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The callbacks before this one have counted the epoch."""
+        if self._checkpointer is not None:
+            self._loops.end_epoch()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Metrics of the current step."""
+        reports = self._options.best_metric is not None and not trainer.sanity_checking
+        if self._checkpointer is not None and reports:
+            self._checkpointer.report(**trainer.callback_metrics)
+
+    def _finish(self, trainer: Any) -> None:
+        """The run is over, at its horizon or because it was stopped."""
+        type(trainer.strategy).on_train_end(trainer.strategy)
+        if self._loop is not None:
+            limits = limits_of(trainer).items()
+            reached = [f"{unit}={limit}" for unit, (limit, done) in limits if 0 < limit <= done]
+            self._loop.finish(", ".join(reached) or f"stopped at step {trainer.global_step}")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Nothing new is saved."""
+        vars(trainer.strategy).pop("on_train_end", None)
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(type(exception), exception, None)
+        self._checkpointer = self._loop = None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Releases the run directory, and ends the loader's workers."""
+        vars(trainer.strategy).pop("on_train_end", None)
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._checkpointer = self._loop = None
+
+
+def check(trainer: Any, module: Any) -> None:
+    """Returns when a fit with these settings can be resumed exactly.
+
+    Raises:
+        ConfigurationError: names the setting that is not supported.
+    """
+    is_same_package = issubclass(type(trainer), Trainer)
+    if not is_same_package:
+        raise ConfigurationError(
+            "ResumeCallback",
+            found=f"a Trainer of {type(trainer).__module__.partition('.')[0]}",
+            expected=f"one of {Trainer.__module__.partition('.')[0]}",
+            remedy="Import one of the two packages alone, before resumekit.adapters.lightning",
+        )
+    strategy = trainer.strategy
+    name = type(strategy).__name__
+    why = "it needs a GPU and is untested here; use ModelParallelStrategy, which is FSDP2"
+    refuse(name, isinstance(strategy, strategies.FSDPStrategy), why)
+    why = "unknown how it distributes state; use DDP, ModelParallelStrategy or DeepSpeedStrategy"
+    refuse(name, not isinstance(strategy, _STRATEGIES), why)
+    why = "ranks of one tensor-parallel group take the same data, which is not supported"
+    refuse(f"tensor parallelism ({name})", (TENSOR_PARALLEL.of(strategy) or 1) > 1, why)
+    parameters = inspect.signature(module.training_step).parameters
+    why = "the module fetches batches itself, between the safe points"
+    refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters, why)
+    why = "it replaces parameters during the run"
+    for each in trainer.callbacks:
+        refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning), why)
+
+
+def check_path(path: Any) -> None:
+    """Returns when Lightning restores no checkpoint itself.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    is_tuners = path is not None and Path(path).name.startswith(_OF_TUNERS)
+    why = "a run is resumed from its own directory only"
+    refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
+
+
+def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
+    """The horizon of the fit and its progress; a limit below 1 is none."""
+    steps = (trainer.max_steps, trainer.global_step)
+    return {"epochs": (trainer.max_epochs, trainer.current_epoch), "steps": steps}
