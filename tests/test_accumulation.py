@@ -1,4 +1,4 @@
-"""Saves inside an accumulation window: killed at every micro-batch, a run goes on exactly."""
+"""Saves inside an accumulation window: killed at every micro-batch, a run continues exactly."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def newest(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("loop", ["batches", "epochs", "clears"])
-def test_a_kill_at_any_micro_batch_goes_on_exactly(tmp_path: Path, loop: str) -> None:
+def test_a_kill_at_any_micro_batch_continues_exactly(tmp_path: Path, loop: str) -> None:
     whole = Training(tmp_path / "whole", loop=loop).train()
     assert len(whole.losses) == NUM_EPOCHS * NUM_BATCHES
     for kill in (2, 5, 7, 8, 12):  # inside a window, after a step, at the end of the first epoch
@@ -291,7 +291,7 @@ def test_a_gradient_that_is_there_is_filled_in_place() -> None:
     assert torch.equal(after.weight.grad, before.weight.grad)  # type: ignore[arg-type]
 
 
-def test_sparse_gradients_come_back_uncoalesced() -> None:
+def test_sparse_gradients_are_restored_uncoalesced() -> None:
     before, after = (nn.Embedding(6, 2, sparse=True) for _ in range(2))
     for index in (3, 3, 1):
         before(torch.tensor([index])).sum().backward()
@@ -304,7 +304,7 @@ def test_sparse_gradients_come_back_uncoalesced() -> None:
     assert torch.equal(mine._values(), yours._values())
 
 
-def test_gradients_of_another_model_are_refused_by_name() -> None:
+def test_gradients_of_another_model_are_refused_with_its_name() -> None:
     before, after = nn.Linear(2, 2), nn.Linear(3, 2)
     before(torch.ones(1, 2)).sum().backward()
     with pytest.raises(StateMismatchError, match=r"weight: a gradient of shape \(2, 2\)"):

@@ -1,4 +1,4 @@
-"""Several loaders, infinite loaders, loaders that change: killed at every batch, a run goes on.
+"""Several loaders, infinite loaders, loaders that change: killed at every batch, a run continues.
 
 Each loop below is trained once to its end, and then once for each of its batches: killed there by
 an exception, and started again from what it had saved, in a process state that has nothing of the
@@ -253,7 +253,7 @@ class Stream:
     ],
     ids=lambda loop: loop.__name__,
 )
-def test_zipped_loaders_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_zipped_loaders_continue_exactly(tmp_path: Path, loop: Loop) -> None:
     assert_kills_are_survived(loop, tmp_path)
 
 
@@ -270,7 +270,7 @@ def test_zipped_loaders_give_and_draw_what_zip_gives_and_draws(tmp_path: Path) -
     assert list(watched.seen.values()) == seen
 
 
-def test_an_epoch_of_zipped_loaders_ends_with_the_shortest_and_all_begin_anew(
+def test_an_epoch_of_zipped_loaders_ends_with_the_shortest_and_all_begin_again(
     tmp_path: Path,
 ) -> None:
     training = launch(zipped, tmp_path)
@@ -428,7 +428,7 @@ def with_a_step_between(training: Training) -> None:
     ],
     ids=lambda loop: loop.__name__,
 )
-def test_loaders_used_by_hand_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_loaders_used_by_hand_continue_exactly(tmp_path: Path, loop: Loop) -> None:
     assert_kills_are_survived(loop, tmp_path, num_wait=3 if loop is round_robin else 1)
 
 
@@ -506,7 +506,7 @@ def test_inside_epochs_the_progress_counts_the_batches_of_all_loops(tmp_path: Pa
                     training.on(batch)
                     places.append((checkpointer.progress.epoch, checkpointer.progress.batch))
             assert checkpointer.progress.epoch == epoch
-    # As of the last settled point: an epoch is over when all of its code has run.
+    # As of the last safe point: an epoch is over when all of its code has run.
     assert places[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
 
 
@@ -677,7 +677,7 @@ def endless_stream(training: Training) -> None:
     ],
     ids=lambda loop: loop.__name__,
 )
-def test_loaders_without_end_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_loaders_without_end_continue_exactly(tmp_path: Path, loop: Loop) -> None:
     assert_kills_are_survived(loop, tmp_path)
 
 
@@ -785,7 +785,7 @@ def a_dataset_that_grows(training: Training) -> None:
     ],
     ids=lambda loop: loop.__name__,
 )
-def test_loaders_that_change_between_epochs_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_loaders_that_change_between_epochs_continue_exactly(tmp_path: Path, loop: Loop) -> None:
     assert_kills_are_survived(loop, tmp_path)
 
 
@@ -799,7 +799,7 @@ def rebuilt_with_workers(training: Training) -> None:
 
 
 def left_early_with_workers(training: Training) -> None:
-    """What its worker had made ahead is dropped, and its random numbers go on behind that."""
+    """What its worker had made ahead is dropped, and its random numbers continue behind that."""
     batches = loader(12, **WORKERS)
     for _ in training.checkpointer.epochs(2):
         rest = training.checkpointer.batches(batches)
@@ -820,11 +820,13 @@ def zipped_with_workers(training: Training) -> None:
     [rebuilt_with_workers, left_early_with_workers, zipped_with_workers],
     ids=lambda loop: loop.__name__,
 )
-def test_workers_that_are_replaced_or_left_behind_go_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_workers_that_are_replaced_or_left_behind_continue_exactly(
+    tmp_path: Path, loop: Loop
+) -> None:
     assert_kills_are_survived(loop, tmp_path)
 
 
-def test_another_loader_in_the_middle_of_an_epoch_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_loader_in_the_middle_of_an_epoch_is_refused_with_its_name(tmp_path: Path) -> None:
     training = Training(tmp_path)
 
     def train() -> None:
@@ -890,13 +892,13 @@ def crashes_in_a_fetch(training: Training) -> None:
 @pytest.mark.parametrize(
     "loop", [left_by_break, crashes_in_a_fetch], ids=lambda loop: loop.__name__
 )
-def test_a_loop_that_is_left_goes_on_exactly(tmp_path: Path, loop: Loop) -> None:
+def test_a_loop_that_is_left_continues_exactly(tmp_path: Path, loop: Loop) -> None:
     assert_kills_are_survived(loop, tmp_path)
 
 
 @pytest.mark.parametrize("leave_after", [1, 3, 6])
 @pytest.mark.parametrize("outer", ["batches", "epochs"])
-def test_a_run_that_is_left_by_break_and_closed_goes_on_exactly(
+def test_a_run_that_is_left_by_break_and_closed_continues_exactly(
     tmp_path: Path, outer: str, leave_after: int
 ) -> None:
     """Also right after the last batch of an epoch, whose end has not been seen then."""
@@ -1083,7 +1085,7 @@ def loops(draw: st.DrawFn) -> Loop:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(loop=loops(), data=st.data())
-def test_two_loaders_of_any_lengths_go_on_exactly(loop: Loop, data: st.DataObject) -> None:
+def test_two_loaders_of_any_lengths_continue_exactly(loop: Loop, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         whole = launch(loop, directory / "whole", save_at=range(0))

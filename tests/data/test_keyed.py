@@ -156,7 +156,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Loop:
-    """A loop over one loader that can be left at any settled point and taken up by another."""
+    """A loop over one loader that can be left at any safe point and taken up by another."""
 
     def __init__(
         self, loader: DataLoader[Any], saved: dict[str, Any] | None = None, *, keyed: bool = True
@@ -176,7 +176,7 @@ class Loop:
         return copy.deepcopy({"data": self.position.state_dict(), "rng": self.rng.state_dict()})
 
     def run(self, *, stop_after: int | None = None) -> dict[str, Any]:
-        """Trains on; gives the state at the settled point where it stops."""
+        """Trains on; gives the state at the safe point where it stops."""
         while position_of(self.source)[0] < EPOCHS and len(self.seen) != stop_after:
             if not self.source.begun:
                 self.begin()
@@ -324,7 +324,7 @@ def test_with_fresh_workers_the_main_process_draws_what_it_draws_in_a_stock_loop
     assert [drawn for *_, drawn in keyed] == drawn
 
 
-def test_a_half_of_a_pair_of_normal_numbers_is_put_back_too() -> None:
+def test_a_half_of_a_pair_of_normal_numbers_is_restored_too() -> None:
     loop = Loop(LOADERS["shuffled"](workers(0)))
     loop.begin()
     seed_everything(3)
@@ -338,7 +338,7 @@ def test_a_half_of_a_pair_of_normal_numbers_is_put_back_too() -> None:
     assert (list(zip(first, second, strict=True))) == [tuple(each) for each in expected]
 
 
-def test_the_generators_are_put_back_when_a_sample_fails() -> None:
+def test_the_generators_are_restored_when_a_sample_fails() -> None:
     class Fails(Noisy):
         def __getitem__(self, index: int) -> Any:
             draw()
@@ -356,7 +356,7 @@ def test_the_generators_are_put_back_when_a_sample_fails() -> None:
 
 
 def values(seen: list[Any]) -> dict[tuple[int, int], Any]:
-    """What each sample drew, by place of the step and index."""
+    """What each sample drew, by position of the step and index."""
     return {
         (step, int(sample[0])): tuple(sample[1:])
         for step, (batch, *_) in enumerate(seen)
@@ -402,7 +402,7 @@ def test_a_sample_draws_the_same_numbers_when_the_batch_size_changes_inside_an_e
     assert len(drawn(first)) + len(drawn(rest)) == NUM_SAMPLES
 
 
-def test_a_generator_made_anew_from_the_initial_seed_is_keyed_as_well() -> None:
+def test_a_generator_made_again_from_the_initial_seed_is_keyed_as_well() -> None:
     class Modern(Noisy):
         def __getitem__(self, index: int) -> Any:
             own = np.random.default_rng(torch.initial_seed())
@@ -472,7 +472,7 @@ def test_every_index_has_bytes_of_its_own_and_equal_numbers_have_equal_ones() ->
     assert index_bytes([1, 2]) == index_bytes(np.array([1, 2])) == index_bytes((1, 2))
 
 
-def test_an_index_without_bytes_of_its_own_is_refused_by_name() -> None:
+def test_an_index_without_bytes_of_its_own_is_refused_with_its_name() -> None:
     with pytest.raises(UnsupportedValueError, match="gives a Silent as the index of a sample"):
         index_bytes(Silent())
 
@@ -580,12 +580,12 @@ def test_private_generators_of_a_dataset_are_lost_however_deep_they_are(number: 
     assert "draw from random, numpy.random or torch" in reason
 
 
-def test_a_private_generator_that_only_the_worker_made_is_told_with_its_first_batch() -> None:
+def test_a_private_generator_that_only_the_worker_made_is_reported_with_its_first_batch() -> None:
     word, reason = fidelity(DataLoader(Lazy(), 4, num_workers=1))
     assert (word, "dataset.rng" in reason) == (Fidelity.LOST, True)
 
 
-def test_a_private_generator_that_the_checkpoint_holds_does_come_back_without_workers() -> None:
+def test_a_private_generator_that_the_checkpoint_holds_is_restored_without_workers() -> None:
     data = Silent()
     data.rng = random.Random(1)  # type: ignore[attr-defined]
     assert fidelity(DataLoader(data)) == (Fidelity.EXACT, "")
@@ -622,7 +622,7 @@ def test_an_order_that_no_record_can_repeat_is_lost_with_keys_too() -> None:
     assert (word, "in_order=False" in reason) == (Fidelity.LOST, True)
 
 
-def test_a_stream_is_told_as_before_and_that_no_key_reaches_it() -> None:
+def test_a_stream_is_reported_as_before_and_that_no_key_reaches_it() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(9)
@@ -640,7 +640,7 @@ def test_a_stream_is_told_as_before_and_that_no_key_reaches_it() -> None:
         assert "randomness='keyed' does not reach it: a stream has no indices" in reason
 
 
-def test_a_pipe_is_refused_by_name() -> None:
+def test_a_pipe_is_refused_with_its_name() -> None:
     class Pipe(MapDataPipe[int]):
         def __getitem__(self, index: int) -> int:
             return index

@@ -1,4 +1,4 @@
-"""An interrupted loop over a stock loader goes on with the same samples and random numbers."""
+"""An interrupted loop over a stock loader continues with the same samples and random numbers."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def train_on(batch: Any) -> tuple[Any, ...]:
 
 
 class Loop:
-    """A loop over one loader that can be left at any settled point and taken up by another."""
+    """A loop over one loader that can be left at any safe point and taken up by another."""
 
     def __init__(self, loader: DataLoader[Any], saved: dict[str, Any] | None = None) -> None:
         self.position = DataPosition()
@@ -238,13 +238,13 @@ def continued(kind: str, workers: str, saved: dict[str, Any]) -> list[Any]:
 
 
 def places(stops: list[dict[str, Any]]) -> list[int]:
-    """Some settled points: the first, a boundary and its neighbours, and some inside epochs."""
+    """Some safe points: the first, a boundary and its neighbours, and some inside epochs."""
     length = len(stops) // EPOCHS
     return sorted({0, 1, 3, length - 1, length, length + 1, 2 * length - 2, len(stops) - 2})
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_without_workers_every_settled_point_continues_bit_for_bit(kind: str) -> None:
+def test_without_workers_every_safe_point_continues_bit_for_bit(kind: str) -> None:
     expected, stops = uninterrupted(kind, "no workers")
     assert len(stops) == len(expected)
     for used, saved in enumerate(stops):
@@ -399,7 +399,7 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_an_epoch() -> 
     assert calls == [(who, epoch) for epoch in range(EPOCHS) for who in ("sampler", "dataset")]
 
 
-def test_any_other_iterable_is_drawn_through_again_and_says_so() -> None:
+def test_any_other_iterable_is_replayed_and_says_so() -> None:
     class Stream:
         def __iter__(self) -> Iterator[Any]:
             for index in range(6):

@@ -1,9 +1,9 @@
-"""Whatever the loader, the ranks and the place of the kill: a run goes on as if nothing had been.
+"""Whatever the loader, the ranks and the kill: a run continues as if it had not been killed.
 
 A kill is a launch that ends after some batches: its Checkpointer and its loader are abandoned, all
-is built anew by the same function, with every global generator somewhere else, and resumed from the
-newest checkpoint in the directory. Ranks are launches of one process here that are told their
-number; the integration tests have real ones.
+is built again by the same function, with all global generators in another state, and resumed
+from the newest checkpoint. Ranks are launches of one process here that are passed their number;
+the integration tests have real ones.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Launch:
             directory,
             model=self._model,
             optimizer=self._optimizer,
-            # Nobody comes back to the checkpoints of a launch that is not killed.
+            # Nothing resumes from the checkpoints of a launch that is not killed.
             save_every=None if self._kill_after is None else plan.save_every,
             keep_latest=None,
             randomness=plan.randomness,
@@ -263,7 +263,7 @@ def launched_again(
     return launches
 
 
-def assert_goes_on(plan: Plan, kills: Sequence[int], num_workers: Sequence[int] = (0,)) -> None:
+def assert_continues(plan: Plan, kills: Sequence[int], num_workers: Sequence[int] = (0,)) -> None:
     """On each rank, the killed launches together did what one does that nobody kills.
 
     Args:
@@ -289,7 +289,7 @@ def assert_goes_on(plan: Plan, kills: Sequence[int], num_workers: Sequence[int] 
 
 
 def assert_counted(plan: Plan, whole: Launch, place: Progress) -> None:
-    """A place is a division with remainder, and its samples are those of the batches before it."""
+    """Epoch and batch are quotient and remainder; the samples are those of the batches before."""
     assert place.step == place.micro_step
     assert (place.epoch, place.batch) == divmod(place.step, plan.num_batches)
     sizes = [len(batch) // 16 for batch, _ in whole.seen.values()]  # two float64 a sample
@@ -310,7 +310,7 @@ kills = st.lists(st.integers(1, 12), min_size=1, max_size=2)
 def test_killed_anywhere_a_run_is_fed_draws_and_ends_as_if_nobody_had_killed_it(
     plan: Plan, kills: list[int]
 ) -> None:
-    assert_goes_on(plan, kills)
+    assert_continues(plan, kills)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -318,7 +318,7 @@ def test_killed_anywhere_a_run_is_fed_draws_and_ends_as_if_nobody_had_killed_it(
 @given(plan=plans(), kills=kills)
 @example(plan=Plan("shuffle", 7, 2, persistent=True), kills=[3, 3])
 def test_with_workers_too(num_workers: int, plan: Plan, kills: list[int]) -> None:
-    assert_goes_on(replace(plan, randomness="tape"), kills, [num_workers])
+    assert_continues(replace(plan, randomness="tape"), kills, [num_workers])
 
 
 @settings(max_examples=2, deadline=None)
@@ -326,7 +326,7 @@ def test_with_workers_too(num_workers: int, plan: Plan, kills: list[int]) -> Non
 def test_with_keys_each_launch_may_have_workers_of_its_own_number(
     plan: Plan, kills: list[int], num_workers: list[int]
 ) -> None:
-    assert_goes_on(replace(plan, randomness="keyed"), kills, num_workers)
+    assert_continues(replace(plan, randomness="keyed"), kills, num_workers)
 
 
 @st.composite
@@ -349,7 +349,7 @@ def test_without_the_position_or_the_random_state_the_same_check_fails(
     with pytest.MonkeyPatch.context() as context:
         context.setenv("RESUMEKIT_INJECT", left_out)
         with pytest.raises(AssertionError):
-            assert_goes_on(plan, [kill])
+            assert_continues(plan, [kill])
 
 
 # ---------------------------------------------------------------- the arithmetic below

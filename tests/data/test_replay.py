@@ -1,4 +1,4 @@
-"""An interrupted loop over an iterable goes on with the same samples and random numbers."""
+"""An interrupted loop over an iterable continues with the same samples and random numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Buffered(Stream):
 
 
 class OwnGenerator(Stream):
-    """Shuffles by a generator that lies deep in it and goes on from epoch to epoch."""
+    """Shuffles by a generator that lies deep in it and continues from epoch to epoch."""
 
     def __init__(self) -> None:
         self.order = {"by": [np.random.default_rng(5)]}
@@ -172,7 +172,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Loop:
-    """A loop over one loader that can be left at any settled point and taken up by another."""
+    """A loop over one loader that can be left at any safe point and taken up by another."""
 
     def __init__(self, loader: Any, saved: dict[str, Any] | None = None) -> None:
         self.source = open_source(loader, "train")
@@ -249,7 +249,7 @@ def used(stops: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", DATASETS)
-def test_without_workers_every_settled_point_continues_bit_for_bit(kind: str) -> None:
+def test_without_workers_every_safe_point_continues_bit_for_bit(kind: str) -> None:
     expected, stops = uninterrupted(lambda: make_loader(kind))
     assert open_source(make_loader(kind), "train").fidelity[0] is Fidelity.EXACT
     for stop, number in enumerate(used(stops)):
@@ -284,7 +284,7 @@ def test_persistent_workers_begin_with_the_state_of_the_epoch(kind: str) -> None
         assert continued(make, stops[stop]) == expected[numbers[stop] :], stop
 
 
-def test_persistent_workers_that_draw_in_their_last_collation_go_on_from_there() -> None:
+def test_persistent_workers_that_draw_in_their_last_collation_continue_from_there() -> None:
     def make() -> DataLoader[Any]:
         return make_loader("drawing", "persistent workers", collate_fn=noisy_collate)
 
@@ -297,7 +297,7 @@ def noisy_collate(samples: list[Any]) -> list[Any]:
     return [*samples, random.random()]
 
 
-def test_persistent_workers_whose_dataset_draws_from_a_generator_of_its_own_are_told() -> None:
+def test_persistent_workers_whose_dataset_draws_from_a_generator_of_its_own_are_reported() -> None:
     fidelity, reason = open_source(
         make_loader("shuffled by its own generator", "persistent workers"), "train"
     ).fidelity
@@ -306,7 +306,9 @@ def test_persistent_workers_whose_dataset_draws_from_a_generator_of_its_own_are_
     assert "persistent_workers=False" in reason
 
 
-def test_an_epoch_that_persistent_workers_were_left_in_is_told_until_the_next_one_begins() -> None:
+def test_an_epoch_that_persistent_workers_were_left_in_is_reported_until_the_next_one_begins() -> (
+    None
+):
     source = open_source(make_loader("plain", "persistent workers"), "train")
     source.begin(0)
     source.next_batch()
@@ -350,7 +352,7 @@ def test_a_loader_around_a_stream_that_fetches_ahead_continues_exactly(workers: 
         assert continued(make, stops[stop]) == expected[numbers[stop] :], stop
 
 
-def test_a_loader_around_a_stream_is_told_its_epoch_and_stays_as_it_is() -> None:
+def test_a_loader_around_a_stream_is_reported_its_epoch_and_stays_as_it_is() -> None:
     loader = FetchesAhead(make_loader("plain"))
     inner = loader.base_dataloader
     Loop(loader).run()
@@ -575,7 +577,9 @@ def test_states_are_kept_only_for_generators_that_the_training_draws_from_as_wel
     assert {name: each["batches"].tolist() for name, each in kept.items()} == {"torch": [3]}
 
 
-def test_an_epoch_too_long_to_keep_all_states_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_too_long_to_keep_all_states_of_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sampling, "MAX_BYTES", 20_000)
     source = open_source(make_loader("drawing"), "train")
     source.begin(0)
@@ -613,7 +617,7 @@ def test_delivery_out_of_order_cannot_be_repeated() -> None:
     assert source.fidelity[0] is Fidelity.LOST
 
 
-def test_any_other_iterable_is_drawn_through_again_and_promises_less() -> None:
+def test_any_other_iterable_is_replayed_and_promises_less() -> None:
     class Numbers:
         def __iter__(self) -> Iterator[Any]:
             for index in range(6):

@@ -66,16 +66,16 @@ class NoisyStream(IterableDataset[Any]):
 
 
 class StatefulStream(IterableDataset[Any]):
-    """Keeps its own place, which goes on from epoch to epoch, and draws for each sample."""
+    """Keeps its own place, which continues from epoch to epoch, and draws for each sample."""
 
     def __init__(self) -> None:
         self.position = 0
-        self.num_drawn_through = 0
+        self.num_replayed = 0
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             self.position += 1
-            self.num_drawn_through += 1
+            self.num_replayed += 1
             yield self.position, random.random(), torch.rand(()).item()
             if self.position % NUM_SAMPLES == 0:
                 return
@@ -221,7 +221,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Loop:
-    """A loop over one loader that can be left at any settled point and taken up by another."""
+    """A loop over one loader that can be left at any safe point and taken up by another."""
 
     def __init__(self, loader: Any, saved: dict[str, Any] | None = None) -> None:
         self.source = open_source(loader, "train")
@@ -284,7 +284,7 @@ def stock(loader: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_every_settled_point_continues_bit_for_bit(kind: str) -> None:
+def test_every_safe_point_continues_bit_for_bit(kind: str) -> None:
     make = LOADERS[kind]
     assert open_source(make(), "train").fidelity[0] is Fidelity.EXACT
     expected, stops = uninterrupted(make)
@@ -312,13 +312,13 @@ def test_used_samples_of_a_map_style_loader_are_passed_over_without_reading_them
     assert dataset.num_reads == 0
 
 
-def test_a_stream_with_a_state_is_not_drawn_through_again() -> None:
+def test_a_stream_with_a_state_is_not_replayed() -> None:
     _, stops = uninterrupted(LOADERS["iterable with a state"])
     used, saved = stops[9]
     stream = StatefulStream()
     loop = Loop(stateful(stream), saved)
     loop.begin(saved["data"]["epoch"])
-    assert (stream.position, stream.num_drawn_through) == (used * BATCH_SIZE - 2, 0)
+    assert (stream.position, stream.num_replayed) == (used * BATCH_SIZE - 2, 0)
 
 
 @pytest.mark.parametrize("left_out", ["loader", "rng", "place"])
@@ -336,7 +336,7 @@ def test_a_state_with_one_part_left_out_does_not_continue(kind: str, left_out: s
     assert continued(LOADERS[kind], saved) != expected[used:]
 
 
-def test_a_loader_that_draws_to_go_on_does_not_continue_exactly_as_its_condition_says() -> None:
+def test_a_loader_that_draws_to_continue_does_not_continue_exactly_as_its_condition_says() -> None:
     class DrawsToGoOn(OwnLoader):
         def __iter__(self) -> Iterator[Any]:
             torch.rand(())

@@ -1,4 +1,4 @@
-"""An epoch that one framework began goes on under another one, in the order that it had there.
+"""An epoch that one framework began continues under another one, in the order that it had there.
 
 A framework's loader is one that holds a DataLoader and is some batches ahead of what it hands out.
 """
@@ -174,7 +174,7 @@ def train(
     epochs: int = EPOCHS,
     seed: RunSeed | None = None,
 ) -> tuple[list[Any], list[dict[str, Any]], DataPosition]:
-    """What every step saw and drew, the state at every settled point, and the position."""
+    """What every step saw and drew, the state at every safe point, and the position."""
     seed_everything(0 if saved is None else 100)
     position, rng = DataPosition(seed), RngState({})
     if saved is not None:
@@ -197,15 +197,15 @@ def train(
             drawn = (random.random(), float(np.random.rand()), torch.rand(()).item())
             seen.append(([part.tolist() for part in batch], drawn))
             if not source.used_up:
-                stops.append(settled(position, rng))
+                stops.append(current(position, rng))
         with pytest.raises(StopIteration):
             source.next_batch()
         source.end_epoch()
-        stops.append(settled(position, rng))
+        stops.append(current(position, rng))
     return seen, stops, position
 
 
-def settled(position: DataPosition, rng: RngState) -> dict[str, Any]:
+def current(position: DataPosition, rng: RngState) -> dict[str, Any]:
     return copy.deepcopy({"data": position.state_dict(), "rng": rng.state_dict()})
 
 
@@ -230,7 +230,7 @@ def batches(seen: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     "sampler", ["random", "generator", "in order", "distributed", "resumable", "own"]
 )
-def test_where_samples_draw_nothing_the_run_goes_on_bit_for_bit(sampler: str, depth: int) -> None:
+def test_where_samples_draw_nothing_the_run_continues_bit_for_bit(sampler: str, depth: int) -> None:
     alone, ahead = plain(sampler), prepared(sampler, depth=depth)
     seen, stops, _ = train(alone)
     others, others_stops, _ = train(ahead)
@@ -265,7 +265,7 @@ def test_the_first_batch_of_a_framework_is_the_one_that_was_next(sampler: str) -
             assert indices(again)[:left] == indices(seen[number:])[:left]
 
 
-def test_a_generator_of_the_dataset_goes_on() -> None:
+def test_a_generator_of_the_dataset_continues() -> None:
     for first, then in (
         (plain(data=WithGenerator), prepared(data=WithGenerator)),
         (prepared(data=WithGenerator), plain(data=WithGenerator)),
@@ -275,7 +275,7 @@ def test_a_generator_of_the_dataset_goes_on() -> None:
             assert train(then, stops[number - 1])[0] == seen[number:]
 
 
-def test_the_random_numbers_of_workers_go_on() -> None:
+def test_the_random_numbers_of_workers_continue() -> None:
     alone, ahead = plain(data=Noisy, workers=2), prepared(data=Noisy, workers=2)
     seen, stops, _ = train(alone)
     others, others_stops, _ = train(ahead)
@@ -330,7 +330,7 @@ def test_at_the_end_of_an_epoch_that_nobody_has_seen_the_next_one_is_the_same(
             rng.load_state_dict(saved["rng"])
         while not source.used_up:
             source.next_batch()
-        return source, settled(position, rng)
+        return source, current(position, rng)
 
     def next_epoch(source: Any) -> list[int]:
         with pytest.raises(StopIteration):
@@ -365,7 +365,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("first", "then"), PAIRS)
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_the_order_that_was_drawn_goes_on_and_the_next_one_is_drawn_by_the_other(
+def test_the_order_that_was_drawn_continues_and_the_next_one_is_drawn_by_the_other(
     way: str, first: str, then: str
 ) -> None:
     makes = [plain(first), prepared(then)] if way == "in" else [prepared(first), plain(then)]

@@ -86,7 +86,7 @@ def make_loader(depth: int, workers: str) -> FetchesAhead:
 def train(
     loader: Any, saved: dict[str, Any] | None = None
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What every step saw and drew, and the state at every settled point."""
+    """What every step saw and drew, and the state at every safe point."""
     position, rng = DataPosition(), RngState({})
     if saved is not None:
         position.load_state_dict(copy.deepcopy(saved["data"]))
@@ -109,15 +109,15 @@ def train(
             drawn = (random.random(), float(np.random.rand()), torch.rand(()).item())
             seen.append(([part.tolist() for part in batch], list(source.indices), drawn))
             if not source.used_up:
-                stops.append(settled(position, rng))
+                stops.append(current(position, rng))
         with pytest.raises(StopIteration):
             source.next_batch()
         source.end_epoch()
-        stops.append(settled(position, rng))
+        stops.append(current(position, rng))
     return seen, stops
 
 
-def settled(position: DataPosition, rng: RngState) -> dict[str, Any]:
+def current(position: DataPosition, rng: RngState) -> dict[str, Any]:
     return copy.deepcopy({"data": position.state_dict(), "rng": rng.state_dict()})
 
 
@@ -128,7 +128,7 @@ def seed_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
-def test_every_settled_point_continues_bit_for_bit(depth: int) -> None:
+def test_every_safe_point_continues_bit_for_bit(depth: int) -> None:
     seed_everything(0)
     seen, stops = train(make_loader(depth, "0"))
     for number, saved in enumerate(stops[:-1], start=1):
@@ -169,7 +169,7 @@ def test_the_loop_draws_what_a_stock_loop_draws() -> None:
     assert [(batch, drawn) for batch, _, drawn in seen] == stock
 
 
-def test_the_loader_is_told_its_epoch_and_stays_as_it_is() -> None:
+def test_the_loader_is_reported_its_epoch_and_stays_as_it_is() -> None:
     loader = make_loader(1, "0")
     inner = loader.base_dataloader
     train(loader)
@@ -201,7 +201,7 @@ def test_a_batch_that_was_not_drawn_from_the_inner_loader_is_an_error() -> None:
         source.next_batch()
 
 
-def test_a_loader_around_a_stream_is_drawn_through_again() -> None:
+def test_a_loader_around_a_stream_is_replayed() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(5)

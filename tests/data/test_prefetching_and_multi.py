@@ -41,7 +41,7 @@ class Noisy(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same numbers, shared out among the workers."""
+    """The same numbers, sharded among the workers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -142,7 +142,7 @@ def seed_everything(seed: int) -> None:
 def train(
     given: Any, saved: dict[str, Any] | None = None, *, num_steps: int = 10**6
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What every step saw and drew, and the state at every settled point.
+    """What every step saw and drew, and the state at every safe point.
 
     An epoch is left after so many steps.
     """
@@ -167,13 +167,13 @@ def train(
             drawn = (random.random(), float(np.random.rand()), torch.rand(()).item())
             seen.append((_plain(batch), feed.num_samples, drawn))
             if not feed.used_up and feed.batch < num_steps:
-                stops.append(settled(len(seen), position, rng))
+                stops.append(current(len(seen), position, rng))
         feed.end_epoch()
-        stops.append(settled(len(seen), position, rng))
+        stops.append(current(len(seen), position, rng))
     return seen, stops
 
 
-def settled(num_seen: int, position: DataPosition, rng: RandomState) -> dict[str, Any]:
+def current(num_seen: int, position: DataPosition, rng: RandomState) -> dict[str, Any]:
     state = {"seen": num_seen, "data": position.state_dict(), "rng": rng.state_dict()}
     return copy.deepcopy(state)
 
@@ -187,7 +187,7 @@ def _plain(batch: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("num_steps", [10**6, 4])
 @pytest.mark.parametrize("name", FEEDS)
-def test_every_settled_point_continues_bit_for_bit(name: str, num_steps: int) -> None:
+def test_every_safe_point_continues_bit_for_bit(name: str, num_steps: int) -> None:
     if name in ("ahead of a stream with a state", LOST_IF_LEFT_EARLY):
         num_steps = 10**6  # left early, the first continues there
     seed_everything(0)

@@ -1,4 +1,4 @@
-"""An epoch goes on with another batch size or number of ranks: each index once, and the rest told.
+"""An epoch continues with another batch size or number of ranks: each index once.
 
 The ranks of a job are loaders and positions of one process here; integration tests have real ones.
 """
@@ -145,7 +145,7 @@ class Rank:
 def start(
     kind: str, launch: Launch, length: int, states: list[Any] | None = None, **options: Any
 ) -> list[Rank]:
-    """All ranks of a launch, in the place that the former launch saved."""
+    """All ranks of a launch, in the position that the former launch saved."""
     ranks = []
     for rank in range(launch.num_ranks):
         torch.manual_seed(0 if states is None else 77)  # what a resumed process happens to be at
@@ -234,7 +234,7 @@ def plans(*, most_ranks: int) -> st.SearchStrategy[list[Launch]]:
     drop_last=st.booleans(),
     drop_ranks=st.booleans(),
 )
-def test_with_other_ranks_and_batches_the_rest_of_the_epoch_is_shared_out(
+def test_with_other_ranks_and_batches_the_rest_of_the_epoch_is_sharded(
     kind: str, length: int, plan: list[Launch], drop_last: bool, drop_ranks: bool
 ) -> None:
     used, _ = run(kind, plan, length, drop_last=drop_last, drop_ranks=drop_ranks)
@@ -254,7 +254,7 @@ def test_with_other_ranks_and_batches_the_rest_of_the_epoch_is_shared_out(
 @pytest.mark.parametrize("kind", ALONE)
 @quick
 @given(length=st.integers(1, 90), plan=plans(most_ranks=1), drop_last=st.booleans())
-def test_with_other_batches_the_epoch_goes_on_in_its_order(
+def test_with_other_batches_the_epoch_continues_in_its_order(
     kind: str, length: int, plan: list[Launch], drop_last: bool
 ) -> None:
     used, _ = run(kind, plan, length, drop_last=drop_last)
@@ -350,7 +350,7 @@ def test_a_loader_that_this_launch_does_not_open_follows_two_changes_at_once() -
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_with_workers_the_rest_is_shared_out_as_without(persistent: bool) -> None:
+def test_with_workers_the_rest_is_sharded_as_without(persistent: bool) -> None:
     def job(launch: Launch, states: list[Any] | None = None) -> list[Rank]:
         ranks = []
         for rank in range(launch.num_ranks):
@@ -404,7 +404,7 @@ class FetchesAhead:
 @pytest.mark.parametrize("kind", ["distributed", "resumable"])
 @quick
 @given(length=st.integers(1, 60), plan=plans(most_ranks=3))
-def test_around_a_framework_that_fetches_ahead_the_epoch_goes_on_as_without(
+def test_around_a_framework_that_fetches_ahead_the_epoch_continues_as_without(
     kind: str, depth: int, length: int, plan: list[Launch]
 ) -> None:
     used, states = [], None
@@ -451,7 +451,7 @@ def test_the_number_of_the_batch_is_counted_in_the_new_geometry() -> None:
     }
 
 
-def test_the_changes_are_told_with_the_place() -> None:
+def test_the_changes_are_reported_with_the_place() -> None:
     states = [rank.state() for rank in _trained("distributed", Launch(2, 4, 3), 80)]
     rank = start("distributed", Launch(1, 8), 80, states)[0]
     assert rank.position.changes == [
@@ -471,7 +471,7 @@ def test_the_changes_are_told_with_the_place() -> None:
         ((4, 32), 8),  # 2 x 4; the 26 that are left are less than one batch, and dropped
     ],
 )
-def test_a_checkpointer_goes_on_and_ends_each_epoch_where_the_last_geometry_does(
+def test_a_checkpointer_continues_and_ends_each_epoch_where_the_last_geometry_does(
     tmp_path: Path, loop: str, sizes: tuple[int, ...], num_used: int
 ) -> None:
     used = []
@@ -493,7 +493,7 @@ def test_a_checkpointer_goes_on_and_ends_each_epoch_where_the_last_geometry_does
             used.append((checkpointer.progress.epoch, batch.flatten().int().tolist()))
             checkpointer.step()
         if not is_last:
-            # The loop is left before its next settled point: the last step is done again.
+            # The loop is left before its next safe point: the last step is done again.
             used.pop()
             checkpointer._run.close()
         else:
@@ -703,7 +703,7 @@ def _with_seed(seed: int) -> DataLoader[Any]:
     return DataLoader(data, 4, sampler=sampler)
 
 
-def test_ranks_that_stood_at_different_places_cannot_be_shared_out_anew() -> None:
+def test_ranks_that_stood_at_different_places_cannot_be_sharded_again() -> None:
     ranks = start("distributed", Launch(2, 4), 80)
     states = []
     for num_batches, rank in zip((2, 3), ranks, strict=True):
@@ -734,7 +734,7 @@ def test_every_epoch_is_announced_and_the_same_call_by_the_user_is_harmless() ->
     assert train(by_user=False) == train(by_user=True) == expected
 
 
-def test_a_batch_sampler_a_sampler_inside_it_and_the_dataset_are_told_each_epoch_once() -> None:
+def test_a_batch_sampler_a_sampler_inside_it_and_the_dataset_are_reported_each_epoch_once() -> None:
     calls: list[tuple[str, int]] = []
 
     class TellsData(Numbers):
