@@ -1,4 +1,4 @@
-"""What a Checkpointer does for its user: starting, resuming, refusing, finishing, telling."""
+"""What a Checkpointer does for its user: starting, resuming, refusing, finishing, logging."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Job:
 
 
 class Counter:
-    """A component of a user's own."""
+    """A custom component."""
 
     count = 0
 
@@ -123,10 +123,10 @@ def test_the_identical_command_starts_resumes_and_is_done(
     assert broken.losses[:4] + again.losses == whole.losses
     assert weights(again) == weights(whole) == weights(done)
     assert done.losses == []
-    told = capsys.readouterr().err.splitlines()
-    assert sum("starting in" in line for line in told) == 2
-    assert sum("resuming at step 4" in line for line in told) == 1
-    assert sum("nothing to do, the run finished at step 8" in line for line in told) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("starting in" in line for line in lines) == 2
+    assert sum("resuming at step 4" in line for line in lines) == 1
+    assert sum("nothing to do, the run finished at step 8" in line for line in lines) == 1
 
 
 def test_two_kills_in_one_epoch_continue_exactly(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_two_kills_in_one_epoch_continue_exactly(tmp_path: Path) -> None:
     first = Job(tmp_path / "run", save_every=1).train(stop_after=6)
     second = Job(tmp_path / "run", save_every=1, seed=5).train(stop_after=1)
     third = Job(tmp_path / "run", save_every=1, seed=6).train()
-    # The settled point of the last step is never passed when the loop is left by an exception.
+    # The safe point of the last step is never passed when the loop is left by an exception.
     assert first.losses[:5] + third.losses == whole.losses
     assert second.losses == whole.losses[5:6]
 
@@ -192,7 +192,7 @@ def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_an_option_without_meaning_is_refused_by_name(
+def test_an_option_without_meaning_is_refused_with_its_name(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
@@ -250,7 +250,7 @@ def test_a_trainer_of_ones_own_joins_by_returning_components(tmp_path: Path) -> 
 # ---------------------------------------------------------------- what does not fit
 
 
-def test_a_missing_slot_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -> None:
+def test_a_missing_slot_is_refused_and_allowed(tmp_path: Path) -> None:
     Job(tmp_path).train(stop_after=3)
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 2))
     with pytest.raises(StateMismatchError, match=r"ema: .* has no ema .*allow_missing"):
@@ -258,7 +258,7 @@ def test_a_missing_slot_is_refused_by_name_and_allowed_by_name(tmp_path: Path) -
     Job(tmp_path, ema=average, allow_missing={"ema"}).train()
 
 
-def test_an_extra_slot_is_refused_by_name_and_excluded_by_name(tmp_path: Path) -> None:
+def test_an_extra_slot_is_refused_and_excluded(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 2))
     Job(tmp_path, ema=average).train(stop_after=3)
     with pytest.raises(StateMismatchError, match=r"ema: .* has ema, and this run has none"):
@@ -290,27 +290,27 @@ def of_framework(directory: Path, **frameworks: str) -> BaseCheckpointer:
     return BaseCheckpointer(directory, components=[model, *counts])
 
 
-def test_what_belongs_to_another_framework_is_left_out_and_told_by_name(
+def test_what_belongs_to_another_framework_is_left_out_and_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
         checkpointer.save()
-    told = [
+    lines = [
         f"step-00000000 has callbacks/{key}, which belongs to Somebody: not needed here"
         for key in ("counts", "place")
     ]
     with of_framework(tmp_path, other="Another") as checkpointer:
-        assert list(checkpointer.resume().not_needed) == told
+        assert list(checkpointer.resume().not_needed) == lines
     started = "step-00000000 has no callbacks/other: it starts from its live state"
     assert f"resumekit: {started}" in capsys.readouterr().err
     with of_framework(tmp_path) as checkpointer:
         report = checkpointer.resume()
-    assert list(report.not_needed) == told
+    assert list(report.not_needed) == lines
     assert report.differences == ()
-    assert [f"resumekit: {line}" for line in told] == capsys.readouterr().err.splitlines()[:2]
+    assert [f"resumekit: {line}" for line in lines] == capsys.readouterr().err.splitlines()[:2]
 
 
-def test_parameters_that_the_run_has_frozen_since_it_began_come_back(tmp_path: Path) -> None:
+def test_parameters_that_the_run_has_frozen_since_it_began_are_restored(tmp_path: Path) -> None:
     first = Job(tmp_path)
     with suppress(CrashError), first.checkpointer:
         for batch in first.checkpointer.batches(first.loader, epochs=2):
@@ -469,7 +469,7 @@ def test_a_schedule_planned_for_another_horizon_is_refused(tmp_path: Path) -> No
     Job(tmp_path, make_scheduler=cosine(8)).train()
 
 
-def test_a_run_without_amp_may_turn_it_on_and_is_told(
+def test_a_run_without_amp_may_turn_it_on_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Job(tmp_path).train(stop_after=3)
@@ -485,7 +485,7 @@ def test_a_named_checkpoint_that_is_missing_is_an_error(tmp_path: Path) -> None:
         Job(tmp_path, resume_from="step-00000002").train()
 
 
-def test_a_named_checkpoint_is_the_start_and_the_same_command_goes_on_from_there(
+def test_a_named_checkpoint_is_the_start_and_the_same_command_continues_from_it(
     tmp_path: Path,
 ) -> None:
     whole = Job(tmp_path, keep_latest=None).train()
@@ -600,14 +600,14 @@ def test_a_progress_bar_can_be_drawn(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the loop
 
 
-def test_a_loop_without_step_is_told_so(tmp_path: Path) -> None:
+def test_a_loop_without_step_is_an_error(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with pytest.raises(LoopError, match="not one call of step"), job.checkpointer as checkpointer:
         for _ in checkpointer.batches(job.loader, epochs=1):
             pass
 
 
-def test_step_without_a_loop_is_told_so(tmp_path: Path) -> None:
+def test_step_without_a_loop_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LoopError, match="without a batch"):
         Job(tmp_path).checkpointer.step()
 
@@ -619,7 +619,7 @@ def test_batches_take_one_horizon(tmp_path: Path, arguments: dict[str, int]) -> 
         job.checkpointer.batches(job.loader, **arguments)
 
 
-def test_strict_refuses_what_would_not_come_back_exactly(tmp_path: Path) -> None:
+def test_strict_refuses_what_would_not_be_restored_exactly(tmp_path: Path) -> None:
     class Stream:
         def __iter__(self) -> Iterator[Any]:
             return iter([torch.ones(2, 3)] * 4)
@@ -630,7 +630,7 @@ def test_strict_refuses_what_would_not_come_back_exactly(tmp_path: Path) -> None
             pass
 
 
-def test_extras_come_back_in_place(tmp_path: Path) -> None:
+def test_extras_are_restored_in_place(tmp_path: Path) -> None:
     extras = {"phase": 1, "counter": torch.zeros(2)}
     job = Job(tmp_path, extras=extras)
     extras["phase"] = 7

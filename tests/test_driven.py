@@ -247,7 +247,7 @@ def test_an_epoch_left_at_its_last_batch_is_over(tmp_path: Path) -> None:
 
 
 class Counting(TorchCheckpointer):
-    """An adapter of a framework that counts its own steps, in windows of two micro-batches."""
+    """An adapter of a framework that counts steps itself: one for every two batches."""
 
     micro_steps = counted = 0
 
@@ -303,7 +303,7 @@ def test_how_much_of_an_epoch_is_left_is_known_before_anything_is_restored(tmp_p
         checkpointer._run.close()
 
 
-def test_a_horizon_may_be_told_after_the_checkpoint_was_found(tmp_path: Path) -> None:
+def test_a_horizon_may_be_given_after_the_checkpoint_was_found(tmp_path: Path) -> None:
     launch(tmp_path, crash_after=6)
     checkpointer = Checkpointer(tmp_path, components=())
     loop = checkpointer.drive()

@@ -115,7 +115,7 @@ def test_a_home_directory_is_expanded_and_a_relative_one_is_made_absolute(
     assert relative.directory == tmp_path / "runs" / "b"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    train(relative)  # a script that changes its directory still saves where it was told to
+    train(relative)  # a script that changes its directory still saves in the same directory
     assert (tmp_path / "runs" / "b" / "step-00000004").is_dir()
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -143,7 +143,7 @@ def test_what_is_no_component_is_refused(tmp_path: Path) -> None:
         BaseCheckpointer(tmp_path, components=[nn.Linear(1, 1)])  # type: ignore[list-item]
 
 
-def test_a_module_as_component_has_nothing_to_remark(
+def test_a_module_as_component_logs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_a_module_as_component_has_nothing_to_remark(
 # ---------------------------------------------------------------- the loop
 
 
-def test_a_cell_that_is_run_twice_is_told_to_close_the_first_checkpointer(tmp_path: Path) -> None:
+def test_a_cell_that_is_run_twice_must_close_the_first_checkpointer(tmp_path: Path) -> None:
     first = make(tmp_path)
     next(first.batches(loader(), epochs=1))
     second = make(tmp_path)
@@ -338,10 +338,10 @@ def test_a_longer_schedule_that_is_allowed_is_the_scripts(
     caplog.clear()
     checkpointer = make(tmp_path, allow_changes={"horizon"}, **scheduled(20))
     train(checkpointer, epochs=2)
-    told = messages(caplog)
+    logged = messages(caplog)
     used = "was {} in the checkpoint, the script's {} is used"
-    assert f"lr_scheduler.horizon.T_max: {used.format(10, 20)}" in told
-    assert f"horizon: {used.format('epochs=1', 'epochs=2')}" in told
+    assert f"lr_scheduler.horizon.T_max: {used.format(10, 20)}" in logged
+    assert f"horizon: {used.format('epochs=1', 'epochs=2')}" in logged
 
 
 def test_another_best_metric_is_reported_with_both_names(

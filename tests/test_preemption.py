@@ -26,7 +26,7 @@ TERM = signal.SIGTERM
 def _handlers() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
-    # Whoever runs the tests in the background has SIGINT ignored.
+    # A shell that runs the tests in the background has SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
@@ -185,7 +185,7 @@ def test_a_loop_that_was_abandoned_does_not_keep_the_workers(tmp_path: Path) -> 
         gc.enable()
 
 
-def test_a_forked_child_ends_when_it_is_told_to() -> None:
+def test_a_forked_child_ends_on_sigterm() -> None:
     signals = LeaveSignals(["SIGTERM", "SIGUSR1"])
     signals.install()
     child = os.fork()
@@ -198,18 +198,18 @@ def test_a_forked_child_ends_when_it_is_told_to() -> None:
     assert os.waitstatus_to_exitcode(status) == -TERM
 
 
-def test_a_handler_that_others_put_back_after_the_end_does_what_was_done_before() -> None:
+def test_a_handler_that_others_restore_after_the_end_does_what_was_done_before() -> None:
     over = LeaveSignals(["SIGINT"])
     over.install()
-    put_back = signal.getsignal(signal.SIGINT)
+    former = signal.getsignal(signal.SIGINT)
     over.restore()
-    signal.signal(signal.SIGINT, put_back)
+    signal.signal(signal.SIGINT, former)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not over.received
 
-    signal.signal(signal.SIGINT, put_back)
+    signal.signal(signal.SIGINT, former)
     another = LeaveSignals(["SIGINT"])
     assert another.install() == []
     another.restore()

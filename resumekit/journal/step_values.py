@@ -180,7 +180,7 @@ def plain_loss(loss: Any) -> float | None:
 
 
 class LateLosses:
-    """Losses on CUDA devices, copied to the host without blocking.
+    """Losses on CUDA devices, copied to host memory without blocking.
 
     The copy is queued in the stream of the step, so a tensor that changes later, such as a running
     sum, is read as it was.

@@ -95,7 +95,7 @@ def test_a_loss_that_was_recorded_late_is_compared() -> None:
     assert comparison.difference.kind == "loss"
 
 
-def test_the_random_state_at_a_save_is_compared_with_the_saves_of_that_place() -> None:
+def test_the_random_state_at_a_save_is_compared_with_the_saves_at_that_position() -> None:
     past = [record(6)] + [
         Record(6, rng_torch=n, num_samples=6, has=Has.RNG, kind=SAVE) for n in (1, 2)
     ]

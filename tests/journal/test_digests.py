@@ -82,10 +82,10 @@ def test_a_draw_changes_one_digest(draw: Any, changes: str) -> None:
 
 
 def test_a_generator_that_the_user_named_is_among_them() -> None:
-    own = np.random.default_rng(0)
-    states = RandomStates({"own": own})
+    named = np.random.default_rng(0)
+    states = RandomStates({"named": named})
     before = states.host()
-    own.random()
+    named.random()
     assert states.host() != before
 
 

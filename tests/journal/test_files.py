@@ -53,11 +53,11 @@ def test_a_torn_last_record_and_a_damaged_one_are_left_out(tmp_path: Path) -> No
     assert steps_in(tmp_path) == [1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("place", [0, 9, 40])
-def test_a_file_with_a_damaged_header_is_left_out(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("offset", [0, 9, 40])
+def test_a_file_with_a_damaged_header_is_left_out(tmp_path: Path, offset: int) -> None:
     path = write(tmp_path, range(1, 6)).path
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
     assert find_attempts(tmp_path) == []
     path.write_bytes(data[:7])
