@@ -189,10 +189,10 @@ class ResumeCallback(TrainerCallback):
         counts = Counts(*count(args, dataloader))
         checkpointer = self._make_checkpointer(counts.max_steps)
         self._checkpointer = self._open.enter_context(checkpointer)
-        if self._saves_each_epoch:
-            checkpointer._run.account.cadence = "at the end of each epoch"
         self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
+        if self._saves_each_epoch:
+            loop.set_cadence_text("at the end of each epoch")
         epoch, progress = loop.under_way(dataloader), loop.progress
         self._plan = plan = Plan(
             counts, args.gradient_accumulation_steps, progress.step, progress.epoch, *epoch
