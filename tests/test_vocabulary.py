@@ -130,16 +130,12 @@ RULES = (
 
 # Findings that remain, by folder. A number may only shrink; at 0 its line goes.
 REMAINING: dict[str, int] = {
-    "CHANGELOG.md": 29,
-    "CONTRIBUTING.md": 5,
-    "README.md": 6,
     "adapters": 71,
     "benchmarks": 47,
-    "docs": 302,
     "integration": 296,
     "noxfile.py": 1,
-    "resumekit": 985,
-    "tests": 499,
+    "resumekit": 130,
+    "tests": 450,
 }
 
 
