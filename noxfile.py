@@ -200,7 +200,7 @@ def _environment(folder: Path) -> Path:
     """
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    (own,) = folder.glob("lib/python*/site-packages")
+    (packages,) = folder.glob("lib/python*/site-packages")
     dependencies = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-    (own / "dependencies.pth").write_text("\n".join(dependencies), encoding="utf-8")
+    (packages / "dependencies.pth").write_text("\n".join(dependencies), encoding="utf-8")
     return python

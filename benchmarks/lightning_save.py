@@ -57,7 +57,7 @@ class SavesToo(Callback):
     def __init__(self, folder: Path, callback: ResumeCallback) -> None:
         self.folder = folder
         self.callback = callback
-        self.own: list[float] = []
+        self.times: list[float] = []
         self.ours: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -77,7 +77,7 @@ class SavesToo(Callback):
         began = time.perf_counter()
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
         former.unlink(missing_ok=True)
-        self.own.append(time.perf_counter() - began)
+        self.times.append(time.perf_counter() - began)
 
 
 def fit(num_steps: int, *callbacks: Any) -> None:
@@ -103,7 +103,7 @@ def save_times(num_saves: int, folder: Path) -> tuple[list[float], list[float], 
     fit(num_saves + WARM_UP, callback, both)
     newest = max((folder / "run").glob("step-*"))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    return both.own[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], size
+    return both.times[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], size
 
 
 def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ ranks and tensors costs. All ranks' files are really written, by a thread for ea
 
 What each rank does beside the others is timed on rank 1 alone, what rank 0 does for all is timed
 whole. The total is their sum: the way through one save. That all ranks' files are written by one
-machine stands beside it.
+machine is next to it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _proposed(
             states = model.states(num_ranks)
             with watch.timed("encode"):
                 local = {key: encode_local(key, state) for key, state in states.items()}
-                assert all(each.layout for each in local.values())  # held against the last save's
+                assert all(each.layout for each in local.values())  # compared with the last save
             with watch.timed("propose"):
                 proposed = {key: Proposal.of(each, rank) for key, each in local.items()}
                 sent.append(pickle.dumps(proposed))
@@ -216,7 +216,7 @@ def _written(
     with save.timed("write"):
         entries = write(payloads[0])
     with ThreadPoolExecutor(num_ranks) as pool, save.timed("write all"):
-        entries += [entry for own in pool.map(write, payloads[1:]) for entry in own]
+        entries += [entry for written in pool.map(write, payloads[1:]) for entry in written]
     manifest = Manifest(
         run_id=store.run_id,
         attempt=store.attempt,
@@ -300,7 +300,7 @@ def main() -> None:
                 f"medians of {arguments.rounds} saves. What each rank does beside the others",
                 "(encode, propose) is timed on one rank; what rank 0 plans, its indices and files,",
                 "and the commit are timed whole. The total is their sum; without the planning it",
-                "is what a save costs whose tensors are spread as before. Beside it: the files of",
+                "is what a save costs whose tensors keep their sharding. Next to it: the files of",
                 "all other ranks, written by this one machine, a thread for each rank. The aim is",
                 f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
             ],

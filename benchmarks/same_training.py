@@ -91,7 +91,7 @@ class Training:
 
 
 def train_torch(training: Training) -> None:
-    """A loop of the user's own."""
+    """A custom training loop."""
     from resumekit.adapters.torch import Checkpointer
 
     model, optimizer, loader = training.parts()

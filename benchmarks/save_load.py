@@ -201,8 +201,8 @@ def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
             for name, (save_seconds, load_seconds) in took.items():
                 seconds.save[name].append(save_seconds)
                 seconds.load[name].append(load_seconds)
-            told = (f"{name} {save:.2f} {load:.2f}" for name, (save, load) in took.items())
-            console.print(f"round {number}, save and load: " + ", ".join(told), style="dim")
+            times = (f"{name} {save:.2f} {load:.2f}" for name, (save, load) in took.items())
+            console.print(f"round {number}, save and load: " + ", ".join(times), style="dim")
     return seconds
 
 
@@ -236,7 +236,7 @@ def memory_child(directory: Path) -> dict[str, int]:
     return {"extra": after - before}
 
 
-# Telling
+# Report
 
 
 def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str, str]]:

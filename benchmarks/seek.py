@@ -1,7 +1,7 @@
 """How long does it take to find the middle of an epoch again, and what is read on the way?
 
 Each contender really goes through half an epoch of a shuffled loader, in one process. In a fresh
-one a new loader is sent to that place, and the time until it delivers the next batch is taken:
+one a new loader is sent to that position, and the time until it delivers the next batch is taken:
 
 * ours with ``ResumableSampler``, whose order has random access;
 * ours with a stock ``shuffle=True``, which draws its permutation once more;
@@ -11,8 +11,8 @@ one a new loader is sent to that place, and the time until it delivers the next 
 
     python benchmarks/seek.py [--lengths 1000000 ...] [--rounds 3] [--record]
 
-A tool that is not installed is told and left out. At 100 million samples a stock permutation takes
-about 5 GB of memory while it is drawn.
+A tool that is not installed is reported and left out. At 100 million samples a stock permutation
+takes about 5 GB of memory while it is drawn.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def make_torchdata(length: int) -> Any:
     return StatefulDataLoader(**settings(length), shuffle=True, generator=generator())
 
 
-def place_of_ours(make: Callable[[int], DataLoader[Any]], length: int, num_batches: int) -> Any:
+def position_of_ours(make: Callable[[int], DataLoader[Any]], length: int, num_batches: int) -> Any:
     """What a Checkpointer saves in the middle of the epoch."""
     position = DataPosition()
     source = position.open(make(length), "train")
@@ -100,25 +100,25 @@ def place_of_ours(make: Callable[[int], DataLoader[Any]], length: int, num_batch
     return position.state_dict()
 
 
-def seek_ours(loader: Any, place: Any) -> list[int]:
+def seek_ours(loader: Any, saved: Any) -> list[int]:
     """What a Checkpointer's loop does on a resume."""
     position = DataPosition()
-    position.load_state_dict(place)
+    position.load_state_dict(saved)
     source = position.open(loader, "train")
     source.begin(0)
     batch: list[int] = source.next_batch()
     return batch
 
 
-def seek_accelerate(loader: Any, place: int) -> list[int]:
+def seek_accelerate(loader: Any, position: int) -> list[int]:
     """As a script does that counts its batches; it must bring the permutation back by itself."""
     from accelerate import skip_first_batches
 
-    batch: list[int] = next(iter(skip_first_batches(loader, place)))
+    batch: list[int] = next(iter(skip_first_batches(loader, position)))
     return batch
 
 
-def place_of_torchdata(length: int, num_batches: int) -> Any:
+def position_of_torchdata(length: int, num_batches: int) -> Any:
     """The loader's own state in the middle of the epoch."""
     loader = make_torchdata(length)
     batches = iter(loader)
@@ -127,21 +127,21 @@ def place_of_torchdata(length: int, num_batches: int) -> Any:
     return loader.state_dict()
 
 
-def seek_torchdata(loader: Any, place: Any) -> list[int]:
+def seek_torchdata(loader: Any, position: Any) -> list[int]:
     """By the loader's own state."""
-    loader.load_state_dict(place)
+    loader.load_state_dict(position)
     batch: list[int] = next(iter(loader))
     return batch
 
 
-def draw_once(loader: Any, place: Any) -> list[int]:
+def draw_once(loader: Any, position: Any) -> list[int]:
     """What any stock shuffled epoch costs before its first sample."""
     next(iter(loader.sampler))
     return []
 
 
 def number_of(length: int, num_batches: int) -> int:
-    """The place of whoever counts batches."""
+    """The position as a number of batches."""
     return num_batches
 
 
@@ -151,18 +151,18 @@ class Contender:
 
     Args:
         make: a fresh loader.
-        place: what is known of the place, from having gone there.
-        seek: the next batch, in a process that has a fresh loader and knows the place.
+        position: what is known of the position, from iterating to it.
+        seek: the next batch, in a process that has a fresh loader and knows the position.
     """
 
     make: Callable[[int], Any]
-    place: Callable[[int, int], Any]
+    position: Callable[[int, int], Any]
     seek: Callable[[Any, Any], list[int]]
 
 
 def ours(make: Callable[[int], DataLoader[Any]]) -> Contender:
     """Through the core."""
-    return Contender(make, partial(place_of_ours, make), seek_ours)
+    return Contender(make, partial(position_of_ours, make), seek_ours)
 
 
 OURS, STOCK = "ours, ResumableSampler", "ours, shuffle=True"
@@ -174,7 +174,7 @@ CONTENDERS = {
     OURS: ours(make_resumable),
     STOCK: ours(make_stock),
     ACCELERATE: Contender(make_stock, number_of, seek_accelerate),
-    TORCHDATA: Contender(make_torchdata, place_of_torchdata, seek_torchdata),
+    TORCHDATA: Contender(make_torchdata, position_of_torchdata, seek_torchdata),
     SCALE: Contender(make_stock, number_of, draw_once),
 }
 NEEDS = {ACCELERATE: "accelerate", TORCHDATA: "torchdata"}
@@ -186,19 +186,19 @@ def middle(length: int) -> int:
 
 
 def prepare(name: str, length: int, path: Path) -> None:
-    """Goes to the middle of an epoch and writes down the place; in a process of its own."""
-    torch.save(CONTENDERS[name].place(length, middle(length)), path)
+    """Goes to the middle of an epoch and stores the position, in another process."""
+    torch.save(CONTENDERS[name].position(length, middle(length)), path)
 
 
 def seek(name: str, length: int, path: Path) -> dict[str, Any]:
     """Seconds, samples read and the next batch; in a process of its own."""
     contender = CONTENDERS[name]
-    place = torch.load(path, weights_only=False)  # written by us a moment ago
+    position = torch.load(path, weights_only=False)  # written by us a moment ago
     loader = contender.make(length)
     if name in NEEDS:
         import_module(NEEDS[name])
     began = time.perf_counter()
-    batch = contender.seek(loader, place)
+    batch = contender.seek(loader, position)
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
@@ -234,19 +234,19 @@ def measure(
                     result = json.loads(in_child("seek", name, length, paths[name]))
                     results[length][name].append(result)
                     seconds, num_reads = result["seconds"], result["num_reads"]
-                    told = f"{length:,} {name}: {seconds:.4f} s, {num_reads} read"
-                    console.print(told, style="dim")
+                    line = f"{length:,} {name}: {seconds:.4f} s, {num_reads} read"
+                    console.print(line, style="dim")
             if length == min(lengths):
                 _require_right(results[length], length)
     return results
 
 
 def _require_right(results: Mapping[str, list[dict[str, Any]]], length: int) -> None:
-    """At the shortest length, that each contender gave the batch of an epoch that goes on."""
+    """At the shortest length, that each contender gave the batch of an uninterrupted epoch."""
     for name in results.keys() - {SCALE}:
         right = next(islice(CONTENDERS[name].make(length), middle(length), None))
         if any(each["batch"] != right for each in results[name]):
-            raise AssertionError(f"{name} came to another place")
+            raise AssertionError(f"{name} came to another position")
 
 
 HEADINGS = ("samples", "", "seconds", "read", "of drawing once", "of ours")

@@ -1,6 +1,6 @@
 """What does a batch cost that is tracked and not saved? Stock loops and ours, side by side.
 
-Two loops over loaders that are made alike run in one process and take turns, some batches each: a
+Two loops over loaders that are made alike run in one process and alternate, some batches each: a
 stock one, and one through ``Checkpointer.batches`` with its ``step()``. The samples are ready and
 the collate function makes nothing of them, so that a loader does as little as it can.
 
@@ -47,9 +47,9 @@ AIM = 40  # microseconds of CPU time
 
 # A loop is timed over so many batches at once, so often in a round, after a few untimed ones.
 BATCHES_PER_TURN = 20
-TURNS_PER_ROUND = 50
+PAIRS_PER_ROUND = 50
 WARM_UP = 20
-NUM_BATCHES = WARM_UP + BATCHES_PER_TURN * TURNS_PER_ROUND + 1  # no epoch ends in between
+NUM_BATCHES = WARM_UP + BATCHES_PER_TURN * PAIRS_PER_ROUND + 1  # no epoch ends in between
 
 
 class Ready(Dataset[Any]):
@@ -94,8 +94,8 @@ def weighted(data: Any) -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * len(data), len(data))
 
 
-class Own(Sampler[int]):
-    """A sampler of the user's own, which may draw as it goes: that is watched."""
+class CustomSampler(Sampler[int]):
+    """A custom sampler, which may draw while it is iterated."""
 
     def __init__(self, data: Any) -> None:
         self._length = len(data)
@@ -149,7 +149,7 @@ KINDS = {
     "DistributedSampler": kind(sampler=distributed, ranks=2),
     "WeightedRandomSampler": kind(sampler=weighted),
     "ResumableSampler": kind(sampler=ResumableSampler),
-    "a sampler of yours": kind(sampler=Own),
+    "a sampler of yours": kind(sampler=CustomSampler),
     TORCHDATA: Kind(make_torchdata, {}, "torchdata"),
     "a dict of two loaders": Kind(lambda size: {"a": make(size), "b": make(size)}, {}),
     "IterableDataset": Kind(make_stream, {}),
@@ -211,7 +211,7 @@ def seconds_per_batch(turn: Callable[[], Any], num_batches: int) -> Seconds:
 
 
 class Turn(NamedTuple):
-    """A batch of each loop, in turns that followed one another."""
+    """A batch of each loop, in pairs that followed one another."""
 
     stock: Seconds
     without: Seconds
@@ -220,7 +220,7 @@ class Turn(NamedTuple):
 
 def measure(kind: Kind, batch_size: int) -> list[Turn]:
     """One round: the stock loop, ours without the journal, and ours, turn by turn."""
-    turns = []
+    pairs = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # what it holds is known
         loops = [stock_loop(kind.make(batch_size))]
@@ -229,22 +229,22 @@ def measure(kind: Kind, batch_size: int) -> list[Turn]:
             loops.append(tracked_loop(loader, kind.options, stack, has_journal=has_journal))
         for loop in loops:
             seconds_per_batch(loop, WARM_UP)
-        for number in range(TURNS_PER_ROUND):
+        for number in range(PAIRS_PER_ROUND):
             order = [*range(number % 3, 3), *range(number % 3)]
             took = {which: seconds_per_batch(loops[which], BATCHES_PER_TURN) for which in order}
-            turns.append(Turn(took[0], took[1], took[2]))
-    return turns
+            pairs.append(Turn(took[0], took[1], took[2]))
+    return pairs
 
 
 TIMES = ("stock µs", "tracked µs", "added µs", "ratio", "added CPU µs", "journal CPU µs")
 HEADINGS = ("loader", "batch", *TIMES)
 
 
-def row_of(name: str, batch_size: int, turns: Sequence[Turn]) -> tuple[str, ...]:
-    """Medians over the turns, also of what is added and of the ratios."""
+def row_of(name: str, batch_size: int, pairs: Sequence[Turn]) -> tuple[str, ...]:
+    """Medians over the pairs, also of what is added and of the ratios."""
 
     def median(value: Callable[[Turn], float]) -> float:
-        return statistics.median(map(value, turns))
+        return statistics.median(map(value, pairs))
 
     return (
         name,
@@ -273,7 +273,7 @@ def main() -> None:
             continue
         for batch_size in BATCH_SIZES:
             rounds = [measure(KINDS[name], batch_size) for _ in range(arguments.rounds)]
-            rows.append(row_of(name, batch_size, [turn for turns in rounds for turn in turns]))
+            rows.append(row_of(name, batch_size, [turn for pairs in rounds for turn in pairs]))
     found = Findings(
         f"a batch, tracked and not saved, {arguments.rounds} rounds",
         HEADINGS,
@@ -282,14 +282,14 @@ def main() -> None:
     )
     found.show(console)
     if arguments.record:
-        num_turns = arguments.rounds * TURNS_PER_ROUND
+        num_pairs = arguments.rounds * PAIRS_PER_ROUND
         path = found.record(
             "step-overhead",
             heading="What tracking adds to a batch",
             before=[
                 "`python benchmarks/step_overhead.py --record`: the next batch and, in ours,",
-                "`step(loss=loss)`, without a save. A third loop has no journal. By turns of",
-                f"{BATCHES_PER_TURN} batches in one process; medians of {num_turns} turns, also of",
+                "`step(loss=loss)`, without a save. A third loop has no journal. In pairs of",
+                f"{BATCHES_PER_TURN} batches in one process; medians of {num_pairs} pairs, also of",
                 "their differences and ratios. Samples are ready and not collated. CPU: of the",
                 "main process, which is all that workers cost where a step leaves them time.",
                 f"The aim is to add at most {AIM} microseconds of CPU time to a map-style loader.",

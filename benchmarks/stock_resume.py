@@ -1,13 +1,13 @@
 """What does a framework's own resume forget? Stock scripts and their resumekit twins, judged alike.
 
 ``integration/scripts/stock_<framework>.py`` resumes as the framework's documentation recommends;
-``train_<framework>.py`` is the same script with resumekit in the place of that resume. Both go
+``train_<framework>.py`` is the same script with resumekit instead of that resume. Both go
 through the same call of ``resumekit prove --at``: once uninterrupted, once killed by SIGKILL at the
-same places and started again with the identical command, then compared step by step and bit by bit.
+same points and started again with the identical command, then compared step by step and bit by bit.
 
     python benchmarks/stock_resume.py [--only FRAMEWORK] [--record]
 
-Frameworks that are not installed, and twins that are not there, are told and left out.
+Frameworks that are not installed, and twins that are not there, are reported and left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 TIMEOUT_SECONDS = 300.0
 
-# How many batches an epoch of every script has: what the places below are counted in.
+# How many batches an epoch of every script has: the unit of the kill points below.
 STEPS_PER_EPOCH = 29
 
 # One thread, so that sums stay in one order, and the CPU, so that every framework stays on it.
@@ -47,7 +47,7 @@ class Case:
     Args:
         title: what the table calls it.
         framework: the end of the scripts' names.
-        package: the distribution whose version is told.
+        package: the distribution whose version is reported.
         options: further arguments of both scripts.
         world: ranks.
     """
@@ -69,7 +69,7 @@ class Pattern:
 
     title: str
     save_every: int
-    places: tuple[str, ...]
+    kill_points: tuple[str, ...]
 
 
 CASES = (
@@ -119,7 +119,7 @@ class Row:
         """As the table shows it."""
         return (
             self.case.title,
-            f"{self.pattern.title} ({', '.join(self.pattern.places)}; "
+            f"{self.pattern.title} ({', '.join(self.pattern.kill_points)}; "
             f"saved every {self.pattern.save_every} steps)",
             self.stock.first,
             self.stock.last,
@@ -149,7 +149,7 @@ def answer(case: Case, pattern: Pattern, kind: str) -> Answer:
     command += ["--save-every", str(pattern.save_every)]
     try:
         result = prove(
-            command, at=pattern.places, world=case.world, timeout_seconds=TIMEOUT_SECONDS
+            command, at=pattern.kill_points, world=case.world, timeout_seconds=TIMEOUT_SECONDS
         )
     except ProveError as error:
         return Answer(f"{NO_ANSWER}: {last_line(str(error))}")
@@ -167,10 +167,10 @@ def in_words(result: ProveResult) -> Answer:
         return Answer(f"a relaunch fails: {last_line(trial.failure)}")
     divergence = verdict.divergence
     assert divergence is not None
-    told = first_difference(divergence)
+    difference = first_difference(divergence)
     if trial.outcome is Outcome.NOT_REPRODUCIBLE:
-        return Answer(f"NOT REPRODUCIBLE: {told}")
-    return Answer(told, last_differences(result.reference_digests, trial.digests))
+        return Answer(f"NOT REPRODUCIBLE: {difference}")
+    return Answer(difference, last_differences(result.reference_digests, trial.digests))
 
 
 def first_difference(divergence: Divergence) -> str:
@@ -199,7 +199,7 @@ def last_line(text: str) -> str:
     return (named or lines or ["no output"])[-1]
 
 
-# Telling
+# Report
 
 
 def found_by(rows: Sequence[Row], cases: Sequence[Case]) -> Findings:
@@ -242,10 +242,10 @@ def main() -> None:
         parser.error("--record writes the whole table; leave --only out")
     os.environ.update(ENVIRONMENT)
 
-    told = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     cases = [case for case in CASES if case.framework in (arguments.only or names)]
     for case in [case for case in cases if version_of(case.package) is None]:
-        told.print(f"{case.title}: {case.package} is not installed, left out", style="yellow")
+        console.print(f"{case.title}: {case.package} is not installed, left out", style="yellow")
         cases.remove(case)
     rows = []
     for case in cases:
@@ -253,7 +253,7 @@ def main() -> None:
             began = time.monotonic()
             rows.append(measure(case, pattern))
             seconds = time.monotonic() - began
-            told.print(f"{' | '.join(rows[-1].cells)} ({seconds:.0f} s)", style="dim")
+            console.print(f"{' | '.join(rows[-1].cells)} ({seconds:.0f} s)", style="dim")
     found = found_by(rows, cases)
     print("\n".join(found.markdown()))
     if any(NO_ANSWER in cell for row in rows for cell in row.cells):

@@ -131,10 +131,10 @@ def save_times(num_saves: int, directory: str) -> SaveTimes:
     watch = _TimesSaves(callback)
     for each in (callback, watch):
         trainer.add_callback(each)
-    own = Timed(trainer._save_checkpoint)
+    saver = Timed(trainer._save_checkpoint)
 
     def save_and_flush(*args: Any, **kwargs: Any) -> None:
-        own(*args, **kwargs)
+        saver(*args, **kwargs)
         flush(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}"))
 
     both = trainer._save_checkpoint = Timed(save_and_flush)  # type: ignore[method-assign]
@@ -142,7 +142,7 @@ def save_times(num_saves: int, directory: str) -> SaveTimes:
     newest = max(Path(directory, "run").glob("step-*"))
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ours = watch.save.seconds[1 : num_saves + 1]
-    return SaveTimes(own.seconds[1:], both.seconds[1:], ours, size)
+    return SaveTimes(saver.seconds[1:], both.seconds[1:], ours, size)
 
 
 def ms(seconds: float) -> str:

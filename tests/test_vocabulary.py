@@ -131,9 +131,7 @@ RULES = (
 # Findings that remain, by folder. A number may only shrink; at 0 its line goes.
 REMAINING: dict[str, int] = {
     "adapters": 71,
-    "benchmarks": 47,
     "integration": 296,
-    "noxfile.py": 1,
     "resumekit": 130,
     "tests": 450,
 }
