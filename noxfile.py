@@ -49,6 +49,7 @@ PYTEST = (
     *(PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4"),
     *("--dist=loadscope", "--no-loadscope-reorder"),
 )
+EVERY_TEST = ("-m", "full or not full")
 RESULTS = Path("benchmarks", "results")
 
 
@@ -87,7 +88,7 @@ def full(session: nox.Session) -> None:
     chosen = session.posargs or ["tests", "integration"]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "report.xml")
-        options = ["-m", "full or not full", f"--junitxml={report}"]
+        options = [*EVERY_TEST, f"--junitxml={report}"]
         if any(path.startswith("integration") for path in chosen):
             options.append("--full-matrix")
         status = (0, 1)  # what failed is recorded, too
@@ -147,7 +148,7 @@ def oldest(session: nox.Session, framework: str) -> None:
             session.error(f"{found} was imported, and not the oldest version: {pins[0]}")
         tests = [f"integration/{framework}/test_{name}.py" for name in OLDEST_TESTS[framework]]
         alone = {"PYTHONPATH": str(Path.cwd())}  # the checkout, which is not installed there
-        session.run(str(python), *PYTEST[1:], *tests, *session.posargs, env=alone)
+        session.run(str(python), *PYTEST[1:], *EVERY_TEST, *tests, *session.posargs, env=alone)
 
 
 @nox.session
