@@ -99,6 +99,8 @@ def test_the_versions_agree(pyproject: dict[str, Any]) -> None:
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert INSTALL_AND_TEST in _fenced_commands("README.md")
+    install, _, test = INSTALL_AND_TEST.partition(" && ")
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert INSTALL_AND_TEST in script
+    assert install in script
+    assert f'env -i HOME="$HOME" PATH="$PATH" {test}' in script
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
