@@ -138,9 +138,8 @@ def oldest(session: nox.Session, framework: str) -> None:
     pins = [each.replace(">=", "==") for each in wanted[framework]]
     with tempfile.TemporaryDirectory() as temporary:
         python = _environment(Path(temporary))
-        session.run(
-            str(python), "-m", "pip", "install", "-q", *pins, "--extra-index-url", CPU_INDEX
-        )
+        index = ["--extra-index-url", CPU_INDEX] if framework == "torch" else []
+        session.run(str(python), "-m", "pip", "install", "-q", *pins, *index)
         program = f"import {framework} as f; print('found', f.__version__)"
         found = (session.run(str(python), "-c", program, silent=True) or "").split()[-1]
         release = found.partition("+")[0].removesuffix(".0")

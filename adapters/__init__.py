@@ -1,1 +1,1 @@
-"""One module for each framework; the import path names it: ``resumekit.adapters.torch``."""
+"""One module or package for each framework, named like it: ``resumekit.adapters.torch``."""
