@@ -84,7 +84,7 @@ class Counters(ComponentState):
             self._window_samples.extend(indices if several else [indices])
 
     def take_samples(self) -> tuple[list[Any], bool]:
-        """The samples of the accumulation window that ends; whether this process saw all of them."""
+        """The samples of the accumulation window that ends, and whether all of them are known."""
         samples, self._window_samples = self._window_samples, []
         return samples, self._knew_window
 
