@@ -34,37 +34,35 @@ LAYERS: dict[str, set[str]] = {
     "analysis": {"errors"},
     "requirements": {"errors", "log"},
     "state": {"errors"},
-    "layout": {"errors", "state", "distributed"},
-    "distributed": {"errors", "layout", "log", "state"},
+    "distributed": {"errors", "log", "state"},
     "storage": {"errors", "log", "state"},
     "serialization": {"errors", "log", "state", "storage"},
     "tracing": {"errors", "log", "serialization", "state"},
     "capture": {
-        *("errors", "log", "state", "layout", "distributed", "serialization", "resumekit"),
+        *("errors", "log", "state", "distributed", "serialization", "resumekit"),
     },
-    "data": {"errors", "log", "state", "layout", "distributed", "capture"},
-    "journal": {"errors", "log", "state", "serialization", "capture"},
+    "data": {"errors", "log", "state", "distributed", "capture"},
+    "journal": {"errors", "log", "state", "serialization", "capture", "resumekit"},
     "run": {
-        *("errors", "log", "state", "layout", "distributed", "tracing", "analysis", "resumekit"),
+        *("errors", "log", "state", "distributed", "tracing", "analysis", "resumekit"),
         *("storage", "serialization", "capture", "data", "journal"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "frameworks": {
-        *("errors", "log", "state", "layout", "distributed", "requirements"),
+        *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),
     },
     "adapters": {
-        *("errors", "log", "state", "layout", "distributed", "requirements", "resumekit"),
+        *("errors", "log", "state", "distributed", "requirements", "resumekit"),
         *("storage", "capture", "data", "run", "frameworks"),
     },
     "prove": {"errors", "log", "tracing"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it stands where a user's script stands
-    "cli_views": {"errors", "log", "storage", "export"},
-    "cli": {"errors", "log", "storage", "export", "prove", "demo", "cli_views", "resumekit"},
+    "cli": {"errors", "log", "storage", "export", "prove", "demo", "resumekit"},
 }
 
 # A package is imported through its `__init__`, except these: each of their modules belongs to one

@@ -190,6 +190,7 @@ def test_a_newer_version_or_changed_names_are_one_warning(
 ) -> None:
     _install(tmp_path, "accelerate", version)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logging.getLogger("resumekit"), "handlers", [])
     monkeypatch.setattr(logging.getLogger("resumekit"), "propagate", True)
     caplog.set_level(logging.INFO, "resumekit")
     check_tested("accelerate", found=found, strict=strict, warns=False)

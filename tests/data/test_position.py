@@ -415,7 +415,7 @@ def test_any_other_iterable_is_replayed_and_says_so() -> None:
     again.begin(0)
     again.restore_generators()
     assert position_of(again) == (0, 3)
-    assert "replayed other batches" in again.fidelity[1]
+    assert "is replayed from the start of the epoch" in again.fidelity[1]
     assert torch.equal(again.next_batch()[0][:1], torch.tensor([3]))
     assert len(first) == 3
 

@@ -667,7 +667,7 @@ def test_drawing_again_tells_how_it_gets_on_once_it_takes_longer_than_a_second(
             r"3\d of 40 \(\d\d%\), about 0 s left",
             lines[0],
         )
-        assert lines[-1].endswith("again: 40, 1 s")
+        assert lines[-1].endswith("of 'train': 40, 1 s")
 
 
 @pytest.mark.parametrize("kind", [range, list, tuple, np.ndarray, torch.Tensor])
