@@ -36,7 +36,7 @@ __all__ = [
     "trace",
 ]
 
-# Loaded on first use: the command line and the storage room start without loading torch.
+# Loaded on first use: the command line and the package `storage` start without loading torch.
 _HOMES = {
     "BestCheckpoint": "resumekit.checkpointer",
     "Checkpointer": "resumekit.checkpointer",

@@ -1,7 +1,7 @@
 """A small transformer learns to read Python: the training script behind ``resumekit demo``.
 
 It is an ordinary script, as you would write your own. Run it twice with the same command and kill
-it in between: the second run goes on where the first one stopped, to the last bit.
+it in between: the second run continues where the first one stopped, to the last bit.
 
     python -m resumekit.demo_script runs/demo
 """
@@ -29,9 +29,9 @@ class PythonSources(Dataset[tuple[Tensor, Tensor]]):
     """Windows of the interpreter's own library sources, some of their bytes hidden at random.
 
     Args:
-        num_windows: how many windows, spread evenly over the sources.
+        num_windows: how many windows, evenly distributed over the sources.
         length: bytes in a window.
-        hidden: the share of input bytes that is hidden, drawn anew each time a window is read.
+        hidden: the fraction of input bytes that is hidden, drawn again each time a window is read.
     """
 
     def __init__(self, num_windows: int, *, length: int, hidden: float) -> None:
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
         width: features per position.
         num_layers: how many layers.
         length: the longest input in bytes.
-        dropout: the share of activations that is dropped.
+        dropout: the fraction of activations that is dropped.
     """
 
     def __init__(self, *, width: int, num_layers: int, length: int, dropout: float) -> None:
@@ -68,15 +68,15 @@ class Transformer(nn.Module):
             width, 4, 4 * width, dropout=dropout, batch_first=True, norm_first=True
         )
         self.bytes = nn.Embedding(NUM_BYTES, width)
-        self.places = nn.Embedding(length, width)
+        self.positions = nn.Embedding(length, width)
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, NUM_BYTES)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of each next byte, (batch, length, 256), from bytes, (batch, length)."""
-        places = torch.arange(inputs.shape[1], device=inputs.device)
-        hidden = self.bytes(inputs) + self.places(places)
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        hidden = self.bytes(inputs) + self.positions(positions)
         logits: Tensor = self.head(self.layers(hidden, mask=self.mask, is_causal=True))
         return logits
 

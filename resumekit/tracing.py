@@ -30,7 +30,7 @@ TRACE_VARIABLE = "RESUMEKIT_TRACE"
 # "step:7" or "checkpoint:8": the process kills itself right after it has traced that.
 KILL_VARIABLE = "RESUMEKIT_TRACE_KILL"
 
-# Relocates every run directory under this one, so that no test run touches the user's own.
+# Relocates every run directory under this one, so that no test run touches those of the user.
 RUN_ROOT_VARIABLE = "RESUMEKIT_RUN_ROOT"
 
 # Component keys or slots that are deliberately not restored, separated by commas.
@@ -128,7 +128,7 @@ class Trace:
         directory: where the trace file goes; made if missing.
         rank: the rank of this process.
         kill: ``"step:7"`` or ``"checkpoint:8"``: SIGKILL this process right after that record was
-            written, for tests that need a kill at a known place; ``"step:7:SIGTERM"`` sends it
+            written, for tests that need a kill at a known point; ``"step:7:SIGTERM"`` sends it
             another signal.
     """
 
@@ -150,7 +150,7 @@ class Trace:
         Asked twice, it gives the same object: one process writes one file.
 
         Args:
-            rank: the rank of this process; without it torch.distributed or ``RANK`` tells.
+            rank: the rank of this process; without it that of torch.distributed or ``RANK``.
         """
         named = os.environ.get(TRACE_VARIABLE)
         current = _process.trace
@@ -221,7 +221,7 @@ class Trace:
                 the first fetch, ``"end"`` at the horizon.
             step: the optimizer step that the state belongs to.
             components: states (what ``state_dict()`` gives) by component key.
-            micro_step: tells several states of one step apart.
+            micro_step: distinguishes several states of one step.
         """
         record = {"kind": event, "step": step, "components": _component_digests(components)}
         self._write(record if micro_step is None else {**record, "micro_step": micro_step})

@@ -25,8 +25,8 @@ from resumekit.prove.result import RUN, Divergence, Resume, Verdict
 
 StepKey = tuple[int, int]
 
-# Several states of one step by their micro-step: a save may be made inside an accumulation window.
-Place = tuple[int, int]
+# Step and micro-step: a save may be made inside an accumulation window.
+MicroStep = tuple[int, int]
 
 # Where two records of one step differ, the earlier one in the life of a step is the cause.
 _ORDER = {STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
@@ -82,7 +82,7 @@ class _LogicalRun:
     """The last execution of each step of one rank."""
 
     steps: dict[StepKey, Record] = field(default_factory=dict)
-    checkpoints: dict[Place, list[Record]] = field(default_factory=dict)
+    checkpoints: dict[MicroStep, list[Record]] = field(default_factory=dict)
     end: Record | None = None
 
     def rewind(self, step: int) -> None:
@@ -95,7 +95,7 @@ class _LogicalRun:
         if record.kind == STEP:
             self.steps[record.step, ordinal] = record
         elif record.kind == CHECKPOINT:
-            self.checkpoints.setdefault(record.place, []).append(record)
+            self.checkpoints.setdefault(record.micro_step, []).append(record)
         elif record.kind == END:
             self.end = record
 
@@ -135,8 +135,8 @@ class _Truth:
         self.run = _logical_run(reference)
         self._idle_generators = idle_generators(reference)
         self._constant = constant_leaves(reference)
-        self._own = values_before_the_first_kill(candidate)
-        self._own_checkpoints: dict[Place, Record] = {}
+        self._own_values = values_before_the_first_kill(candidate)
+        self._own_checkpoints: dict[MicroStep, Record] = {}
 
     def differences(self, record: Record, ordinal: int) -> list[Difference]:
         """What is wrong with one record."""
@@ -151,34 +151,38 @@ class _Truth:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [Difference(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
-        # There are two of a place where an epoch ends that nobody could see the end of: the one
-        # that was due, and the one that records the end.
-        all_expected = self.run.checkpoints.get(record.place)
+        # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
+        # one that was due, and the one that records the end.
+        all_expected = self.run.checkpoints.get(record.micro_step)
         if all_expected:
             return min((self._state_differences(record, each) for each in all_expected), key=len)
-        # A save on the clock may fall on another place in the reference run. What was resumed is
-        # then held against what this run itself had saved.
-        own = self._own_checkpoints.get(record.place)
-        return [] if own is None or record.kind == CHECKPOINT else state_differences(record, own)
+        # A save by time may fall on another step in the reference run. What was resumed is then
+        # compared with what this run itself had saved.
+        saved = self._own_checkpoints.get(record.micro_step)
+        if saved is None or record.kind == CHECKPOINT:
+            return []
+        return state_differences(record, saved)
 
     def own_values(self) -> list[str]:
-        """The names of what the judged run is held against itself for."""
+        """The names of the values that the judged run is compared with itself for."""
         first = next(iter(self.run.checkpoints.values()), None)
         leaves = first[0].components if first else {}
         return [
             f"{key}: {leaf}"
-            for (key, leaf), value in self._own.items()
+            for (key, leaf), value in self._own_values.items()
             if (key, leaf) in self._constant and leaves.get(key, {}).get(leaf) != value
         ]
 
     def learn(self, attempt: Attempt) -> None:
         """Remembers what a launch saved, for those that follow it."""
         self._own_checkpoints.update(
-            {record.place: record for record in attempt.records if record.kind == CHECKPOINT}
+            {each.micro_step: each for each in attempt.records if each.kind == CHECKPOINT}
         )
 
     def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
-        return state_differences(record, with_own_values(expected, self._constant, self._own))
+        return state_differences(
+            record, with_own_values(expected, self._constant, self._own_values)
+        )
 
 
 def _execution_divergences(
@@ -230,7 +234,7 @@ def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
         steps = [record.step for record in attempt.records if record.kind == STEP]
         at = next((record.step for record in attempt.records if record.kind == RESUMED), None)
         if at is None and first is not None and steps and steps[0] > first:
-            at = steps[0] - 1  # a script of its own: it went on behind the first step
+            at = steps[0] - 1  # resumed by the script itself: it continued after the first step
         if at is not None and newest is not None:
             resumes.append(Resume(attempt.launch, at, max(newest - at, 0)))
         if steps:
@@ -272,7 +276,7 @@ def _extra_rank(rank: int) -> Divergence:
 
 def _precedence(divergence: Divergence) -> tuple[bool, int, int, int]:
     # A difference before the first kill comes first, whatever its step: it shows that the script
-    # does not repeat itself, and nothing that follows can be laid at the door of a resume.
+    # does not repeat itself, and no later difference can be blamed on a resume.
     return (
         divergence.launch > 0,
         divergence.step,

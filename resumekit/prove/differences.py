@@ -124,19 +124,19 @@ def _first(
 
 
 def _described(found: Any, expected: Any) -> tuple[str, str]:
-    """Both values; of two long lists the first place where they part."""
+    """Both values; of two long lists the first elements that differ."""
     if isinstance(found, list) and isinstance(expected, list) and len(str(expected)) > 60:
         pairs = zip(found, expected, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if place is not None:
-            return f"{found[place]} at position {place}", f"{expected[place]}"
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if index is not None:
+            return f"{found[index]} at position {index}", f"{expected[index]}"
     return describe(found), describe(expected)
 
 
 def _slot_order(component: str) -> tuple[int, str]:
     slot = component.split("/", 1)[0]
-    place = _STATE_ORDER.index(slot) if slot in _STATE_ORDER else len(_STATE_ORDER)
-    return place, component
+    index = _STATE_ORDER.index(slot) if slot in _STATE_ORDER else len(_STATE_ORDER)
+    return index, component
 
 
 def _is_model(component: str) -> bool:
@@ -186,11 +186,13 @@ def values_before_the_first_kill(attempts: Iterable[Attempt]) -> dict[Leaf, str]
     return {}
 
 
-def with_own_values(expected: Record, constant: frozenset[Leaf], own: Mapping[Leaf, str]) -> Record:
+def with_own_values(
+    expected: Record, constant: frozenset[Leaf], own_values: Mapping[Leaf, str]
+) -> Record:
     """The expected state of the reference, its constant leaves taken from the judged run."""
     components = {
         key: {
-            leaf: own.get((key, leaf), digest) if (key, leaf) in constant else digest
+            leaf: own_values.get((key, leaf), digest) if (key, leaf) in constant else digest
             for leaf, digest in leaves.items()
         }
         for key, leaves in expected.components.items()
@@ -198,19 +200,19 @@ def with_own_values(expected: Record, constant: frozenset[Leaf], own: Mapping[Le
     return replace(expected, fields={**expected.fields, "components": components})
 
 
-def last_digests(attempts: Iterable[Attempt], *, besides: frozenset[Leaf]) -> dict[str, str]:
+def last_digests(attempts: Iterable[Attempt], *, excluded: frozenset[Leaf]) -> dict[str, str]:
     """One digest per component of the newest state that a run traced.
 
     Args:
         attempts: what one rank wrote.
-        besides: leaves that are left out, the constant ones: they may be the run's own.
+        excluded: constant leaves, whose value may differ between runs.
     """
     records = [record for attempt in attempts for record in attempt.records if record.components]
     if not records:
         return {}
     digests: dict[str, str] = {}
     for key, leaves in records[-1].components.items():
-        kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in besides}
+        kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in excluded}
         text = json.dumps(kept, sort_keys=True)
         digests[key] = xxhash.xxh3_64_hexdigest(text.encode())
     return digests

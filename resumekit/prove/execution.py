@@ -53,8 +53,8 @@ def kill_instants(
     Args:
         steps: the optimizer steps of the uninterrupted run, ascending.
         num_kills: how many instants.
-        first_saved: the step of the first checkpoint, where the trace tells.
-        rng: decides.
+        first_saved: the step of the first checkpoint, if the trace contains one.
+        rng: the source of the instants.
 
     Raises:
         ProveError: the run is too short for that, or saves nothing before its last step.
@@ -87,7 +87,7 @@ def kill_instants(
 def chosen_points(
     at: Sequence[str], *, kills: int | None, seed: int | None
 ) -> tuple[KillPoint, ...]:
-    """The places that a user named; empty when the kills are to be random.
+    """The kill points that a user named; empty when the kills are to be random.
 
     Raises:
         ConfigurationError: one is not a point, or random kills were asked for as well.
@@ -96,19 +96,21 @@ def chosen_points(
         raise ConfigurationError(
             "at",
             found=f"given together with {'seed' if kills is None else 'kills'}",
-            expected="either chosen places or random instants",
+            expected="either chosen points or random instants",
         )
     points = tuple(KillPoint.parse(text, where="at") for text in at)
     for point in points:
         if point.signal != "SIGKILL":
-            raise ConfigurationError("at", found=repr(str(point)), expected="a place alone")
+            raise ConfigurationError(
+                "at", found=repr(str(point)), expected="a point without a signal"
+            )
     return points
 
 
 def require_reached(
     points: Sequence[KillPoint], reference: Mapping[int, Sequence[Attempt]], command: str
 ) -> None:
-    """Nothing, when a run that is killed at these places can be judged.
+    """Checks that a run that is killed at these points can be judged.
 
     Args:
         points: where it will be killed.
@@ -124,7 +126,9 @@ def require_reached(
     for point in points:
         if (point.event, point.number) not in events:
             steps = [step for kind, step in events if kind == point.event]
-            expected = "a run that saves through a Checkpointer; no other tells of its checkpoints"
+            expected = (
+                "a run that saves through a Checkpointer; no other run traces its checkpoints"
+            )
             if steps:
                 expected = f"one from {point.event}:{min(steps)} to {point.event}:{max(steps)}"
             raise PlaceNotReachedError(command, found=f"never comes to {point}", expected=expected)
@@ -139,7 +143,7 @@ def require_reached(
 
 
 def first_saved(attempts: Sequence[Attempt]) -> int | None:
-    """The step of the first checkpoint, where the trace tells."""
+    """The step of the first checkpoint; None if the trace contains none."""
     steps = [r.step for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
     return min(steps, default=None)
 
@@ -159,7 +163,7 @@ class Plan:
         world: ranks.
         timeout_seconds: the longest that one launch may take.
         step_seconds: the usual time of a step; scales the instants of kills.
-        on_event: told in one line what happens.
+        on_event: called with one line about what happens.
     """
 
     command: tuple[str, ...]

@@ -44,7 +44,7 @@ class Launch:
     Args:
         command: program and arguments.
         environment: the whole environment of the command; it carries the marker.
-        marker: tells the processes of this launch from all others.
+        marker: distinguishes the processes of this launch from all others.
         log: stdout and stderr together go to this file.
     """
 
@@ -230,22 +230,22 @@ def prepared(command: Sequence[str], *, world: int, directory: Path) -> list[str
 
 
 def _distributed(words: list[str], world: int) -> list[str]:
-    place = _script_place(words)
+    index = _script_index(words)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    return [*words[:place], *launcher, *words[place:]]
+    return [*words[:index], *launcher, *words[index:]]
 
 
-def _script_place(words: list[str]) -> int:
-    """The index of the script, or of its ``-m``, behind the interpreter and its options."""
-    place = 1
-    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c"):
-        place += 2 if words[place] in _OPTIONS_WITH_VALUE else 1
+def _script_index(words: list[str]) -> int:
+    """The index of the script, or of its ``-m``, after the interpreter and its options."""
+    index = 1
+    while index < len(words) and words[index].startswith("-") and words[index] not in ("-m", "-c"):
+        index += 2 if words[index] in _OPTIONS_WITH_VALUE else 1
     is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name)
-    if not is_python or place >= len(words) or words[place] == "-c":
+    if not is_python or index >= len(words) or words[index] == "-c":
         raise ConfigurationError(
             " ".join(words),
             found="cannot be started on several ranks",
             expected="python <script.py> ... or python -m <module> ...",
             remedy="Leave --world out if the command starts its ranks itself",
         )
-    return place
+    return index

@@ -41,8 +41,8 @@ class Record:
         return components
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The step and the micro-step of a state; 0 for the latter where it was not told."""
+    def micro_step(self) -> tuple[int, int]:
+        """The step and the micro-step of a state; 0 for the latter where it was not recorded."""
         return self.step, self.fields.get("micro_step", 0)
 
     @property
@@ -105,7 +105,7 @@ def launch_directory(directory: Path, launch: int) -> Path:
 
 
 class TraceTail:
-    """Follows a trace that is being written, for whoever waits for a step.
+    """Follows a trace that is being written, for code that waits for a step.
 
     Args:
         directory: the trace of one launch.

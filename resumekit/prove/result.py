@@ -76,8 +76,8 @@ class Verdict:
         num_steps: steps of the reference run.
         num_ranks: ranks of the reference run.
         resumes: the launches that resumed.
-        own_values: values that differ from the reference from the start, never change, and came
-            back after every kill, such as the state of a generator that is neither seeded nor
+        own_values: values that differ from the reference from the start, never change, and were
+            restored after every kill, such as the state of a generator that is neither seeded nor
             drawn from.
     """
 
@@ -105,8 +105,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.divergence is None:
             equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
-            own = ", ".join(self.own_values)
-            return f"{equal} (each run has its own constant {own})" if own else equal
+            names = ", ".join(self.own_values)
+            return f"{equal} (each run has its own constant {names})" if names else equal
         if not self.is_reproducible:
             return (
                 f"NOT REPRODUCIBLE: {self.divergence}. The two runs differ before the first kill; "
@@ -161,7 +161,7 @@ class LaunchSummary:
         was_killed: whether it was killed.
         exit_status: its exit status; negative is a signal.
         seconds: its wall-clock time.
-        at: the chosen place at which it was to be killed; None for a random instant.
+        at: the chosen point at which it was to be killed; None for a random instant.
     """
 
     number: int
@@ -217,7 +217,7 @@ class ProveResult:
     Args:
         command: as the user wrote it.
         world: ranks.
-        at: the chosen places of the kills; empty when they were random instants.
+        at: the chosen points of the kills; empty when they were random instants.
         seed: what the random instants were drawn from; None when there were none.
         num_kills_asked: kills per trial.
         num_steps: steps of the uninterrupted run.

@@ -68,7 +68,7 @@ def prove(
             ``"step:35"``, right after that step was recorded, before it could be saved, or
             ``"checkpoint:40"``, right after that checkpoint was committed.
         world: ranks; more than one starts ``python x.py`` through ``torch.distributed.run``.
-        inject: a component key or slot that every relaunch is told not to restore (a negative
+        inject: a component key or slot that no relaunch restores (a negative
             control: it must be found and named), or ``"all"`` for each component in turn. Such a
             run is killed once, late, or at the chosen points.
         json_path: where to write the whole answer as JSON.
@@ -119,7 +119,7 @@ def prove(
             num_kills_asked=len(chosen),
             num_steps=len(_steps(attempts)),
             reference_seconds=sum(launch.seconds for launch in reference.launches),
-            reference_digests=last_digests(attempts, besides=constant_leaves(attempts)),
+            reference_digests=last_digests(attempts, excluded=constant_leaves(attempts)),
             trials=_forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
         )
     if json_path is not None:
@@ -172,7 +172,7 @@ class _Judge:
             raise PlaceNotReachedError(
                 " ".join(self._plan.command),
                 found=f"the killed run never came to {missed[0]}",
-                expected="one launch killed at each place, in the order in which they are given",
+                expected="one launch killed at each point, in the given order",
             )
         if self._kills and not num_kills:
             raise ProveError(
@@ -183,7 +183,7 @@ class _Judge:
             )
 
     def _digests(self, run: FinishedRun) -> dict[str, str]:
-        return last_digests(read_trace(run.trace).get(0, ()), besides=self._constant)
+        return last_digests(read_trace(run.trace).get(0, ()), excluded=self._constant)
 
     def _verdict(self, run: FinishedRun, *, expect_resume: bool) -> Verdict | None:
         try:
@@ -238,7 +238,7 @@ def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tup
         raise ConfigurationError(
             "inject",
             found="a run without checkpoints of a Checkpointer",
-            expected="one that can be told what not to restore",
+            expected="a run that saves components through a Checkpointer",
         )
     if inject == EVERY_COMPONENT:
         return tuple(present)

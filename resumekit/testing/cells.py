@@ -49,7 +49,7 @@ class Cell:
         return f"{name}({options}) on {self.world_size} rank(s), killed at [{kills}]"
 
 
-# The names of the places that ``kill_points`` gives.
+# The names of the kill points that ``kill_points`` gives.
 KILL_PLACES = (
     "mid-epoch 0",
     "mid-epoch 1",
@@ -67,7 +67,7 @@ _SHORTEST_EPOCH = 3
 def kill_points(
     steps_per_epoch: int, save_every: int, *, num_epochs: int = 2
 ) -> dict[str, tuple[KillPoint, ...]]:
-    """The kill points of one run by the name of the place; the name says what is special there.
+    """The kill points of one run by name; the name says what is special there.
 
     ========================  =====================================================================
     mid-epoch 0               between two saves of the first epoch
@@ -85,7 +85,7 @@ def kill_points(
         num_epochs: epochs of the whole run.
 
     Raises:
-        ConfigurationError: the epoch has no such places.
+        ConfigurationError: the epoch has no such points.
     """
     epoch, every = steps_per_epoch, save_every
     if epoch < _SHORTEST_EPOCH or every < 1 or epoch <= every or epoch % every:
@@ -152,9 +152,9 @@ def _cover_pairs(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     bits: dict[tuple[tuple[int, int], ...], int] = {}
     masks: list[int] = []
     for row in rows:
-        places = list(enumerate(row))
+        cells = list(enumerate(row))
         # A single factor has no pairs: its values are covered one by one.
-        groups = itertools.combinations(places, min(2, len(places)))
+        groups = itertools.combinations(cells, min(2, len(cells)))
         masks.append(sum(1 << bits.setdefault(group, len(bits)) for group in groups))
     uncovered = (1 << len(bits)) - 1
     chosen: list[int] = []

@@ -86,14 +86,14 @@ class FirstLaunches:
     """First launches that were killed, kept as they left their directories.
 
     Cells that differ in what follows the first kill, as a run and its negative controls do, begin
-    with the same launch. It is made once; each run goes on in the same directory, put back to what
-    it was then. So there is one run of them at a time, and the one before is gone.
+    with the same launch. It is made once; each run continues in the same directory, restored to its
+    content after that launch. So one such run exists at a time, and it replaces the one before.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, KillPoint], Run] = {}
 
-    def put_back(self, cell: Cell, inject: str | None) -> Run | None:
+    def restore(self, cell: Cell, inject: str | None) -> Run | None:
         """The run of this cell after its first launch; None if it was not made yet."""
         first = self._known.get((cell.run_key, cell.kills[0]))
         if first is None:
@@ -277,8 +277,8 @@ class Kit:
         Args:
             cell: what to run.
             component: the component key or slot (or the field of the step record).
-            inject: whether the Checkpointer is told not to restore it; False for a function that
-                is wrong by itself.
+            inject: whether the Checkpointer skips its restore; False for a function that is
+                wrong by itself.
 
         Raises:
             AssertionError: the run was exact, or something else was named.
@@ -296,17 +296,17 @@ class Kit:
         if not cell.kills:
             return self.judge(cell, inject=inject)
         reference = self.run_uninterrupted(cell)
-        run = self._first_launches.put_back(cell, inject)
+        run = self._first_launches.restore(cell, inject)
         if run is None:
             run = self.run_again(self.new_run(cell, inject=inject), kill=cell.kills[0])
             self._first_launches.keep(run)
-        run = self._go_on(run, cell.kills[1:])
+        run = self._continue(run, cell.kills[1:])
         return compare(reference.trace, run.trace, expect_resume=True), run
 
     def _run(self, cell: Cell, *, kills: tuple[KillPoint, ...], inject: str | None) -> Run:
-        return self._go_on(self.new_run(cell, inject=inject), kills)
+        return self._continue(self.new_run(cell, inject=inject), kills)
 
-    def _go_on(self, run: Run, kills: Sequence[KillPoint]) -> Run:
+    def _continue(self, run: Run, kills: Sequence[KillPoint]) -> Run:
         """One launch for each kill point, and one that runs to its end, unless one fails."""
         for kill in (*kills, None):
             if run.failure:
@@ -337,7 +337,7 @@ class Kit:
         wanted = _KILLED if kill is None else kill.exit_status
         failed = [pid for pid, status in statuses.items() if status not in (0, wanted)]
         was_killed = wanted in statuses.values()
-        if kill is not None and wanted != _KILLED:  # those who are asked to leave all do so
+        if kill is not None and wanted != _KILLED:  # asked to leave, all ranks do so
             was_killed = list(statuses.values()) == [wanted] * cell.world_size
         failure = "" if was_killed or not failed else tail_of(logs[failed[0]]) or "no output"
         if was_killed and kill is None:

@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.005
 
 
 class Launcher(Protocol):
-    """Starts processes and tells when they ended."""
+    """Starts processes and reports when they ended."""
 
     def start(self, task: Task) -> int:
         """The id of a new process, which leads its own session and runs the task."""

@@ -26,7 +26,7 @@ from resumekit.testing.task import Task
 def main(preload: Sequence[str]) -> None:
     """Serves until stdin closes; in a forked child, runs the task and returns.
 
-    The child comes back here, at the bottom of the stack, so that it ends like any other
+    The child returns here, at the bottom of the stack, so that it ends like any other
     interpreter: exit handlers run, and an uncaught exception prints its traceback. What is left out
     where the task returned is the last act, in which an interpreter takes its modules apart: all of
     their pages would be copied for it, some 0.4 seconds of a launch.

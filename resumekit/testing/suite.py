@@ -49,7 +49,7 @@ class ConformanceSuite:
 
     On every world size it is
 
-    * killed in each place of ``kill_points()``, and must end with the bits of the run that was not;
+    * killed at each point of ``kill_points()``, and must end with the bits of the run that was not;
     * killed with one component left out of the restore, which must be caught and named: the
       negative controls; a component that changes and has no control is a failure;
     * started, resumed, and started once more after its end, which must do nothing;
@@ -107,7 +107,7 @@ class ConformanceSuite:
 
     @classmethod
     def kill_points(cls, steps_per_epoch: int, save_every: int) -> dict[str, tuple[KillPoint, ...]]:
-        """Where runs are killed, by name; add places of your own to those of ``super()``."""
+        """Where runs are killed, by name; add points of your own to those of ``super()``."""
         return kill_points(steps_per_epoch, save_every, num_epochs=cls.num_epochs)
 
     # ---------------------------------------------------------------- what its own tests may call
@@ -158,7 +158,7 @@ class ConformanceSuite:
 
     # ---------------------------------------------------------------- the tests
 
-    def test_the_function_is_what_the_suite_was_told(self, kit: Kit, world_size: int) -> None:
+    def test_the_function_is_what_the_subclass_declares(self, kit: Kit, world_size: int) -> None:
         for options in ({}, self.everything):
             cell = self.cell(options=options, world_size=world_size)
             num_steps = self.num_epochs * self.steps_in_epoch(cell.options, world_size)
@@ -178,7 +178,7 @@ class ConformanceSuite:
         asked_at = KillPoint.step(asked, rank=world_size - 1, signal="SIGTERM")
         verdict = kit.assert_exact(self.cell((asked_at,), world_size=world_size))
         left = verdict.resumes[0]
-        # Alone it leaves at once; among several the wish is common at the next boundary.
+        # One rank leaves at once; several agree on the request at the next boundary.
         expected = asked if world_size == 1 else asked + 1
         assert (left.step, left.num_repeated_steps) == (expected, 0), f"{left}"
 

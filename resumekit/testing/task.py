@@ -62,7 +62,7 @@ class Task:
                 os.environ[name] = value
 
     def run(self) -> None:
-        """Calls the function; whatever it raises goes on. It may leave a process group."""
+        """Calls the function and passes its exceptions on. Destroys its process group."""
         sys.argv = [self.target]
         load_function(self.target)(self.directory, **self.options)
         _end_process_group()
@@ -106,8 +106,8 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises:
         ConfigurationError: there is no such module, file or function.
     """
-    place, _, name = target.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    source, _, name = target.rpartition(":")
+    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(target, found=f"no function {name!r}", expected="module:function")

@@ -135,7 +135,7 @@ def test_a_length_that_is_not_the_functions_own_fails(warm: Kit) -> None:
     suite = is_wrong("", steps_per_epoch=9)
     suite.test_a_killed_run_continues_exactly(warm, "on the boundary", 1)  # which is none
     with pytest.raises(AssertionError, match="counted 12 steps, from 1 to 12, expected 1 to 18"):
-        suite.test_the_function_is_what_the_suite_was_told(warm, 1)
+        suite.test_the_function_is_what_the_subclass_declares(warm, 1)
 
 
 # ---------------------------------------------------------------- as pytest sees it

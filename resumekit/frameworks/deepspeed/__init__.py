@@ -356,6 +356,7 @@ class _Optimizer(OptimizerState):
         layout = {"class": class_name(self.optimizer), "ZeRO": f"stage {stage}"}
         for number, group in enumerate(groups):
             for index, (name, shape) in enumerate(group.items()):
+                # Stored in checkpoints and compared on resume, so the wording stays.
                 layout[name] = f"{tuple(shape)} at place {index} of group {number}"
         return layout
 
