@@ -34,7 +34,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     └── ProveError (RuntimeError)            the result of a command could not be determined
         ├── CommandFailedError               it failed without being killed
         ├── CommandTimeoutError (TimeoutError) it did not end within the timeout
-        └── PlaceNotReachedError             it never reached the point of the kill
+        └── KillPointNotReachedError             it never reached the point of the kill
 
 ``Preempted`` is not an error: a run that received a signal has saved, and ends with it.
 """
@@ -220,7 +220,7 @@ class CommandTimeoutError(ProveError, TimeoutError):
     """The command did not end within its timeout."""
 
 
-class PlaceNotReachedError(ProveError):
+class KillPointNotReachedError(ProveError):
     """The command never reached the point at which it was to be killed."""
 
 

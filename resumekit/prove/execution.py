@@ -14,7 +14,7 @@ from resumekit.errors import (
     CommandFailedError,
     CommandTimeoutError,
     ConfigurationError,
-    PlaceNotReachedError,
+    KillPointNotReachedError,
     ProveError,
 )
 from resumekit.prove.processes import Launch, Marker, prepared
@@ -118,7 +118,7 @@ def require_reached(
         command: named in errors.
 
     Raises:
-        PlaceNotReachedError: the uninterrupted run does not come to one of them.
+        KillPointNotReachedError: the uninterrupted run does not come to one of them.
         ProveError: nothing is saved before the last of them.
     """
     attempts = [attempt for rank in reference.values() for attempt in rank]
@@ -131,7 +131,8 @@ def require_reached(
             )
             if steps:
                 expected = f"one from {point.event}:{min(steps)} to {point.event}:{max(steps)}"
-            raise PlaceNotReachedError(command, found=f"never comes to {point}", expected=expected)
+            found = f"never comes to {point}"
+            raise KillPointNotReachedError(command, found=found, expected=expected)
     saved = first_saved(attempts)
     if saved is not None and not any(point.is_after_save(saved) for point in points):
         raise ProveError(

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from resumekit.errors import ConfigurationError, PlaceNotReachedError, ProveError, TraceError
+from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError, TraceError
 from resumekit.prove.comparison import compare
 from resumekit.prove.differences import constant_leaves, last_digests
 from resumekit.prove.execution import (
@@ -81,7 +81,7 @@ def prove(
         ConfigurationError: an argument is wrong, or the program is not there.
         CommandFailedError: the command fails with nobody killing it.
         CommandTimeoutError: a launch did not end in time.
-        PlaceNotReachedError: the command never comes to one of the chosen points.
+        KillPointNotReachedError: the command never comes to one of the chosen points.
         ProveError: the command writes no trace, is too short, or ends before a kill can hit.
     """
     points = chosen_points(at, kills=kills, seed=seed)
@@ -169,7 +169,7 @@ class _Judge:
         """A run that was not killed as it should have been is no proof."""
         missed = self._kills[num_kills:]
         if missed and isinstance(missed[0], KillPoint):
-            raise PlaceNotReachedError(
+            raise KillPointNotReachedError(
                 " ".join(self._plan.command),
                 found=f"the killed run never came to {missed[0]}",
                 expected="one launch killed at each point, in the given order",

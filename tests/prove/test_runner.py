@@ -20,7 +20,7 @@ from resumekit.errors import (
     CommandFailedError,
     CommandTimeoutError,
     ConfigurationError,
-    PlaceNotReachedError,
+    KillPointNotReachedError,
     ProveError,
 )
 from resumekit.prove import Outcome, ProveResult, prove
@@ -210,12 +210,12 @@ def test_a_component_is_left_out_at_chosen_places_too() -> None:
 
 
 def test_a_place_that_no_run_comes_to_is_an_error_of_its_own() -> None:
-    with pytest.raises(PlaceNotReachedError, match=r"never comes to step:13, .* to step:12"):
+    with pytest.raises(KillPointNotReachedError, match=r"never comes to step:13, .* to step:12"):
         tiny(at=("step:5", "step:13"))
 
 
 def test_a_place_that_lies_before_the_resume_is_an_error_and_not_exact() -> None:
-    with pytest.raises(PlaceNotReachedError, match="the killed run never came to step:5"):
+    with pytest.raises(KillPointNotReachedError, match="the killed run never came to step:5"):
         tiny(at=("step:8", "step:5"))
 
 
@@ -225,7 +225,7 @@ def test_a_run_that_diverged_stays_so_when_a_later_place_is_never_reached() -> N
 
 
 def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at() -> None:
-    with pytest.raises(PlaceNotReachedError, match="saves through a Checkpointer"):
+    with pytest.raises(KillPointNotReachedError, match="saves through a Checkpointer"):
         prove(PLAIN, at=("checkpoint:4",))
 
 
