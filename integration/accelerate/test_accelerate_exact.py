@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from accelerate_workloads import train
 
-from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
 
 FEEDS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -54,7 +54,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "in epochs, steps not marked": {"loop": "epochs", "mark": False},
 }
 EVERYTHING = {"augment": True, "scaler": True, "report": True}
-MATRICES = {"combination": {"kill": KILL_PLACES, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
+MATRICES = {"combination": {"kill": KILL_POINTS, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
 
 
 class TestAccelerate(ConformanceSuite):

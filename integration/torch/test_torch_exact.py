@@ -14,7 +14,7 @@ import pytest
 from preloads import TORCH
 from workloads import BATCH_SIZE, NUM_SAMPLES, train
 
-from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
 
 FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
@@ -40,7 +40,7 @@ EVERYTHING = {
 }
 MATRICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "trained": {
-        "kill": KILL_PLACES,
+        "kill": KILL_POINTS,
         "optimizer": ("sgd", "adamw", "adam with two groups"),
         "feature": tuple(FEATURES),
         "world_size": (1, 2),

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from transformers_workloads import train
 
-from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
 
 FEEDS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -57,7 +57,7 @@ class TestTransformers(ConformanceSuite):
     preload = TRAINER
     matrices = {
         "combination": {
-            "kill": KILL_PLACES,
+            "kill": KILL_POINTS,
             "feed": tuple(FEEDS),
             "style": tuple(STYLES),
         }

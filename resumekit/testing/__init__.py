@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from resumekit.testing.cells import KILL_PLACES, Cell, kill_points, pairwise
+from resumekit.testing.cells import KILL_POINTS, Cell, kill_points, pairwise
 from resumekit.testing.kit import DEFAULT_PRELOAD, Kit, LaunchResult, Run
 from resumekit.tracing import KillPoint
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_PRELOAD",
-    "KILL_PLACES",
+    "KILL_POINTS",
     "Cell",
     "ConformanceSuite",
     "KillPoint",

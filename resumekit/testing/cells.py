@@ -50,7 +50,7 @@ class Cell:
 
 
 # The names of the kill points that ``kill_points`` gives.
-KILL_PLACES = (
+KILL_POINTS = (
     "mid-epoch 0",
     "mid-epoch 1",
     "on the boundary",

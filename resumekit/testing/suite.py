@@ -72,7 +72,7 @@ class ConformanceSuite:
             with an argument of that name is called with every combination that ``pairwise``
             chooses, a dict of factors; with the whole product if pytest has an option
             ``--full-matrix`` (``parser.addoption("--full-matrix", action="store_true")`` in a
-            conftest.py) and is given it. ``KILL_PLACES`` are the values for a factor of kills.
+            conftest.py) and is given it. ``KILL_POINTS`` are the values for a factor of kills.
         preload: modules that are imported once for all runs, beside torch and NumPy: the framework
             and its adapter. They must not start threads.
         environment: variables for every run, beside the inherited ones and one thread for each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resumekit.errors import ConfigurationError
-from resumekit.testing import KILL_PLACES, KillPoint, kill_points
+from resumekit.testing import KILL_POINTS, KillPoint, kill_points
 
 LENGTHS = [(3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (10, 5), (12, 1), (12, 3), (12, 4), (40, 10)]
 
@@ -13,7 +13,7 @@ LENGTHS = [(3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (10, 5), (12, 1), (12, 3), (1
 @pytest.mark.parametrize(("epoch", "every"), LENGTHS)
 def test_every_place_is_what_its_name_says(epoch: int, every: int) -> None:
     places = kill_points(epoch, every)
-    assert tuple(places) == KILL_PLACES
+    assert tuple(places) == KILL_POINTS
     at = {name: [kill.number for kill in kills] for name, kills in places.items()}
     saved = {name: [kill.newest_save(every) for kill in kills] for name, kills in places.items()}
 

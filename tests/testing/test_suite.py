@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from resumekit.testing import KILL_PLACES, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
 
 pytest_plugins = ("pytester",)
 
@@ -104,7 +104,7 @@ def test_a_resume_from_an_older_checkpoint_fails_though_every_bit_is_right(warm:
 
 def test_what_only_cold_processes_show_fails_there_alone(warm: Kit, tmp_path: Path) -> None:
     one_kill = classmethod(
-        lambda cls, epoch, every: dict.fromkeys(KILL_PLACES, (KillPoint.step(4),))
+        lambda cls, epoch, every: dict.fromkeys(KILL_POINTS, (KillPoint.step(4),))
     )
     suite = is_wrong("hashes", kill_points=one_kill)
     suite.test_a_killed_run_continues_exactly(warm, "mid-epoch 1", 1)
@@ -165,7 +165,7 @@ def test_every_kill_component_and_world_size_is_a_test_of_its_own(
 ) -> None:
     ids, _ = collected(pytester, "    world_sizes = (1, 2)")
     killed = [one for one in ids if one.startswith("test_a_killed_run_continues_exactly[")]
-    assert len(killed) == len(KILL_PLACES) * 2
+    assert len(killed) == len(KILL_POINTS) * 2
     assert "test_a_killed_run_continues_exactly[three times-2 ranks]" in killed
     assert "test_a_component_left_out_is_caught_and_named[data-1 rank]" in ids
     assert "test_a_cold_start_continues_exactly" in ids
