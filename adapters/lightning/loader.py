@@ -23,7 +23,7 @@ from resumekit.adapters.lightning._private import (
     ModeIterator,
 )
 from resumekit.capture import RngState
-from resumekit.data import AskedAhead, Together
+from resumekit.data import PrefetchedLoader, Together
 from resumekit.errors import ConfigurationError
 from resumekit.run import DrivenLoop
 from resumekit.state import Fidelity
@@ -164,7 +164,7 @@ class LoaderInStep(CombinedLoader):
         loaders: Any = self.flattened  # as Lightning has prepared them
         together: Any = {str(number): loader for number, loader in enumerate(loaders)}
         if len(loaders) == 1:
-            together = AskedAhead(loaders[0]) if self.is_asked_ahead else loaders[0]
+            together = PrefetchedLoader(loaders[0]) if self.is_asked_ahead else loaders[0]
         elif self.is_asked_ahead:
             what = f"several training loaders without a length (mode {self._combines})"
             refuse(

@@ -20,7 +20,7 @@ from resumekit.data.position import (
     epoch_under_way,
     open_source,
 )
-from resumekit.data.prefetching import AheadSource, AskedAhead, WrappedSource
+from resumekit.data.prefetching import AheadSource, PrefetchedLoader, WrappedSource
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stateful import StatefulMapSource, StatefulSource
@@ -29,12 +29,12 @@ __all__ = [
     "DEFAULT_NAME",
     "SEED",
     "AheadSource",
-    "AskedAhead",
     "DataPosition",
     "DistributedResumableSampler",
     "EpochUnderWay",
     "Feed",
     "MapSource",
+    "PrefetchedLoader",
     "ReplaySource",
     "ResumableSampler",
     "RunSeed",

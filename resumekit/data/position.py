@@ -20,7 +20,7 @@ from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import Cycling, Longest, Together, Zipped
-from resumekit.data.prefetching import AheadSource, AskedAhead, WrappedSource
+from resumekit.data.prefetching import AheadSource, PrefetchedLoader, WrappedSource
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
@@ -81,7 +81,7 @@ class DataPosition(ComponentState):
     def feed(self, loader: Any, name: str | None = None) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
 
-        A framework may say how it draws by ``AskedAhead`` or ``Together``.
+        A framework may say how it draws by ``PrefetchedLoader`` or ``Together``.
 
         Raises:
             TypeError: a dict of loaders, which has names, and one name more.
@@ -91,7 +91,7 @@ class DataPosition(ComponentState):
         if isinstance(loader, Together):
             kind = Longest if loader.after_its_end == "nothing" else Cycling
             return kind({key: self.open(each, key) for key, each in loader.loaders.items()})
-        if isinstance(loader, AskedAhead):
+        if isinstance(loader, PrefetchedLoader):
             return self.open(loader.loader, name or DEFAULT_NAME, ahead=True)
         if not isinstance(loader, Mapping):
             return self.open(loader, DEFAULT_NAME if name is None else name)

@@ -81,7 +81,7 @@ class OuterSource(Source):
 
 
 @dataclass(frozen=True)
-class AskedAhead:
+class PrefetchedLoader:
     """How some frameworks draw from a loader without a length: see ``AheadSource``.
 
     Args:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumekit.data import AskedAhead, DataPosition, Together
+from resumekit.data import DataPosition, PrefetchedLoader, Together
 from resumekit.run.randomness import RandomState
 from resumekit.state import Fidelity
 
@@ -102,12 +102,14 @@ def without_length() -> Any:
 
 
 FEEDS: dict[str, Callable[[], Any]] = {
-    "ahead of a stream": lambda: AskedAhead(loader(Stream(18))),
-    "ahead of a stream in 2 workers": lambda: AskedAhead(loader(Stream(18), "2")),
-    "ahead of a stream in persistent workers": lambda: AskedAhead(loader(Stream(18), "persistent")),
-    "ahead of a stream of one batch": lambda: AskedAhead(loader(Stream(3))),
-    "ahead of a stream with a state": lambda: AskedAhead(stateful(Remembering(18))),
-    "ahead of batches without a length": lambda: AskedAhead(without_length()),
+    "ahead of a stream": lambda: PrefetchedLoader(loader(Stream(18))),
+    "ahead of a stream in 2 workers": lambda: PrefetchedLoader(loader(Stream(18), "2")),
+    "ahead of a stream in persistent workers": lambda: PrefetchedLoader(
+        loader(Stream(18), "persistent")
+    ),
+    "ahead of a stream of one batch": lambda: PrefetchedLoader(loader(Stream(3))),
+    "ahead of a stream with a state": lambda: PrefetchedLoader(stateful(Remembering(18))),
+    "ahead of batches without a length": lambda: PrefetchedLoader(without_length()),
     "as long as the longest": lambda: Together(
         {"a": shuffled(10), "b": shuffled(22), "c": shuffled(24)}, "nothing"
     ),
@@ -219,7 +221,7 @@ def test_one_batch_ahead_it_draws_in_the_order_of_a_loop_that_looks_ahead() -> N
                 yield [part.tolist() for part in given]
 
     seed_everything(0)
-    seen, _ = train(AskedAhead(loader(Stream(18))))
+    seen, _ = train(PrefetchedLoader(loader(Stream(18))))
     seed_everything(0)
     expected = []
     for batch in stock():
@@ -229,11 +231,11 @@ def test_one_batch_ahead_it_draws_in_the_order_of_a_loop_that_looks_ahead() -> N
 
 def test_the_batch_ahead_from_another_place_does_not_continue() -> None:
     seed_everything(0)
-    seen, stops = train(AskedAhead(loader(Stream(18))))
+    seen, stops = train(PrefetchedLoader(loader(Stream(18))))
     saved = copy.deepcopy(stops[1])
     saved["data"]["train"]["ahead"] = stops[0]["data"]["train"]["ahead"]
-    assert train(AskedAhead(loader(Stream(18))), stops[1])[0] == seen[2:]
-    assert train(AskedAhead(loader(Stream(18))), saved)[0] != seen[2:]
+    assert train(PrefetchedLoader(loader(Stream(18))), stops[1])[0] == seen[2:]
+    assert train(PrefetchedLoader(loader(Stream(18))), saved)[0] != seen[2:]
 
 
 @pytest.mark.parametrize("mode", ["again", "nothing"])

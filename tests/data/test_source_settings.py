@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from resumekit.data import AskedAhead, DataPosition
+from resumekit.data import DataPosition, PrefetchedLoader
 from resumekit.data.keys import RunSeed
 
 
@@ -40,7 +40,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "map-style": lambda: over(SAMPLES, shuffle=True),
     "a stream": lambda: over(Stream()),
     "one loader around another": lambda: Outer(over(SAMPLES, shuffle=True)),
-    "asked ahead": lambda: AskedAhead(over(Stream())),
+    "asked ahead": lambda: PrefetchedLoader(over(Stream())),
     "workers that stay": lambda: over(SAMPLES, num_workers=1, persistent_workers=True),
 }
 
