@@ -20,7 +20,7 @@ from resumekit.data.position import (
     epoch_under_way,
     open_source,
 )
-from resumekit.data.prefetching import AheadSource, PrefetchedLoader, WrappedSource
+from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stateful import StatefulMapSource, StatefulSource
@@ -28,13 +28,13 @@ from resumekit.data.stateful import StatefulMapSource, StatefulSource
 __all__ = [
     "DEFAULT_NAME",
     "SEED",
-    "AheadSource",
     "DataPosition",
     "DistributedResumableSampler",
     "EpochUnderWay",
     "Feed",
     "MapSource",
     "PrefetchedLoader",
+    "PrefetchingSource",
     "ReplaySource",
     "ResumableSampler",
     "RunSeed",

@@ -20,7 +20,7 @@ from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import Cycling, Longest, Together, Zipped
-from resumekit.data.prefetching import AheadSource, PrefetchedLoader, WrappedSource
+from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
@@ -131,7 +131,7 @@ class DataPosition(ComponentState):
                 remedy="Give each loader its own name=; a new one may take over with a new epoch",
             )
         source = open_source(loader, name, self._seed)
-        source = AheadSource(source) if ahead else source
+        source = PrefetchingSource(source) if ahead else source
         source.allowed_changes = self._allowed_changes
         if known is not None:
             source.follow(known)

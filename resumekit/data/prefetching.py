@@ -82,7 +82,7 @@ class OuterSource(Source):
 
 @dataclass(frozen=True)
 class PrefetchedLoader:
-    """How some frameworks draw from a loader without a length: see ``AheadSource``.
+    """How some frameworks draw from a loader without a length: see ``PrefetchingSource``.
 
     Args:
         loader: the user's loader.
@@ -110,7 +110,7 @@ class _Fetched:
     batch: Any = None
 
 
-class AheadSource(OuterSource):
+class PrefetchingSource(OuterSource):
     """Fetches the next batch before it delivers one, and so knows which is the last of an epoch.
 
     The position is that of the batch that was fetched and not delivered. A resume fetches it once
