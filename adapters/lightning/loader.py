@@ -23,7 +23,7 @@ from resumekit.adapters.lightning._private import (
     ModeIterator,
 )
 from resumekit.capture import RngState
-from resumekit.data import PrefetchedLoader, Together
+from resumekit.data import CombinedLoaders, PrefetchedLoader
 from resumekit.errors import ConfigurationError
 from resumekit.run import DrivenLoop
 from resumekit.state import Fidelity
@@ -171,7 +171,9 @@ class LoaderInStep(CombinedLoader):
                 what, True, "it is unknown which of them ends the epoch; set limit_train_batches"
             )
         elif self._combines != "min_size":
-            together = Together(together, "nothing" if self._combines == "max_size" else "again")
+            together = CombinedLoaders(
+                together, "nothing" if self._combines == "max_size" else "again"
+            )
         self._batches = self._begin_epoch(together)
 
 

@@ -11,7 +11,7 @@ from resumekit.data.discovery import (
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.data.map_style import MapSource
-from resumekit.data.multi import Together
+from resumekit.data.multi import CombinedLoaders
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
@@ -28,6 +28,7 @@ from resumekit.data.stateful import StatefulMapSource, StatefulSource
 __all__ = [
     "DEFAULT_NAME",
     "SEED",
+    "CombinedLoaders",
     "DataPosition",
     "DistributedResumableSampler",
     "EpochUnderWay",
@@ -41,7 +42,6 @@ __all__ = [
     "Source",
     "StatefulMapSource",
     "StatefulSource",
-    "Together",
     "WrappedSource",
     "announce_epoch",
     "check_randomness",

@@ -117,7 +117,7 @@ def _as_list(indices: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Together:
+class CombinedLoaders:
     """Loaders of which each step takes a batch, as long as the longest has one.
 
     Args:

@@ -19,7 +19,7 @@ from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.map_style import MapSource
-from resumekit.data.multi import Cycling, Longest, Together, Zipped
+from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
@@ -81,14 +81,14 @@ class DataPosition(ComponentState):
     def feed(self, loader: Any, name: str | None = None) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
 
-        A framework may say how it draws by ``PrefetchedLoader`` or ``Together``.
+        A framework may say how it draws by ``PrefetchedLoader`` or ``CombinedLoaders``.
 
         Raises:
             TypeError: a dict of loaders, which has names, and one name more.
             ConfigurationError: an empty dict, or see ``open``.
             DataPositionError: the checkpoint's position does not fit a loader.
         """
-        if isinstance(loader, Together):
+        if isinstance(loader, CombinedLoaders):
             kind = Longest if loader.after_its_end == "nothing" else Cycling
             return kind({key: self.open(each, key) for key, each in loader.loaders.items()})
         if isinstance(loader, PrefetchedLoader):

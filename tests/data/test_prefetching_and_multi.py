@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumekit.data import DataPosition, PrefetchedLoader, Together
+from resumekit.data import CombinedLoaders, DataPosition, PrefetchedLoader
 from resumekit.run.randomness import RandomState
 from resumekit.state import Fidelity
 
@@ -110,23 +110,25 @@ FEEDS: dict[str, Callable[[], Any]] = {
     "ahead of a stream of one batch": lambda: PrefetchedLoader(loader(Stream(3))),
     "ahead of a stream with a state": lambda: PrefetchedLoader(stateful(Remembering(18))),
     "ahead of batches without a length": lambda: PrefetchedLoader(without_length()),
-    "as long as the longest": lambda: Together(
+    "as long as the longest": lambda: CombinedLoaders(
         {"a": shuffled(10), "b": shuffled(22), "c": shuffled(24)}, "nothing"
     ),
-    "as long as the first": lambda: Together({"a": shuffled(22), "b": shuffled(4)}, "nothing"),
-    "once more": lambda: Together(
+    "as long as the first": lambda: CombinedLoaders(
+        {"a": shuffled(22), "b": shuffled(4)}, "nothing"
+    ),
+    "once more": lambda: CombinedLoaders(
         {"a": shuffled(10), "b": shuffled(22), "c": shuffled(3)}, "again"
     ),
-    "once more in workers": lambda: Together(
+    "once more in workers": lambda: CombinedLoaders(
         {"a": shuffled(10, "2"), "b": shuffled(30, "persistent")}, "again"
     ),
-    "the longest in persistent workers": lambda: Together(
+    "the longest in persistent workers": lambda: CombinedLoaders(
         {"a": shuffled(10, "persistent"), "b": shuffled(22, "2")}, "nothing"
     ),
-    "once more of streams": lambda: Together(
+    "once more of streams": lambda: CombinedLoaders(
         {"a": loader(Stream(10)), "b": loader(Stream(22))}, "again"
     ),
-    "as long as the longest of streams": lambda: Together(
+    "as long as the longest of streams": lambda: CombinedLoaders(
         {"a": loader(Stream(22)), "b": loader(Stream(10))}, "nothing"
     ),
 }
@@ -241,7 +243,7 @@ def test_the_batch_ahead_from_another_place_does_not_continue() -> None:
 @pytest.mark.parametrize("mode", ["again", "nothing"])
 def test_shorter_loaders_end_or_begin_again(mode: Any) -> None:
     loaders = {"a": loader(range(8), shuffle=False), "b": loader(range(20), shuffle=False)}
-    feed = DataPosition().feed(Together(loaders, mode))
+    feed = DataPosition().feed(CombinedLoaders(loaders, mode))
     assert feed.num_batches == 5
     feed.begin(0)
     given = [feed.next_batch()["a"] for _ in range(5)]
