@@ -15,7 +15,7 @@ from resumekit.data.multi import CombinedLoaders
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
-    EpochUnderWay,
+    EpochUsage,
     Feed,
     epoch_under_way,
     open_source,
@@ -31,7 +31,7 @@ __all__ = [
     "CombinedLoaders",
     "DataPosition",
     "DistributedResumableSampler",
-    "EpochUnderWay",
+    "EpochUsage",
     "Feed",
     "MapSource",
     "PrefetchedLoader",

@@ -35,7 +35,7 @@ Feed: TypeAlias = Source | Zipped
 DEFAULT_NAME = "train"
 
 
-class EpochUnderWay(NamedTuple):
+class EpochUsage(NamedTuple):
     """How much of the epoch that a run continues in was used, in batches of this run's loader.
 
     ``num_left`` is None where the loader does not say how many there are.
@@ -252,7 +252,7 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
 
 def epoch_under_way(
     saved: DataPosition, loader: Any, state: Mapping[str, Any] | None
-) -> EpochUnderWay:
+) -> EpochUsage:
     """What the position in a checkpoint means for the loader of a run's one loop.
 
     Args:
@@ -269,7 +269,7 @@ def epoch_under_way(
     is_within = source.continues
     num_used = source.batch if is_within else 0
     per_epoch = source.epoch_batches if is_within else source.num_batches
-    return EpochUnderWay(num_used, None if per_epoch is None else per_epoch - num_used)
+    return EpochUsage(num_used, None if per_epoch is None else per_epoch - num_used)
 
 
 def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data import EpochUnderWay
+from resumekit.data import EpochUsage
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.report import ResumeReport
 from resumekit.state import CaptureLine, Progress
@@ -85,7 +85,7 @@ class DrivenLoop:
         """
         self._checkpointer._run.accept_horizon(horizon)
 
-    def under_way(self, loader: Any) -> EpochUnderWay:
+    def under_way(self, loader: Any) -> EpochUsage:
         """The epoch that the run continues in, before anything is restored. Changes nothing.
 
         For a framework that counts its steps before it begins. After a change of the batch size

@@ -15,7 +15,7 @@ from resumekit.capture import (
     holds_gradients,
 )
 from resumekit.data import (
-    EpochUnderWay,
+    EpochUsage,
     Feed,
     epoch_under_way,
 )
@@ -157,7 +157,7 @@ class Run:
         """A component's state in the checkpoint that was found and is not loaded yet, or None."""
         return None if self._found is None else self._found.states.get(key)
 
-    def under_way(self, loader: Any) -> EpochUnderWay:
+    def under_way(self, loader: Any) -> EpochUsage:
         """How much of the epoch was used that the run continues in, in batches of this loader."""
         return epoch_under_way(self.position, loader, self.saved(Slot.DATA.value))
 
