@@ -17,7 +17,7 @@ from resumekit.data.position import (
     DataPosition,
     EpochUsage,
     Feed,
-    epoch_under_way,
+    epoch_usage,
     open_source,
 )
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
@@ -45,7 +45,7 @@ __all__ = [
     "WrappedSource",
     "announce_epoch",
     "check_randomness",
-    "epoch_under_way",
+    "epoch_usage",
     "is_seeded_by_epoch",
     "open_source",
     "samplers_of",

@@ -250,9 +250,7 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
     return ReplaySource(loader, name)
 
 
-def epoch_under_way(
-    saved: DataPosition, loader: Any, state: Mapping[str, Any] | None
-) -> EpochUsage:
+def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | None) -> EpochUsage:
     """What the position in a checkpoint means for the loader of a run's one loop.
 
     Args:

@@ -17,7 +17,7 @@ from resumekit.capture import (
 from resumekit.data import (
     EpochUsage,
     Feed,
-    epoch_under_way,
+    epoch_usage,
 )
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import Header, RandomStates
@@ -159,7 +159,7 @@ class Run:
 
     def under_way(self, loader: Any) -> EpochUsage:
         """How much of the epoch was used that the run continues in, in batches of this loader."""
-        return epoch_under_way(self.position, loader, self.saved(Slot.DATA.value))
+        return epoch_usage(self.position, loader, self.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
