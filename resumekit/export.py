@@ -16,7 +16,7 @@ from torch import Tensor
 
 from resumekit.capture import IN_FP32, TRAINED_IN
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.run import read_spread
+from resumekit.run import read_sharded_component
 from resumekit.serialization import Leaf, arrange, element_type, header
 from resumekit.state import SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
@@ -67,7 +67,7 @@ def export_model(
         )
     record = _record(step, key)
     wanted = _types(step, record, dtype)
-    state, _ = read_spread(step, record, None, in_stages=False)
+    state, _ = read_sharded_component(step, record, None, in_stages=False)
     leaves: dict[str, Leaf] = {}
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Tensor):

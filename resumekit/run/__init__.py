@@ -16,7 +16,7 @@ from resumekit.run.options import (
     run_directory,
 )
 from resumekit.run.report import ResumeReport
-from resumekit.run.resuming import read_spread
+from resumekit.run.resuming import read_sharded_component
 from resumekit.run.run import Components, Run
 from resumekit.run.step_boundary import StepBoundary
 
@@ -34,7 +34,7 @@ __all__ = [
     "checked_extras",
     "checked_names",
     "metric_values",
-    "read_spread",
+    "read_sharded_component",
     "require_order",
     "run_directory",
     "weakly",

@@ -200,7 +200,7 @@ class Finder:
             live = self._live.get(record.key)
             if is_sharded(record, live):
                 in_stages = record.key in self._membership and self._membership.is_in_stages(live)
-                state, left = read_spread(reader, record, live, in_stages=in_stages)
+                state, left = read_sharded_component(reader, record, live, in_stages=in_stages)
                 found.states[record.key], found.left[record.key] = state, left
                 continue
             own_number = self._sources.own_number(record, reader.manifest)
@@ -237,7 +237,7 @@ def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
     return was_whole and live is not None and live.sharing_pattern is sharded
 
 
-def read_spread(
+def read_sharded_component(
     reader: StepReader, record: ComponentRecord, live: StateComponent | None, *, in_stages: bool
 ) -> tuple[Any, frozenset[str]]:
     """The state of a component, with this rank's shard of what is sharded here.
