@@ -13,8 +13,8 @@ from resumekit.errors import ConfigurationError, LoopError
 from resumekit.run import (
     Batches,
     Components,
-    DrivenLoop,
     Epochs,
+    FrameworkLoop,
     OptionKeywords,
     Options,
     ResumeReport,
@@ -174,7 +174,7 @@ class Checkpointer(StepBoundary):
 
     def drive(
         self, *, epochs: int | None = None, steps: int | None = None, one_at_a_time: bool = False
-    ) -> DrivenLoop:
+    ) -> FrameworkLoop:
         """The loop of a framework that iterates by itself. Collective.
 
         The checkpoint is found, so that ``progress`` and ``finished`` are those of the checkpoint;
@@ -206,7 +206,7 @@ class Checkpointer(StepBoundary):
         horizon = {unit: n for unit, n in asked.items() if n is not None}
         if horizon:
             self._run.accept_horizon(horizon)
-        return DrivenLoop(self, had_finished=had_finished)
+        return FrameworkLoop(self, had_finished=had_finished)
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
         """Marks one optimizer-step boundary; a save that is due follows at the safe point.

@@ -16,7 +16,7 @@ from resumekit import Checkpointer, StateComponent
 from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
 from resumekit.capture import state_components
 from resumekit.errors import DriftError, LoopError, StateMismatchError
-from resumekit.run import DrivenLoop
+from resumekit.run import FrameworkLoop
 
 NUM_BATCHES = 4
 NUM_EPOCHS = 3
@@ -98,7 +98,7 @@ class Callback:
         )
         settings = {"save_every": 1, **options}
         self.checkpointer = Checkpointer(directory, components=components, **settings)
-        self.loop: DrivenLoop
+        self.loop: FrameworkLoop
 
     def first_place(self) -> tuple[int, int]:
         self.loop = self.checkpointer.drive(epochs=self.framework.num_epochs)
@@ -324,7 +324,7 @@ def test_of_a_new_run_nothing_is_used(tmp_path: Path) -> None:
 def test_a_finished_run_that_goes_further_shows_its_state_and_sets_its_random_state(
     tmp_path: Path,
 ) -> None:
-    def launch(num_epochs: int, **options: Any) -> tuple[TorchCheckpointer, DrivenLoop]:
+    def launch(num_epochs: int, **options: Any) -> tuple[TorchCheckpointer, FrameworkLoop]:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"mid_accumulation": "gradients", **options}

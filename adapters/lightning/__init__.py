@@ -33,7 +33,7 @@ from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loops import LoopState
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import check_tested
-from resumekit.run import DrivenLoop, Options, checked_extras, checked_names, run_directory
+from resumekit.run import FrameworkLoop, Options, checked_extras, checked_names, run_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,7 +85,7 @@ class ResumeCallback(Callback):
         self._make_checkpointer = partial(Checkpointer, run_directory(directory), **given)
         self._ema = ema
         self._checkpointer: Checkpointer | None = None  # during a fit
-        self._loop: DrivenLoop | None = None
+        self._loop: FrameworkLoop | None = None
 
     def save(self) -> None:
         """Makes a save due before the next batch; outside a fit nothing. Collective."""
@@ -153,7 +153,7 @@ class ResumeCallback(Callback):
                 TRAIN_LOADER.write(trainer, None)
             self._global_step = trainer.global_step
 
-    def _driven_loop(self) -> DrivenLoop:
+    def _driven_loop(self) -> FrameworkLoop:
         assert self._loop is not None, "a fit asks for a batch after on_fit_start"
         return self._loop
 

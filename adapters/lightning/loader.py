@@ -25,7 +25,7 @@ from resumekit.adapters.lightning._private import (
 from resumekit.capture import RngState
 from resumekit.data import CombinedLoaders, PrefetchedLoader
 from resumekit.errors import ConfigurationError
-from resumekit.run import DrivenLoop
+from resumekit.run import FrameworkLoop
 from resumekit.state import Fidelity
 
 
@@ -70,7 +70,7 @@ class LoaderInStep(CombinedLoader):
         given: Any,
         *,
         is_followed: Callable[[], bool],
-        loop: Callable[[], DrivenLoop | None],
+        loop: Callable[[], FrameworkLoop | None],
         begin: Callable[[Any], Any],
         draws_twice: bool,
     ) -> None:

@@ -40,7 +40,7 @@ from resumekit.adapters.lightning._private import (
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
 from resumekit.capture import RngState, UserState, generator_state, set_generator_state
 from resumekit.data import stateful_generators
-from resumekit.run import DrivenLoop
+from resumekit.run import FrameworkLoop
 from resumekit.state import CaptureLine, ComponentState, Fidelity, SharingPattern, StateComponent
 
 _KEY = "callbacks/lightning"
@@ -62,7 +62,7 @@ class LoopState(ComponentState):
     lightning 2.6 loops/fit_loop.py ``reset``, loops/training_epoch_loop.py ``reset``, ``advance``.
     """
 
-    def __init__(self, trainer: Any, ask: Callable[[], DrivenLoop]) -> None:
+    def __init__(self, trainer: Any, ask: Callable[[], FrameworkLoop]) -> None:
         self._trainer = trainer
         self._ask = ask  # gives the driven loop; known when the run has found its checkpoint
         self._pending: Mapping[str, Any] | None = None  # until the first batch of this launch

@@ -19,7 +19,7 @@ from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.log import logger
 from resumekit.requirements import check_tested, require
-from resumekit.run import DrivenLoop, Options, checked_extras, require_order, run_directory
+from resumekit.run import FrameworkLoop, Options, checked_extras, require_order, run_directory
 
 require("transformers")
 
@@ -114,7 +114,7 @@ class ResumeCallback(TrainerCallback):
         self._open = ExitStack()  # closes the Checkpointer after an error in train()
         self._finished_on: Any = None  # the data set of a train() that has finished
         self._best: BestModel
-        self._loop: DrivenLoop
+        self._loop: FrameworkLoop
         self._plan: Plan
         self._num_epochs = 0
         self._in_training = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.run.components import weakly
-from resumekit.run.framework_loop import DrivenLoop
+from resumekit.run.framework_loop import FrameworkLoop
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.options import (
     OptionKeywords,
@@ -23,8 +23,8 @@ from resumekit.run.step_boundary import StepBoundary
 __all__ = [
     "Batches",
     "Components",
-    "DrivenLoop",
     "Epochs",
+    "FrameworkLoop",
     "OptionKeywords",
     "Options",
     "ResumeReport",

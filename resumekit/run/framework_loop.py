@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
 
 
-class DrivenLoop:
+class FrameworkLoop:
     """What an adapter calls from a framework's loop, in this order.
 
     ``resume()`` once, when every object exists; ``next_epoch()`` and then ``batches(loader)`` for
@@ -160,7 +160,7 @@ class DrivenLoop:
 class _HandedDataset(IterableDataset[Any]):
     """The batches of an epoch, after placeholders for those that were used before."""
 
-    def __init__(self, loop: DrivenLoop, loader: Any, num_skipped: int) -> None:
+    def __init__(self, loop: FrameworkLoop, loader: Any, num_skipped: int) -> None:
         self._loop = loop
         self._loader = loader
         self._num_skipped = num_skipped
