@@ -24,7 +24,7 @@ from resumekit.capture.global_rng import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
-    holds_gradients,
+    gradient_keys,
     require_gradients,
 )
 from resumekit.capture.model import IN_FP32, RANK_BUFFERS, TRAINED_IN, ModelState
@@ -111,7 +111,7 @@ __all__ = [
     "fits",
     "generator_state",
     "gradient_components",
-    "holds_gradients",
+    "gradient_keys",
     "horizon",
     "hyperparameters",
     "inherits_load",

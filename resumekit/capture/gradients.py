@@ -304,7 +304,7 @@ def gradient_components(
     return tuple(found)
 
 
-def holds_gradients(keys: Iterable[str]) -> frozenset[str]:
+def gradient_keys(keys: Iterable[str]) -> frozenset[str]:
     """The keys of gradient components among those of a checkpoint."""
     slots = (Slot.MODEL.value, Slot.OPTIMIZER.value)
     return frozenset(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resumekit.capture import Difference, differences, holds_gradients
+from resumekit.capture import Difference, differences, gradient_keys
 from resumekit.data import SEED, check_randomness
 from resumekit.distributed import World, WorldChange
 from resumekit.errors import StateMismatchError
@@ -101,7 +101,7 @@ class Loading:
         live = {each.key: each for each in self.components if each.slot == Slot.CALLBACKS.value}
         every = {each.key for each in found.manifest.components}
         saved = {key for key in every if key.partition("/")[0] == Slot.CALLBACKS.value}
-        saved |= holds_gradients(every) - {each.key for each in self.components}
+        saved |= gradient_keys(every) - {each.key for each in self.components}
         if saved == live.keys():
             return frozenset()
 

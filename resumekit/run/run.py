@@ -12,7 +12,7 @@ import torch.distributed as dist
 from resumekit.capture import (
     Given,
     fingerprint,
-    holds_gradients,
+    gradient_keys,
 )
 from resumekit.data import (
     EpochUsage,
@@ -168,7 +168,7 @@ class Run:
             found, given = self._found, self._given
             saved = () if found is None else (each.key for each in found.manifest.components)
             self._components.set_given(
-                given() if callable(given) else given, gradients=holds_gradients(saved)
+                given() if callable(given) else given, gradients=gradient_keys(saved)
             )
             self._begin_saving()
             report = ResumeReport(resumed=False) if found is None else self._load(found)
