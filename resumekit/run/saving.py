@@ -17,7 +17,7 @@ from resumekit.log import logger
 from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
     Assignment,
-    FilesBeside,
+    ExtraFiles,
     LocalState,
     Payload,
     Proposal,
@@ -40,7 +40,7 @@ from resumekit.storage import (
 # These have a folder of their own, readable by stock tools; the rest data_ranks one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
-Payloads = Sequence[Payload | ShardedPayload | FilesBeside]
+Payloads = Sequence[Payload | ShardedPayload | ExtraFiles]
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ class Saver:
         return name
 
     def _payloads(self) -> Payloads:
-        encoded: list[Payload | FilesBeside] = []
+        encoded: list[Payload | ExtraFiles] = []
         self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
         return [*encoded, *self._spreader.payloads()]
 
-    def _files(self) -> list[FilesBeside]:
+    def _files(self) -> list[ExtraFiles]:
         if not self._world.is_first:
             return []
         return [
-            FilesBeside(directory_of(component), self._world.rank, component.files())
+            ExtraFiles(directory_of(component), self._world.rank, component.files())
             for component in self._components
             if component.files is not None
         ]

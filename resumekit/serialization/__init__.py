@@ -20,7 +20,7 @@ from resumekit.serialization.sharding import (
     sharded_like,
 )
 from resumekit.serialization.tensors import Leaf, buffers_of
-from resumekit.serialization.writing import FilesBeside, Payload, ShardedPayload, index_name
+from resumekit.serialization.writing import ExtraFiles, Payload, ShardedPayload, index_name
 
 __all__ = [
     "WHOLE",
@@ -28,7 +28,7 @@ __all__ = [
     "Box",
     "Copy",
     "Encoded",
-    "FilesBeside",
+    "ExtraFiles",
     "FlatPart",
     "Leaf",
     "LocalState",

@@ -175,7 +175,7 @@ class ShardedPayload(_Files):
         super().__init__(directory, rank, leaves, ties={}, states=None, small_files=small_files)
 
 
-class FilesBeside(_Files):
+class ExtraFiles(_Files):
     """Small files of a component for other tools; a resume does not read them.
 
     Args:
