@@ -35,7 +35,7 @@ from resumekit.capture.naming import (
     clean_names,
     one_or_named,
 )
-from resumekit.capture.not_given import REMEDIES, Given, Unconfirmed, not_given, slot_of
+from resumekit.capture.not_given import REMEDIES, SavedObjects, Unconfirmed, not_given, slot_of
 from resumekit.capture.optimizer import OptimizerState, hyperparameters, inherits_load, is_host_step
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
 from resumekit.capture.pipeline import merged, part_of
@@ -78,7 +78,6 @@ __all__ = [
     "Difference",
     "Extras",
     "FlatModelState",
-    "Given",
     "Holder",
     "KnownObjects",
     "Mismatch",
@@ -89,6 +88,7 @@ __all__ = [
     "PythonState",
     "Restorer",
     "RngState",
+    "SavedObjects",
     "ScalerState",
     "SchedulerState",
     "Severity",

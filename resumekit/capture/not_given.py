@@ -38,7 +38,7 @@ _MAX_DEPTH = 5
 _MAX_OBJECTS = 20_000
 
 
-class Given:
+class SavedObjects:
     """All objects of a run's components, and the parameters that are saved with them.
 
     Args:
@@ -109,7 +109,7 @@ class Unconfirmed:
 
 
 def not_given(
-    variables: Mapping[str, Any], given: Given, remedies: Mapping[Slot, str] = REMEDIES
+    variables: Mapping[str, Any], given: SavedObjects, remedies: Mapping[Slot, str] = REMEDIES
 ) -> tuple[list[CaptureLine], list[Unconfirmed]]:
     """Objects in the variables of a script that the run was not given.
 
@@ -144,7 +144,7 @@ def not_given(
     return lines, unconfirmed
 
 
-def _is_certain(value: Any, slot: Slot, given: Given) -> bool | None:
+def _is_certain(value: Any, slot: Slot, given: SavedObjects) -> bool | None:
     """Whether an object certainly is state; None if it is not.
 
     The values of parameters that a given optimizer trains are saved with that optimizer.

@@ -11,9 +11,9 @@ from torch import nn
 from resumekit.capture import (
     AccumulatedGradients,
     Extras,
-    Given,
     Holder,
     OptimizerState,
+    SavedObjects,
     UserState,
     bucket_components,
     gradient_components,
@@ -202,11 +202,11 @@ class RunComponents:
         states = (each.stateful for each in self.all)
         return [each for each in states if isinstance(each, UserState)]
 
-    def saved_objects(self) -> Given:
+    def saved_objects(self) -> SavedObjects:
         """What the checkpoints of this run hold, as it is now."""
         named = [*self._extras.values(), *self._generators.values()]
         followed = [each for state in self._user_states() for each in state.objects.values()]
-        return Given(self.all, named, followed)
+        return SavedObjects(self.all, named, followed)
 
     def uncaptured_parameters(self) -> Iterable[CaptureLine]:
         """Parameters that an optimizer trains and no component saves."""

@@ -29,7 +29,14 @@ from resumekit.analysis import (
     program_of,
     stored_keys,
 )
-from resumekit.capture import REMEDIES, Given, Unconfirmed, content_digest, not_given, slot_of
+from resumekit.capture import (
+    REMEDIES,
+    SavedObjects,
+    Unconfirmed,
+    content_digest,
+    not_given,
+    slot_of,
+)
 from resumekit.log import logger
 from resumekit.run.options import Options
 from resumekit.run.user_frames import Activation, calling_location, running_functions
@@ -53,7 +60,7 @@ class LoopCheck:
     """
 
     def __init__(
-        self, options: Options, extras: Mapping[Any, Any], saved: Callable[[], Given]
+        self, options: Options, extras: Mapping[Any, Any], saved: Callable[[], SavedObjects]
     ) -> None:
         self._options = options
         self._entered: set[tuple[CodeType, int]] = set()
@@ -100,7 +107,7 @@ class LoopCheck:
             self._variables.confirm_copies()
         return len(self.lines()) > known
 
-    def _find_objects(self, variables: Mapping[str, Any], given: Given) -> None:
+    def _find_objects(self, variables: Mapping[str, Any], given: SavedObjects) -> None:
         wanted = {n: v for n, v in variables.items() if n not in self._options.transient}
         lines, unconfirmed = not_given(wanted, given, self.remedies)
         self._lines.update((line.key, line) for line in lines)
@@ -168,14 +175,14 @@ class LoopVariables:
         self,
         extras: Mapping[Any, Any],
         transient: Iterable[str],
-        saved: Callable[[], Given],
+        saved: Callable[[], SavedObjects],
         *,
         limit_bytes: int,
     ) -> None:
         self._extras = extras
         self._transient = frozenset(transient)
         self._saved = saved
-        self._given = Given()  # while a loop is entered
+        self._given = SavedObjects()  # while a loop is entered
         self._modules: Sequence[nn.Module] = ()  # that were saved when the last loop was entered
         self._limit_bytes = limit_bytes
         self._lines: list[CaptureLine] = []
@@ -186,7 +193,7 @@ class LoopVariables:
         """What is known by now."""
         return list(self._lines)
 
-    def enter(self, functions: Sequence[Activation], given: Given) -> None:
+    def enter(self, functions: Sequence[Activation], given: SavedObjects) -> None:
         """Analyses the loop that the innermost of the running functions is in.
 
         Args:
@@ -203,7 +210,7 @@ class LoopVariables:
                 logger.debug("%s: the loop could not be analysed", location, exc_info=True)
                 self._lines.append(_unknown(location, "the analysis of the loop failed"))
                 left = left[1:]
-        self._given = Given()
+        self._given = SavedObjects()
 
     def confirm(self) -> None:
         """Reports the objects whose content has changed since the loop was entered."""

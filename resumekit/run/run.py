@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from resumekit.capture import (
-    Given,
+    SavedObjects,
     fingerprint,
     gradient_keys,
 )
@@ -85,7 +85,7 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.account = Account(options, self.world, owned)
         self.account.add_finding(owned.uncaptured_parameters)
-        self.loop_check = LoopCheck(options, extras, weakly(owned.saved_objects, Given()))
+        self.loop_check = LoopCheck(options, extras, weakly(owned.saved_objects, SavedObjects()))
         self.account.add_finding(self.loop_check.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
