@@ -41,7 +41,7 @@ from resumekit.capture import UserState
 from resumekit.journal.records import RECORD_BYTES
 from resumekit.run import Run
 from resumekit.run.journaling import RunJournal
-from resumekit.run.report import Account
+from resumekit.run.report import Reporter
 
 SMALL, LARGE = 12, 250  # modules
 STEPS_PER_BLOCK = 10  # the journal digests random states at each such step
@@ -53,8 +53,8 @@ JOURNAL, WATCH, REPORTS, CHECK, SAVE = "journal", "watch", "reports", "check", "
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     JOURNAL: ((RunJournal, "note_batch"), (RunJournal, "step"), (RunJournal, "at_save")),
     WATCH: ((Run, "observe_gradients"),),
-    REPORTS: ((Account, "look"),),
-    CHECK: ((UserState, "before_save"), (UserState, "state_dict"), (Account, "captured")),
+    REPORTS: ((Reporter, "look"),),
+    CHECK: ((UserState, "before_save"), (UserState, "state_dict"), (Reporter, "captured")),
     SAVE: ((Run, "save"),),
 }
 

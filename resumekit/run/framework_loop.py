@@ -53,7 +53,7 @@ class FrameworkLoop:
 
     def set_cadence_text(self, text: str) -> None:
         """Sets when the framework makes saves, in the words of the first message."""
-        self._checkpointer._run.account.cadence = text
+        self._checkpointer._run.reporter.cadence = text
 
     def saved(self, key: str) -> Any:
         """A component's state in the checkpoint, before ``resume()`` restores it; or None.

@@ -28,7 +28,7 @@ from resumekit.storage import Manifest
 Finding = Callable[[], Iterable[CaptureLine]]
 
 
-class Account:
+class Reporter:
     """Logs each thing once, and keeps what belongs into every manifest.
 
     Args:

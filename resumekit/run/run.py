@@ -36,7 +36,7 @@ from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.loop_check import LoopCheck
 from resumekit.run.options import Options
 from resumekit.run.progress import best_step
-from resumekit.run.report import Account, ResumeReport
+from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Description, Saver
 from resumekit.run.world_change import StateOrigins
@@ -83,10 +83,10 @@ class Run:
         self._data_ranks: DataRanks
         owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
-        self.account = Account(options, self.world, owned)
-        self.account.add_finding(owned.uncaptured_parameters)
+        self.reporter = Reporter(options, self.world, owned)
+        self.reporter.add_finding(owned.uncaptured_parameters)
         self.loop_check = LoopCheck(options, extras, weakly(owned.saved_objects, SavedObjects()))
-        self.account.add_finding(self.loop_check.lines)
+        self.reporter.add_finding(self.loop_check.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
@@ -181,18 +181,18 @@ class Run:
         return self._report
 
     def _log_start(self, report: ResumeReport) -> None:
-        """One line; of a new run it waits until the loader is known, see ``Account.announce``."""
+        """One line; of a new run it waits until the loader is known, see ``Reporter.announce``."""
         assert self._store is not None
         others = self._store.others  # a name that was mistyped shows in what the directory holds
         if not report.resumed:
-            self.account.start = f"starting in {self.directory}" + (
+            self.reporter.start = f"starting in {self.directory}" + (
                 f", beside {others}" if others else ""
             )
         elif report.finished is None:
-            self.account.log(f"{report}; saves {self.account.cadence}")
+            self.reporter.log(f"{report}; saves {self.reporter.cadence}")
         else:
             hint = "" if self.is_driven else "; after the loop, ask already_finished"
-            self.account.log(f"{report}{hint}")
+            self.reporter.log(f"{report}{hint}")
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -254,23 +254,23 @@ class Run:
         sources = self._sources(self._membership)
         loading = Loading(self.world, self.options, self.components, self._membership, sources)
         fit = loading.fit(found, self._fingerprint)
-        self.account.take_history(found.manifest)
+        self.reporter.take_history(found.manifest)
         changes = loading.divide(found)
-        self.account.log_changes(changes)
+        self.reporter.log_changes(changes)
         messages = loading.load(found, fit.fresh)
         self._parent, self._fresh = found.manifest, tuple(fit.fresh)
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
         drift = drift_messages(fit.differences, self.options)
         for warning in drift.warnings:
-            self.account.warn(warning)
+            self.reporter.warn(warning)
         for message in (*drift.notes, *fit.not_needed, *messages):
-            self.account.log(message)
+            self.reporter.log(message)
         for difference in fit.differences:
-            self.account.detail(f"changed since the checkpoint: {difference}")
+            self.reporter.detail(f"changed since the checkpoint: {difference}")
         self._saver.parent = str(found.name)
         self._resumed_from = found.manifest
-        restored = {line.key: line for line in self.account.capture_report().lines}
+        restored = {line.key: line for line in self.reporter.capture_report().lines}
         keys = [each.key for each in found.manifest.components if each.key in found.states]
         return ResumeReport(
             resumed=True,
@@ -287,7 +287,7 @@ class Run:
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
         for message in self.rng.restore():
-            self.account.log(message)
+            self.reporter.log(message)
         for component in self.components:
             component.state.after_rng_restore()
         if self._resumed_from is not None:
@@ -312,9 +312,9 @@ class Run:
                 {feed.name: feed.num_batches},
                 remedy="A save needs all ranks: give them as many batches each, without join()",
             )
-        self.account.log_changed_loaders()
+        self.reporter.log_changed_loaders()
         self._components.follow(feed, streams=True)
-        self.account.announce()
+        self.reporter.announce()
         self.rng.begin(feed, epoch, self.restore_random)
 
     def accept_horizon(self, horizon: dict[str, int]) -> None:
@@ -328,7 +328,7 @@ class Run:
         elsewhere = self._is_from_elsewhere
         change = changed_horizon(then, horizon, allowed=allowed, elsewhere=elsewhere)
         if change:
-            self.account.log(change)
+            self.reporter.log(change)
             self.counters.finished = None
         self.counters.horizon = horizon
 
@@ -362,16 +362,16 @@ class Run:
                 progress=progress.as_dict(),
                 finished=self.counters.finished,
                 metric=self.selection.metric_of(progress.step),
-                capture=self.account.captured(),
+                capture=self.reporter.captured(),
                 fingerprint=self._fingerprint,
                 details={
-                    **self.account.details(),
+                    **self.reporter.details(),
                     **described(self._data_ranks),
                     **({JOURNAL: verdict} if verdict else {}),
                 },
             )
         )
-        self.account.detail(f"saved step {progress.step} in {self.directory}")
+        self.reporter.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
         self._components.gradients_saved()
 

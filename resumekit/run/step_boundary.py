@@ -77,7 +77,7 @@ class StepBoundary:
 
     def _add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
         """Asks for more lines whenever a capture report is made."""
-        self._run.account.add_finding(finding)
+        self._run.reporter.add_finding(finding)
 
     def _set_remedies(self, remedies: Mapping[Slot, str]) -> None:
         """Sets how the adapter takes an object that the run was not given, by slot."""
@@ -257,7 +257,7 @@ class StepBoundary:
         """One line to act on, the first time that this happens."""
         if what not in self._warned:
             self._warned.add(what)
-            self._run.account.warn(message)
+            self._run.reporter.warn(message)
 
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1
@@ -299,7 +299,7 @@ class StepBoundary:
         if self._stepped and self._in_step:
             self._run.observe_gradients()
         if self._stepped and self._run.loop_check.after_step():
-            self._run.account.announce()
+            self._run.reporter.announce()
         common = self._all_requests() if self._may_save() and finished is None else Requests()
         if finished is not None:
             self._warn_of_metric()
@@ -311,7 +311,7 @@ class StepBoundary:
             self._save()
         elif self._num_looked < _NUM_LOOKED and self._stepped:
             self._num_looked += 1
-            self._run.account.look()
+            self._run.reporter.look()
         self._in_step = False
         if common.leave:
             self._leave(common.leave)
