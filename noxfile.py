@@ -34,7 +34,7 @@ OLDEST_TESTS = {
         "transformers_saving",
         "transformers_changes",
         "trainer_rows",
-        "trainer_beside",
+        "trainer_checkpoints",
     ),
     "lightning": ("lightning", "lightning_rows", "lightning_sharded"),
     "accelerate": ("accelerate", "accelerate_loops", "accelerate_states", "accelerate_many"),

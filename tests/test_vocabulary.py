@@ -133,7 +133,6 @@ RULES = (
 # Findings that remain, by folder. A number may only shrink; at 0 its line goes.
 REMAINING: dict[str, int] = {
     "adapters": 71,
-    "integration": 296,
     "resumekit": 130,
     "tests": 450,
 }

@@ -27,7 +27,7 @@ def train(
     directory: str,
     *,
     seedable: bool = False,
-    anew: bool = False,
+    new_loaders: bool = False,
     evaluates: int = 0,
     epochs: int = 3,
     save_every: int = 3,
@@ -37,7 +37,7 @@ def train(
     Args:
         directory: the run directory.
         seedable: whether Accelerate's own sampler shuffles.
-        anew: whether each epoch prepares a loader of its own, of fewer samples.
+        new_loaders: whether each epoch prepares a loader of its own, of fewer samples.
         evaluates: batches of another loader that shuffles, with which each epoch ends.
         epochs: of the run.
         save_every: steps between saves.
@@ -47,7 +47,7 @@ def train(
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     model: Any = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10))
     optimizer: Any = AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader, held_out = accelerator.prepare(
+    model, optimizer, loader, validation = accelerator.prepare(
         model, optimizer, shuffled(), shuffled(64)
     )
     extras = {"evaluated": 0.0}
@@ -55,7 +55,7 @@ def train(
         accelerator, directory, extras=extras, save_every=save_every, strict=True
     )
     for epoch in checkpointer.epochs(epochs):
-        if anew:
+        if new_loaders:
             loader = accelerator.prepare(shuffled(NUM_SAMPLES - 8 * epoch))
         for images, labels in checkpointer.batches(loader):
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -64,7 +64,7 @@ def train(
             optimizer.zero_grad()
             checkpointer.step(loss=loss)
         if evaluates:
-            extras["evaluated"] += some_of(accelerator, model, held_out, evaluates)
+            extras["evaluated"] += some_of(accelerator, model, validation, evaluates)
     checkpointer.close()
 
 
@@ -91,11 +91,11 @@ def joined(directory: str, *, num_samples: int) -> None:
     checkpointer.close()
 
 
-def some_of(accelerator: Any, model: Any, held_out: Any, num_batches: int) -> float:
+def some_of(accelerator: Any, model: Any, validation: Any, num_batches: int) -> float:
     """The loss of its first batches."""
     model.eval()
     losses = []
-    for number, (images, labels) in enumerate(held_out, start=1):
+    for number, (images, labels) in enumerate(validation, start=1):
         with torch.no_grad():
             outputs, targets = accelerator.gather_for_metrics((model(images), labels))
         losses.append(nn.functional.cross_entropy(outputs, targets).item())

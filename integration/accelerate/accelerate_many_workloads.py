@@ -22,14 +22,19 @@ BATCH_SIZE = 8
 
 
 def gan(
-    directory: str, *, mark: bool = True, turns: int = 1, epochs: int = 2, save_every: int = 3
+    directory: str,
+    *,
+    mark: bool = True,
+    critic_batches: int = 1,
+    epochs: int = 2,
+    save_every: int = 3,
 ) -> None:
     """Two models and two optimizers; one scheduler is only registered.
 
     Args:
         directory: the run directory.
         mark: whether the loop says where a step ends.
-        turns: the batches on which the critic is trained, for one on which both are.
+        critic_batches: the batches on which the critic is trained, for one on which both are.
         epochs: of the run.
         save_every: steps between saves.
     """
@@ -60,7 +65,7 @@ def gan(
         accelerator.backward(critic_loss)
         judging.step()
         schedule.step()
-        if checkpointer.progress.micro_step % turns:
+        if checkpointer.progress.micro_step % critic_batches:
             continue
         making.zero_grad()
         accelerator.backward(judged(made, 1.0))

@@ -1,4 +1,4 @@
-"""Training functions on Accelerate whose model or optimizer is spread over the ranks.
+"""Training functions on Accelerate whose model or optimizer is sharded over the ranks.
 
 One loop for FSDP2 and for the DeepSpeed plugin; it never looks at whether it was started before.
 """
@@ -28,11 +28,11 @@ NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
 
 
-def make_accelerator(spread: str, accumulate: int) -> Accelerator:
+def make_accelerator(sharding: str, accumulate: int) -> Accelerator:
     """An Accelerator that shards, on CPUs; accelerate 1.15 does for accelerators only."""
-    if not spread.startswith("ZeRO-"):
+    if not sharding.startswith("ZeRO-"):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-        is_first = spread == "FSDP1"
+        is_first = sharding == "FSDP1"
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=1 if is_first else 2,
             reshard_after_forward="FULL_SHARD" if is_first else True,
@@ -41,7 +41,7 @@ def make_accelerator(spread: str, accumulate: int) -> Accelerator:
             transformer_cls_names_to_wrap=["Linear"],
         )
         return of_type(DistributedType.FSDP, accelerator)
-    plugin = DeepSpeedPlugin(zero_stage=int(spread[-1]), gradient_accumulation_steps=accumulate)
+    plugin = DeepSpeedPlugin(zero_stage=int(sharding[-1]), gradient_accumulation_steps=accumulate)
     accelerator = Accelerator(
         cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate
     )
@@ -56,13 +56,13 @@ def of_type(kind: DistributedType, accelerator: Accelerator) -> Accelerator:
     """The Accelerator as if it had found what it looks for."""
     # accelerate 1.15 state.py AcceleratorState.__init__ decides, and each later one looks here.
     PartialState._shared_state["distributed_type"] = kind
-    accelerator.state.device = torch.device("cpu")  # the first FSDP takes no cpu:0 for the cpu
+    accelerator.state.device = torch.device("cpu")  # FSDP1 takes no cpu:0 for the cpu
     accelerator.state.distributed_type = kind
     return accelerator
 
 
 class Average:
-    """Averaged weights, in parts where the weights are; torch's AveragedModel copies modules."""
+    """Averaged weights, sharded where the weights are; torch's AveragedModel copies modules."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -83,7 +83,7 @@ class Average:
 def train(
     directory: str,
     *,
-    spread: str = "FSDP2",
+    sharding: str = "FSDP2",
     accumulate: int = 1,
     augment: bool = False,
     average: bool = False,
@@ -96,7 +96,7 @@ def train(
 ) -> None:
     """Trains a small classifier with dropout and AdamW; ``states`` saves by ``save_state`` too."""
     set_seed(0)
-    accelerator = make_accelerator(spread, accumulate)
+    accelerator = make_accelerator(sharding, accumulate)
     model: Any = nn.Sequential(
         nn.Linear(64, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
@@ -106,12 +106,12 @@ def train(
         Digits(NUM_SAMPLES, augment=augment), batch_size=BATCH_SIZE, shuffle=True
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    if spread == "FSDP1":
+    if sharding == "FSDP1":
         assert isinstance(model[0], FullyShardedDataParallel)
-    elif spread == "FSDP2":
+    elif sharding == "FSDP2":
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     else:
-        assert model.zero_optimization_stage() == int(spread[-1])
+        assert model.zero_optimization_stage() == int(sharding[-1])
     averaged = Average(model, decay=0.9) if average else None
     torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
     checkpointer = Checkpointer(

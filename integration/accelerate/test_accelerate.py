@@ -91,7 +91,7 @@ def test_the_private_attributes_are_where_the_adapter_looks(accelerator: Any) ->
     assert (accelerator.scaler, accelerator.step) == (None, 0), PINNED
 
 
-def test_saving_and_loading_by_itself_is_what_the_adapter_stands_beside(
+def test_saving_and_loading_by_itself_is_what_the_adapter_adds_to(
     accelerator: Any, tmp_path: Path
 ) -> None:
     project = accelerator.project_configuration
@@ -201,19 +201,19 @@ def test_a_schedule_or_an_average_that_nobody_gave_is_named_in_the_report(
     assert prepared.scheduler is both
     assert all(each.state_dict() for each in (forgotten, follower, average, second))
     options = {"lr_scheduler": {"second": given}}
-    with Checkpointer(accelerator, tmp_path / "told", **options) as checkpointer:
+    with Checkpointer(accelerator, tmp_path / "warned", **options) as checkpointer:
         next(checkpointer.batches(loader, epochs=1))
-    told = capsys.readouterr().err
-    lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
+    log = capsys.readouterr().err
+    lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", log, re.MULTILINE)
     assert lost == [
         "lr_scheduler/forgotten: lost",
         "ema/follower: lost",
         "ema/average: lost",
         "optimizer/second: lost",
     ]
-    assert "a StepLR that was not given" in told
-    assert "pass lr_scheduler=forgotten" in told
-    assert "prepare it, or call accelerator.register_for_checkpointing(second)" in told
+    assert "a StepLR that was not given" in log
+    assert "pass lr_scheduler=forgotten" in log
+    assert "prepare it, or call accelerator.register_for_checkpointing(second)" in log
     with (
         Checkpointer(accelerator, tmp_path / "strict", strict=True) as checkpointer,
         pytest.raises(InexactError, match="ema/follower"),
@@ -221,7 +221,7 @@ def test_a_schedule_or_an_average_that_nobody_gave_is_named_in_the_report(
         next(checkpointer.batches(loader, epochs=1))
 
 
-def test_a_registered_object_too_few_or_too_many_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_registered_object_too_few_or_too_many_is_refused_and_named(tmp_path: Path) -> None:
     def run(*objects: Counting, **options: Any) -> None:
         accelerator = fresh_accelerator()
         accelerator.prepare(nn.Linear(2, 2))
@@ -239,7 +239,7 @@ def test_a_registered_object_too_few_or_too_many_is_refused_by_name(tmp_path: Pa
     _forget()
 
 
-def test_objects_registered_in_another_order_come_back_by_class(tmp_path: Path) -> None:
+def test_objects_registered_in_another_order_are_restored_by_class(tmp_path: Path) -> None:
     def run(*objects: Counting) -> None:
         accelerator = fresh_accelerator()
         accelerator.prepare(nn.Linear(2, 2))
@@ -268,7 +268,7 @@ def test_step_counts_only_when_the_gradients_are_synchronised(tmp_path: Path) ->
             checkpointer.step(tokens=10)
             steps.append(checkpointer.progress.step)
     _forget()
-    assert steps == [0, 0, 1, 1, 1, 2, 2, 3]  # the last window ends with the epoch
+    assert steps == [0, 0, 1, 1, 1, 2, 2, 3]  # the last accumulation window ends with the epoch
     assert (checkpointer.progress.micro_step, checkpointer.progress.tokens) == (8, 80)
 
 
@@ -299,7 +299,7 @@ def test_a_stream_is_exact_and_refused_when_strict_if_it_comes_out_of_order(
         next(checkpointer.batches(inexact, epochs=1))
 
 
-def test_accelerates_own_saving_goes_on_beside_the_checkpointer(tmp_path: Path) -> None:
+def test_accelerates_own_saving_still_works_with_the_checkpointer(tmp_path: Path) -> None:
     def run(*, save_state: bool) -> list[float]:
         accelerator = fresh_accelerator()
         torch.manual_seed(0)
@@ -345,7 +345,7 @@ def test_accelerates_own_saving_goes_on_beside_the_checkpointer(tmp_path: Path) 
     ],
     ids=["FSDP1", "Megatron", "XLA", "tensor", "context"],
 )
-def test_a_way_to_share_the_model_that_cannot_be_resumed_is_refused_by_name(
+def test_a_way_to_share_the_model_that_cannot_be_resumed_is_refused_and_named(
     accelerator: Any, tmp_path: Path, state: dict[str, Any], found: str
 ) -> None:
     accelerator.prepare(nn.Linear(2, 2))
@@ -369,26 +369,26 @@ class Launch:
             text=True,
             check=False,
         )
-        self.status, self.told = done.returncode, done.stderr
+        self.status, self.log = done.returncode, done.stderr
         self.epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
 
 
 def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
     plain = Launch("plain_accelerate.py", tmp_path / "unused")
-    assert len(plain.epochs) == 2, plain.told
+    assert len(plain.epochs) == 2, plain.log
     started = Launch("train_accelerate.py", tmp_path / "undisturbed")
-    assert started.epochs == plain.epochs, started.told
+    assert started.epochs == plain.epochs, started.log
 
     directory = tmp_path / "killed"
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
     killed = Launch("train_accelerate.py", directory, **at_step_45)
-    assert killed.status == -signal.SIGKILL, killed.told
+    assert killed.status == -signal.SIGKILL, killed.log
     continued = Launch("train_accelerate.py", directory)
-    assert "resuming at step 40" in continued.told
+    assert "resuming at step 40" in continued.log
     assert continued.epochs == plain.epochs[1:]
 
     finished = Launch("train_accelerate.py", directory)
-    assert "nothing to do" in finished.told
+    assert "nothing to do" in finished.log
     assert (finished.status, finished.epochs) == (0, [])
 
 
@@ -444,7 +444,7 @@ def test_a_loader_that_was_skipped_by_hand_is_refused_with_the_cause(
         next(checkpointer.batches(skipped, epochs=1))
 
 
-def test_a_loader_that_was_not_prepared_is_reported_by_name(
+def test_a_loader_that_was_not_prepared_is_reported_and_named(
     accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, loader = prepared(accelerator)

@@ -48,7 +48,7 @@ def relaunched(
         ("generator", (1, 2), 12),
     ],
 )
-def test_the_rest_of_the_epoch_is_shared_out_anew(
+def test_the_rest_of_the_epoch_is_divided_among_the_new_ranks(
     kit: Kit, loader: str, ranks: tuple[int, ...], padding: int
 ) -> None:
     used = counts(ledger(relaunched(kit, {"loader": loader, "augment": True}, ranks)))
@@ -56,7 +56,7 @@ def test_the_rest_of_the_epoch_is_shared_out_anew(
     assert used[0].total() == NUM_SAMPLES + padding
 
 
-def test_a_place_that_was_not_restored_shows(kit: Kit) -> None:
+def test_a_position_that_was_not_restored_shows(kit: Kit) -> None:
     used = counts(ledger(relaunched(kit, {}, (2, 1), inject="data")))
     assert used[0].total() > NUM_SAMPLES
 
@@ -70,7 +70,7 @@ def test_a_place_that_was_not_restored_shows(kit: Kit) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(
+def test_what_cannot_be_divided_is_refused_and_named(
     kit: Kit, options: dict[str, Any], found: str
 ) -> None:
     run = relaunched(kit, options, (2, 1))
@@ -80,7 +80,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name(
 # What is relied on that accelerate does not document. One that fails here has moved.
 
 
-def test_pin_how_the_ranks_take_turns() -> None:
+def test_pin_how_batches_are_assigned_to_ranks() -> None:
     choose = random.Random(0)
     for _ in range(200):
         length, size = choose.randint(1, 40), choose.randint(1, 6)

@@ -29,8 +29,8 @@ FEEDS: dict[str, dict[str, Any]] = {
     "stateful with 2 workers": {"stateful": True, "augment": True, "workers": "2"},
     "dispatched": {"dispatch": True, "augment": True},
 }
-# How Accelerate shares a map-style dataset out; 6 steps an epoch, or 12 where batches are split.
-SHARES: dict[str, dict[str, Any]] = {
+# How Accelerate shards a map-style dataset; 6 steps an epoch, or 12 where batches are split.
+SHARDINGS: dict[str, dict[str, Any]] = {
     "seedable": {"loader": "seedable"},
     "augmented": {"augment": True},
     "stateful": {"stateful": True, "augment": True},
@@ -87,15 +87,15 @@ class TestAccelerate(ConformanceSuite):
         kit.assert_exact(self.cell(combination["kill"], options))
 
     @pytest.mark.parametrize("accumulate", [2, 5])
-    @pytest.mark.parametrize("place", ["mid-epoch", "boundary"])
+    @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(
-        self, kit: Kit, accumulate: int, place: str
+        self, kit: Kit, accumulate: int, kill: str
     ) -> None:
-        # 12 batches make 6 windows of 2, or windows of 5, 5 and 2: the end of an epoch ends one.
+        # 12 batches make accumulation windows of 2, or of 5, 5 and 2: the end of an epoch ends one.
         epoch = -(-self.steps_per_epoch // accumulate)
         twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
-        kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
-        marks = {"mark": place == "boundary"}
+        kills = (KillPoint.checkpoint(epoch),) if kill == "boundary" else twice
+        marks = {"mark": kill == "boundary"}
         options = {"accumulate": accumulate, "augment": True, "save_every": 1, **marks}
         kit.assert_exact(self.cell(kills, options))
 
@@ -104,11 +104,11 @@ class TestAccelerate(ConformanceSuite):
         return super().steps_in_epoch(options, 1 if options.get("split") else world_size)
 
     @pytest.mark.parametrize("kill", ["mid-epoch 1", "on the boundary"])
-    @pytest.mark.parametrize("share", SHARES)
+    @pytest.mark.parametrize("sharding", SHARDINGS)
     def test_two_ranks_fed_otherwise_continue_exactly(
-        self, kit: Kit, share: str, kill: str
+        self, kit: Kit, sharding: str, kill: str
     ) -> None:
-        kit.assert_exact(self.cell(kill, SHARES[share], world_size=2))
+        kit.assert_exact(self.cell(kill, SHARDINGS[sharding], world_size=2))
 
     def test_four_ranks_sum_gradients_in_the_order_that_they_had(self, kit: Kit) -> None:
         cell = self.cell((KillPoint.step(2),), {"save_every": 1}, world_size=4)

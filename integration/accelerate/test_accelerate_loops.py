@@ -21,7 +21,7 @@ PRELOAD = (
 )
 # An epoch has 6 steps on two ranks and 12 on one; the other loader has 8 batches on one.
 ROWS: dict[str, tuple[dict[str, Any], int, tuple[int, ...]]] = {
-    "a loader made in each epoch": ({"anew": True}, 2, (7, 9)),
+    "a loader made in each epoch": ({"new_loaders": True}, 2, (7, 9)),
     "some batches of an evaluation that shuffles": ({"evaluates": 2}, 2, (8, 17)),
     "an evaluation in the order of its turn": ({"evaluates": 100, "seedable": True}, 1, (17,)),
 }
@@ -44,7 +44,7 @@ def test_the_turn_of_an_evaluation_left_out_is_caught_and_named(kit: Kit) -> Non
     kit.assert_caught(cell, "callbacks/loaders")
 
 
-def test_ranks_that_wait_for_those_with_more_batches_are_refused_by_name(kit: Kit) -> None:
+def test_ranks_that_wait_for_those_with_more_batches_are_refused_and_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(joined, {"num_samples": 40}, 2)))
     assert "batches of an epoch: train: rank 0: 3; rank 1: 2" in run.failure
     kit.assert_exact(Cell(joined, {"num_samples": 48}, 2, (KillPoint.step(2),)))

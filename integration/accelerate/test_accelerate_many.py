@@ -24,7 +24,7 @@ def test_two_models_with_two_optimizers_continue_exactly(kit: Kit, world_size: i
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "not marked"])
 def test_models_that_step_on_different_batches_continue_exactly(kit: Kit, mark: bool) -> None:
     # 24 batches make 8 steps of 3.
-    options = {"mark": mark, "turns": 3, "save_every": 1}
+    options = {"mark": mark, "critic_batches": 3, "save_every": 1}
     verdict = kit.assert_exact(Cell(gan, options, 1, (KillPoint.step(2), KillPoint.checkpoint(6))))
     assert verdict.resumes[-1].step == 6
 

@@ -25,23 +25,23 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("place", KILLS)
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
-    kit.assert_exact(Cell(train, {"spread": spread}, 2, KILLS[place]))
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
+    kit.assert_exact(Cell(train, {"sharding": sharding}, 2, KILLS[kill]))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"spread": "FSDP2", "accumulate": 2, "augment": True, "save_every": 1},
-        {"spread": "FSDP2", "average": True, "mark": False},
-        {"spread": "FSDP1", "accumulate": 2, "augment": True, "mark": False, "save_every": 1},
-        {"spread": "ZeRO-1", "average": True},
-        {"spread": "ZeRO-2", "accumulate": 2, "mark": False, "save_every": 1},
+        {"sharding": "FSDP2", "accumulate": 2, "augment": True, "save_every": 1},
+        {"sharding": "FSDP2", "average": True, "mark": False},
+        {"sharding": "FSDP1", "accumulate": 2, "augment": True, "mark": False, "save_every": 1},
+        {"sharding": "ZeRO-1", "average": True},
+        {"sharding": "ZeRO-2", "accumulate": 2, "mark": False, "save_every": 1},
         # deepspeed 0.19 zero/partition_parameters.py leaves what is beyond the last rank's part of
         # an odd number as it finds it in memory, which is not the same in two runs.
-        {"spread": "ZeRO-3", "augment": True, "width": 34},
+        {"sharding": "ZeRO-3", "augment": True, "width": 34},
     ],
     ids=str,
 )
@@ -49,49 +49,47 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
 
 
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
-def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, spread: str) -> None:
-    options = {"spread": spread, "states": True}
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, sharding: str) -> None:
+    options = {"sharding": sharding, "states": True}
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(4), KillPoint.step(8))))
 
 
 @pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "ema", "rng", "data"])
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
-def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
-    options = {"spread": spread, "average": True}
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
+    options = {"sharding": sharding, "average": True}
     kit.assert_caught(Cell(train, options, 2, (KillPoint.step(5),)), component)
 
 
 @pytest.mark.parametrize("component", ["model", "optimizer"])
-def test_a_component_of_the_first_fsdp_left_out_is_caught_and_named(
-    kit: Kit, component: str
-) -> None:
-    kit.assert_caught(Cell(train, {"spread": "FSDP1"}, 2, (KillPoint.step(5),)), component)
+def test_a_component_of_fsdp1_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
+    kit.assert_caught(Cell(train, {"sharding": "FSDP1"}, 2, (KillPoint.step(5),)), component)
 
 
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_a_window_that_the_framework_keeps_to_itself_is_refused_by_name(
-    kit: Kit, spread: str
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_a_window_that_the_framework_keeps_to_itself_is_refused_and_named(
+    kit: Kit, sharding: str
 ) -> None:
-    options = {"spread": spread, "mid_accumulation": "gradients"}
+    options = {"sharding": sharding, "mid_accumulation": "gradients"}
     run = kit.run_again(kit.new_run(Cell(train, options, 2)))
     assert "ConfigurationError: mid_accumulation: 'gradients', and" in run.failure
 
 
-def test_a_second_engine_is_refused_by_name(kit: Kit) -> None:
+def test_a_second_engine_is_refused_and_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(two_engines, {}, 2)))
     assert "ConfigurationError: accelerator: more than one DeepSpeed engine" in run.failure
 
 
 @pytest.mark.parametrize(("before", "after"), [("FSDP2", "FSDP2"), ("FSDP1", "FSDP2")])
 def test_another_number_of_ranks_takes_the_parts_over(kit: Kit, before: str, after: str) -> None:
-    first, then = Cell(train, {"spread": before}, 2), Cell(train, {"spread": after}, 3)
+    first, then = Cell(train, {"sharding": before}, 2), Cell(train, {"sharding": after}, 3)
     run = kit.run_again(kit.new_run(first), kill=KillPoint.checkpoint(6))
     run = kit.run_again(replace(run, cell=then))
     assert not run.failure, run.failure
-    told = (run.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
-    assert "resuming at step 6" in told
-    assert "number of ranks was 2, now 3" in told
+    log = (run.directory / "launch-00001-rank-00000.log").read_text(encoding="utf-8")
+    assert "resuming at step 6" in log
+    assert "number of ranks was 2, now 3" in log
 
 
 def test_damage_to_one_ranks_part_sends_all_ranks_to_the_checkpoint_before(kit: Kit) -> None:

@@ -40,10 +40,10 @@ def _a_new_process() -> Iterator[None]:
     PartialState._reset_state()
 
 
-@pytest.mark.parametrize("place", KILLS)
+@pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("load", [True, False], ids=["load_state", "no load_state"])
-def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, place: str, load: bool) -> None:
-    kit.assert_exact(Cell(train, {"load": load}, 1, KILLS[place]))
+def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, kill: str, load: bool) -> None:
+    kit.assert_exact(Cell(train, {"load": load}, 1, KILLS[kill]))
 
 
 @pytest.mark.parametrize("component", ["model", "callbacks/Best-0", "rng", "data"])

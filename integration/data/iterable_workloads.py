@@ -88,10 +88,10 @@ class Placed(Sharded):
 
 
 class OwnLoader:
-    """A user's own loader with a state, which makes its batches here or has them made by workers.
+    """A user-defined loader with a state, which makes its batches here or has them made by workers.
 
     Its state is the number of batches; what the workers make does not depend on random numbers. The
-    loader inside has a generator, so that it draws no seed from the run's when it goes on.
+    loader inside has a generator, so that it draws no seed from the run's when it resumes.
     """
 
     def __init__(self, workers: int) -> None:

@@ -100,8 +100,10 @@ def make_loader(feed: str, settings: dict[str, Any], world_size: int) -> DataLoa
         sampler = RandomSampler(data, replacement=True, generator=generator)
         return DataLoader(data, BATCH_SIZE, sampler=sampler, **settings)
     collate = noisy_collate if feed == "collate" else None
-    own = generator if feed == "generator" else None
-    return DataLoader(data, BATCH_SIZE, shuffle=True, collate_fn=collate, generator=own, **settings)
+    loader_generator = generator if feed == "generator" else None
+    return DataLoader(
+        data, BATCH_SIZE, shuffle=True, collate_fn=collate, generator=loader_generator, **settings
+    )
 
 
 def train(

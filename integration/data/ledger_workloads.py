@@ -199,7 +199,7 @@ def _one_moved(augmentation: str, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 class ShuffledByRandom(Sampler[int]):
-    """A user's own, which draws from Python's generator."""
+    """A user-defined sampler, which draws from Python's generator."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(NUM_SAMPLES))
@@ -211,14 +211,14 @@ class ShuffledByRandom(Sampler[int]):
 
 
 class ShuffledByNumpy(ShuffledByRandom):
-    """A user's own, which draws from NumPy's generator."""
+    """A user-defined sampler, which draws from NumPy's generator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(NUM_SAMPLES).tolist())
 
 
 class DrawnAsItGoes(ShuffledByRandom):
-    """A user's own, which draws each index when it is asked for it."""
+    """A user-defined sampler, which draws each index when it is asked for it."""
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(NUM_SAMPLES))
@@ -264,9 +264,9 @@ class DrawingCollate:
 
 
 class OwnLoader:
-    """A user's own loader with a state, which makes its batches here or has them made by workers.
+    """A user-defined loader with a state, which makes its batches here or has them made by workers.
 
-    The loader inside has a generator, so that it draws no seed from the run's when it goes on.
+    The loader inside has a generator, so that it draws no seed from the run's when it resumes.
     """
 
     def __init__(self, rows: Rows, num_workers: int) -> None:

@@ -73,7 +73,7 @@ class Job:
         )
 
     def loader(self, first: int, last: int, *, seed: int | None = None) -> DataLoader[Any]:
-        """A shuffled loader over some of the digits, each rank's share of them."""
+        """A shuffled loader over some of the digits, sharded over the ranks."""
         data = Subset(self.digits, range(first, last))
         if self.num_ranks > 1:
             sampler = DistributedSampler(data, shuffle=True, seed=seed or 0)
@@ -156,10 +156,10 @@ LOOPS = {
 def accumulate(
     directory: str, *, mid_accumulation: str = "gradients", bucket_view: bool = False
 ) -> None:
-    """Four micro-batches make a step; windows reach over the end of an epoch.
+    """Four micro-batches make a step; accumulation windows reach over the end of an epoch.
 
-    In the middle of each window it asks for a save. Ranks sum up gradients of their own until the
-    last micro-batch (``no_sync``).
+    In the middle of each accumulation window it asks for a save. Each rank sums up its gradients
+    until the last micro-batch (``no_sync``).
     """
     settings = {"save_every": None, "mid_accumulation": mid_accumulation}
     job = Job(directory, bucket_view=bucket_view, **settings)

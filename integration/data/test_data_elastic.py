@@ -62,7 +62,7 @@ def train(
     save_every: int = 3,
     num_samples: int = 95,
     allow: Sequence[str] = ALLOWED,
-    own: str | None = None,
+    sum_kind: str | None = None,
     schedule: bool = False,
 ) -> None:
     """Trains a small classifier, whatever the number of ranks; each rank draws its own dropout."""
@@ -80,15 +80,15 @@ def train(
     if sampler == "shuffle" or (sampler == "changing" and world_size == 1):
         loader = DataLoader(data, batch_size, shuffle=True)
     else:
-        shares = make[sampler](data, num_replicas=world_size, rank=rank, seed=3)
-        loader = DataLoader(data, batch_size, sampler=shares)
+        sharded = make[sampler](data, num_replicas=world_size, rank=rank, seed=3)
+        loader = DataLoader(data, batch_size, sampler=sharded)
     bare = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 10))
     model = nn.parallel.DistributedDataParallel(bare) if world_size > 1 else bare
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
     num_steps = epochs * len(loader)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-    counted = {"own": OwnSum, "shared": SharedSum}[own]() if own else None
+    counted = {"own": OwnSum, "shared": SharedSum}[sum_kind]() if sum_kind else None
     checkpointer = _checkpointer(
         directory,
         model,
@@ -117,9 +117,9 @@ def train(
 
 
 def _checkpointer(
-    directory: str, model: Any, optimizer: Any, scheduler: Any, own: Any, **options: Any
+    directory: str, model: Any, optimizer: Any, scheduler: Any, counted: Any, **options: Any
 ) -> Any:
-    if own is None:
+    if counted is None:
         return Checkpointer(
             directory, model=model, optimizer=optimizer, lr_scheduler=scheduler, **options
         )
@@ -127,7 +127,7 @@ def _checkpointer(
     from resumekit.capture import state_components
 
     components = state_components(model=model, optimizer=optimizer)
-    summed = StateComponent("callbacks/sum", own, SharingPattern.PER_RANK)
+    summed = StateComponent("callbacks/sum", counted, SharingPattern.PER_RANK)
     return Core(directory, components=[*components, summed], **options)
 
 
@@ -182,7 +182,7 @@ def test_over_four_geometries_each_sample_comes_once_in_each_epoch(kit: Kit, sam
     padding = {epoch: count.total() - 95 for epoch, count in counts(used).items()}
     assert all(set(count) == set(range(95)) for count in counts(used).values())
     assert padding == {0: 0, 1: 1, 2: 1}  # 71 for three ranks, 77 for two
-    told = (run.directory / "launch-00002-rank-00000.log").read_text()
+    log = (run.directory / "launch-00002-rank-00000.log").read_text()
     for line in (
         "number of ranks was 1, now 3",
         "rng: rank 2 is new, its python, numpy, torch derived from the random state of rank 0",
@@ -190,7 +190,7 @@ def test_over_four_geometries_each_sample_comes_once_in_each_epoch(kit: Kit, sam
         "train: batch_size was 8, this run's 2 is used from sample 24 of epoch 1 on",
         "the report: ('number of ranks was 1, now 3', 'rng: rank 1 is new, ",
     ):
-        assert line in told
+        assert line in log
     _require_same_state_at_each_resume(run)
     changes = details(run)["changes"]
     assert [entry["step"] for entry in changes] == [6, 15, 30]
@@ -233,7 +233,7 @@ def test_on_one_rank_a_shuffled_loader_follows_other_batch_sizes(kit: Kit) -> No
     assert counts(used) == {epoch: Counter(range(96)) for epoch in (0, 1)}
 
 
-def test_the_ledger_shows_a_place_that_was_not_restored(kit: Kit) -> None:
+def test_the_ledger_shows_a_position_that_was_not_restored(kit: Kit) -> None:
     used = ledger(launched(kit, GEOMETRIES[:1] + GEOMETRIES[3:], inject="data"))
     assert any(count.total() > 96 for count in counts(used).values())
 
@@ -294,9 +294,9 @@ def test_a_state_of_each_rank_must_say_how_other_ranks_take_it_up(kit: Kit) -> N
         Launch(2, {"batch_size": 4}, KillPoint.checkpoint(3)),
         Launch(1, {"batch_size": 4}, KillPoint.step(4)),
     ]
-    refused = launched(kit, plan, own="own")
+    refused = launched(kit, plan, sum_kind="own")
     assert "callbacks/sum: a state of its own on each of 2 ranks" in refused.failure
-    followed = launched(kit, plan, own="shared")
+    followed = launched(kit, plan, sum_kind="shared")
     assert not followed.failure
     last = read_trace(followed.trace)[0][-1].records[-1]
     assert (last.step, last.fields["values"]["own"]) == (4, 3 * 4 * 2 + 4)

@@ -1,6 +1,6 @@
 """Iterable data, killed by SIGKILL and started again: the run ends with the same bits.
 
-Every two of loader, workers and places of the kills meet; ``--full-matrix`` runs them all.
+Every two of loader, workers and kill points meet; ``--full-matrix`` runs them all.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ missing = [n for n in ("torchdata", "datasets") if importlib.util.find_spec(n) i
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
 
 SAVE_EVERY = 2
-_PLACES = kill_points(STEPS_PER_EPOCH, SAVE_EVERY)
+_KILL_POINTS = kill_points(STEPS_PER_EPOCH, SAVE_EVERY)
 KILLS = {
-    "in epoch 0 and on the boundary": (*_PLACES["mid-epoch 0"], *_PLACES["on the boundary"]),
-    "in epoch 1 and twice in it": _PLACES["twice in one epoch"],
+    "in epoch 0 and on the boundary": (
+        *_KILL_POINTS["mid-epoch 0"],
+        *_KILL_POINTS["on the boundary"],
+    ),
+    "in epoch 1 and twice in it": _KILL_POINTS["twice in one epoch"],
 }
 BOUNDARY, TWICE = KILLS
 FACTORS: dict[str, tuple[str, ...]] = {

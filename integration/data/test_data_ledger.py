@@ -5,7 +5,7 @@ the epoch, the sample indices, the rank, and a digest of the numbers that went i
 library's trace is not asked.
 
 Every kind of loader meets every number of workers, and every number of workers every two of
-augmentation and place of the kill; ``--full-matrix`` runs them all.
+augmentation and kill point; ``--full-matrix`` runs them all.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Ledger:
                     self.last[line["rank"], line["step"]] = fed
 
     def require_resumed(self) -> None:
-        """Fails unless every launch but the first went on where the one before it was saved."""
+        """Fails unless every launch but the first resumed where the one before it was saved."""
         done: dict[int, int] = {}
         for (rank, launch), steps in sorted(self.launches.items()):
             assert steps == list(range(steps[0], steps[-1] + 1))
@@ -111,10 +111,10 @@ def cell(
     return Cell(train, whole, world_size, KILLS[kill])
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- what is reported
 
 
-class Told(NamedTuple):
+class Row(NamedTuple):
     """A row of the page on data."""
 
     word: dict[int, str]  # by the number of workers; without those that the kind cannot have
@@ -122,7 +122,7 @@ class Told(NamedTuple):
     remedy: str
 
 
-def rows_of_the_page() -> dict[str, Told]:
+def rows_of_the_page() -> dict[str, Row]:
     page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     section = page.split("## Loader by loader", 1)[1].split("\n## ", 1)[0]
     lines = [line.strip("| ") for line in section.splitlines() if line[:1] == "|"]
@@ -131,14 +131,14 @@ def rows_of_the_page() -> dict[str, Told]:
         kind, without, with_workers, reason, remedy = line.replace("`", "").split(" | ")
         words = dict(zip(WORKERS, (without, with_workers), strict=True))
         word = {workers: word for workers, word in words.items() if word != "-"}
-        rows[kind] = Told(word, reason, remedy)
+        rows[kind] = Row(word, reason, remedy)
     return rows
 
 
 ROWS = rows_of_the_page()
 
 
-def told(run: Run) -> tuple[str, str]:
+def reported(run: Run) -> tuple[str, str]:
     """How exactly the last checkpoint holds the position in the data, and why not."""
     store = Store(run.directory / "training" / "run")
     line = store.open_step(store.step_names()[0]).manifest.capture["data"]
@@ -150,13 +150,13 @@ def told(run: Run) -> tuple[str, str]:
 
 def cells(*, full: bool) -> Iterator[dict[str, Any]]:
     rest = list(product(AUGMENTATIONS, KILLS))
-    turns = {workers: cycle(rest) for workers in WORKERS}
+    cells_left = {workers: cycle(rest) for workers in WORKERS}
     for kind, row in ROWS.items():
         for workers in row.word:
             if kind in SLOW_KINDS:
                 these = list(SLOW_CELLS if full else SLOW_CELLS[: SLOW_KINDS.index(kind)])
             else:
-                these = rest if full else [next(turns[workers])]
+                these = rest if full else [next(cells_left[workers])]
             for augmentation, kill in these:
                 yield dict(zip(FACTORS, (kind, workers, augmentation, kill), strict=True))
 
@@ -186,7 +186,7 @@ def test_every_kind_of_loader_is_fed_as_if_nobody_had_killed_it(
     each = cell(**fed)
     row = ROWS[fed["kind"]]
     expected, found = resumed(kit, each)
-    word, reason = told(kit.run_uninterrupted(each))
+    word, reason = reported(kit.run_uninterrupted(each))
     assert word == row.word[fed["workers"]]
     if word == "exact":
         assert found.last == expected.last
@@ -225,7 +225,7 @@ def test_what_the_page_says_to_make_it_exact_does(kit: Kit, kind: str, workers: 
     options = {"workers": workers, **REMEDIES[ROWS[kind].remedy]}
     each = cell(kind, augmentation="random", kill="in epoch 0", **options)
     expected, found = resumed(kit, each)
-    assert told(kit.run_uninterrupted(each))[0] == "exact"
+    assert reported(kit.run_uninterrupted(each))[0] == "exact"
     assert found.last == expected.last
 
 

@@ -1,4 +1,4 @@
-"""Several loaders, loaders that change, saves inside a window: killed by SIGKILL, the same bits."""
+"""Several loaders, changing loaders, saves in an accumulation window: killed, the same bits."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, loop: str, component
     kit.assert_caught(cell(loop, kills=(STEP(5),)), component)
 
 
-# ---------------------------------------------------------------- saves inside a window
+# ---------------------------------------------------------------- in an accumulation window
 
-# Step 2 is saved after micro-batch 10, in the middle of its window and at the end of an epoch.
+# Step 2 is saved after micro-batch 10, inside its accumulation window and at an epoch's end.
 WITHIN = (CHECKPOINT(1), STEP(3), CHECKPOINT(3))
 
 

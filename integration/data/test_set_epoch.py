@@ -1,7 +1,7 @@
 """Nobody calls ``set_epoch``: under each adapter every part of a loader hears of its epochs.
 
 A sampler, a batch sampler and a dataset note which epoch they believe it is when they are used. A
-run of three epochs is interrupted inside the second one; the launch that goes on must begin there,
+run of three epochs is interrupted inside the second one; the launch that resumes must begin there,
 and not at epoch 0.
 """
 
@@ -55,7 +55,7 @@ class Heard:
             epochs.append(epoch)
 
 
-class ToldSampler(Sampler[int]):
+class EpochSampler(Sampler[int]):
     def __init__(self, data: Any, heard: Heard) -> None:
         self._data = data
         self._heard, self._epoch = heard, -1
@@ -71,7 +71,7 @@ class ToldSampler(Sampler[int]):
         yield from torch.randperm(len(self)).tolist()
 
 
-class ToldBatchSampler(BatchSampler):
+class EpochBatchSampler(BatchSampler):
     def __init__(self, sampler: Any, heard: Heard) -> None:
         super().__init__(sampler, batch_size=2, drop_last=True)
         self._heard, self._epoch = heard, -1
@@ -84,7 +84,7 @@ class ToldBatchSampler(BatchSampler):
         yield from super().__iter__()
 
 
-class ToldData(Dataset[Any]):
+class EpochData(Dataset[Any]):
     def __init__(self, heard: Heard, num_ranks: int) -> None:
         self._heard, self._epoch = heard, -1
         self._length = 2 * NUM_BATCHES * num_ranks
@@ -101,12 +101,12 @@ class ToldData(Dataset[Any]):
 
 
 def make_loader(heard: Heard, *, num_ranks: int = 1) -> DataLoader[Any]:
-    data = ToldData(heard, num_ranks)
-    return DataLoader(data, batch_sampler=ToldBatchSampler(ToldSampler(data, heard), heard))
+    data = EpochData(heard, num_ranks)
+    return DataLoader(data, batch_sampler=EpochBatchSampler(EpochSampler(data, heard), heard))
 
 
 class Model(nn.Module):
-    """Interrupts its training in a forward pass, if it is told to."""
+    """Interrupts its training in a forward pass, if ``interrupt_at`` is set."""
 
     def __init__(self, interrupt_at: int | None) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def with_transformers(directory: Path, model: Model, heard: Heard) -> None:
         disable_tqdm=True,
         log_level="error",
     )
-    trainer = Trainer(model, arguments, train_dataset=ToldData(heard, 1))
+    trainer = Trainer(model, arguments, train_dataset=EpochData(heard, 1))
     trainer.add_callback(ResumeCallback(trainer, directory / "run", save_every=1))
     trainer.train()
 
@@ -242,7 +242,7 @@ def with_deepspeed(directory: Path, model: Model, heard: Heard) -> None:
 
 @pytest.fixture
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is all of its job, and a framework that keeps a state for it starts anew."""
+    """This process is all of its job, and a framework that keeps a state for it starts afresh."""
     launch = request.getfixturevalue("launch")
     if launch is with_deepspeed:
         deepspeed = pytest.importorskip("deepspeed")

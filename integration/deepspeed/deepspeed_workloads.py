@@ -40,7 +40,7 @@ class LoadsItself(torch.optim.AdamW):
 
 
 class HalfPrecisionCPU(CPU_Accelerator):
-    """The CPU of which DeepSpeed is told that it computes in fp16, as torch's kernels do."""
+    """The CPU, which reports to DeepSpeed that it computes in fp16, as torch's kernels do."""
 
     def is_fp16_supported(self) -> bool:
         """Without asking oneDNN for kernels of its own."""

@@ -166,9 +166,9 @@ def test_the_partitions_are_where_the_adapter_looks(alone: None) -> None:
     zero = make_engine(1).optimizer
     (weight, *_), flat = zero.bit16_groups[0], zero.single_partition_of_fp32_groups[0]
     assert zero.optimizer.param_groups[0]["params"] == [flat], PINNED
-    place = weight._hp_mapping
-    assert (place.hp_fragment_address.start, place.hp_fragment_address.numel) == (0, 16), PINNED
-    assert place.lp_fragment_address.start == 0, PINNED
+    mapping = weight._hp_mapping
+    assert (mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel) == (0, 16), PINNED
+    assert mapping.lp_fragment_address.start == 0, PINNED
     assert zero._hp_optimizer_states_linked is False, PINNED
     zero.update_lp_params()
     zero = make_engine(3).optimizer
@@ -337,7 +337,7 @@ def test_a_step_that_an_error_broke_off_is_not_saved_later(alone: None, tmp_path
     assert newest_step(tmp_path).name == "step-00000002"
 
 
-def test_a_resume_brings_the_counters_back_and_tells_a_changed_setting(
+def test_a_resume_brings_the_counters_back_and_reports_a_changed_setting(
     alone: None, tmp_path: Path
 ) -> None:
     train(make_engine(1), tmp_path)
@@ -345,11 +345,11 @@ def test_a_resume_brings_the_counters_back_and_tells_a_changed_setting(
     with Checkpointer(again, tmp_path) as checkpointer:
         report = checkpointer.resume()
     assert (again.global_steps, again.micro_steps, again.global_samples) == (12, 12, 24)
-    told = [str(difference) for difference in report.differences]
-    assert "callbacks/deepspeed.config.gradient_clipping: was None, now 0.5" in told
+    reported = [str(difference) for difference in report.differences]
+    assert "callbacks/deepspeed.config.gradient_clipping: was None, now 0.5" in reported
 
 
-def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
+def test_another_engine_or_schedule_of_the_same_loop_is_reported_as_lost(
     alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     former, engine, critic, average = make_engine(), make_engine(), make_engine(), nn.Linear(1, 1)
@@ -359,16 +359,16 @@ def test_another_engine_or_schedule_of_the_same_loop_is_told_to_be_lost(
         for _ in range(2)
     )
     extras = {"warmup": warmup}
-    with Checkpointer(engine, tmp_path / "told", extras=extras, ema=average) as checkpointer:
+    with Checkpointer(engine, tmp_path / "warned", extras=extras, ema=average) as checkpointer:
         for (batch,) in checkpointer.batches(make_loader(), epochs=1):
             one_step(engine, batch)
             decay.optimizer.step()
             decay.step()
-    told = capsys.readouterr().err
-    lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", told, re.MULTILINE)
+    log = capsys.readouterr().err
+    lost = re.findall(r"^resumekit: WARNING: (\S+: lost) \(", log, re.MULTILINE)
     assert lost == ["model/critic: lost", "lr_scheduler/decay: lost"]
-    assert 'pass all engines as a dict, {"critic": critic, ...}' in told
-    assert 'pass extras={"decay": decay}' in told
+    assert 'pass all engines as a dict, {"critic": critic, ...}' in log
+    assert 'pass extras={"decay": decay}' in log
     assert critic.global_steps == 0
     with (
         Checkpointer(engine, tmp_path / "strict", strict=True) as checkpointer,
@@ -481,14 +481,14 @@ def test_windows_that_a_script_ends_by_itself_are_seen(alone: None, tmp_path: Pa
     ],
     ids=str,
 )
-def test_what_is_no_engine_is_refused_by_name(
+def test_what_is_no_engine_is_refused_and_named(
     alone: None, tmp_path: Path, given: Any, found: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=found):
         Checkpointer(given, tmp_path)
 
 
-def test_an_engine_given_twice_is_refused_by_name(alone: None, tmp_path: Path) -> None:
+def test_an_engine_given_twice_is_refused_and_named(alone: None, tmp_path: Path) -> None:
     engine = make_engine()
     with pytest.raises(ConfigurationError, match="engine 'b': the engine 'a' again"):
         Checkpointer({"a": engine, "b": engine}, tmp_path)
@@ -511,7 +511,7 @@ class WithExperts(nn.Module):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_resumed_yet_is_refused_by_name(
+def test_what_cannot_be_resumed_yet_is_refused_and_named(
     alone: None, tmp_path: Path, settings: dict[str, Any], found: str
 ) -> None:
     kind = settings.pop("model", None)
@@ -534,13 +534,15 @@ def test_another_layout_is_refused_before_anything_changes(alone: None, tmp_path
     assert all(map(torch.equal, before, other.module.parameters()))
 
 
-def test_an_object_that_no_table_knows_is_refused_by_its_place(alone: None, tmp_path: Path) -> None:
+def test_an_object_that_no_table_knows_is_refused_with_its_path(
+    alone: None, tmp_path: Path
+) -> None:
     engine = make_engine(1, optimizer=LoadsItself, zero_allow_untested_optimizer=True)
     engine.optimizer.clip_grad = nn.Identity()
-    place = r"optimizer\['zero_pp_rank_0_.*'\]\['optimizer_state_dict'\]\['clip_grad'\]"
+    path = r"optimizer\['zero_pp_rank_0_.*'\]\['optimizer_state_dict'\]\['clip_grad'\]"
     with (
         Checkpointer(engine, tmp_path) as checkpointer,
-        pytest.raises(UnsupportedValueError, match=f"{place}.*torch.nn.*Identity"),
+        pytest.raises(UnsupportedValueError, match=f"{path}.*torch.nn.*Identity"),
     ):
         checkpointer.save()
 
@@ -582,7 +584,7 @@ def test_a_dynamic_loss_scaler_is_made_again_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3], ids="stage {}".format)
-def test_weights_that_are_tied_come_back_tied(alone: None, tmp_path: Path, stage: int) -> None:
+def test_weights_that_are_tied_are_restored_tied(alone: None, tmp_path: Path, stage: int) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         model[2].weight = model[0].weight
@@ -597,7 +599,7 @@ def test_weights_that_are_tied_come_back_tied(alone: None, tmp_path: Path, stage
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3], ids="stage {}".format)
-def test_the_engines_own_saving_goes_on_beside_the_checkpointer(
+def test_the_engines_own_saving_still_works_with_the_checkpointer(
     alone: None, tmp_path: Path, stage: int
 ) -> None:
     def run(directory: str, *, native: bool, save_every: int) -> list[float]:
@@ -646,20 +648,20 @@ class Launch:
             text=True,
             check=False,
         )
-        self.status, self.told = done.returncode, done.stderr
+        self.status, self.log = done.returncode, done.stderr
         self.epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
 
 
 def test_the_script_started_twice_prints_what_its_stock_twin_prints(tmp_path: Path) -> None:
     stock = Launch("stock_deepspeed.py", tmp_path / "unused")
-    assert len(stock.epochs) == 2, stock.told
+    assert len(stock.epochs) == 2, stock.log
 
     directory = tmp_path / "killed"
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
     killed = Launch("train_deepspeed.py", directory, **at_step_45)
-    assert (killed.status, killed.epochs) == (-signal.SIGKILL, stock.epochs[:1]), killed.told
+    assert (killed.status, killed.epochs) == (-signal.SIGKILL, stock.epochs[:1]), killed.log
     continued = Launch("train_deepspeed.py", directory)
-    assert "resuming at step 40" in continued.told
+    assert "resuming at step 40" in continued.log
     assert continued.epochs == stock.epochs[1:]
 
 

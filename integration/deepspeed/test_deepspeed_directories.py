@@ -37,7 +37,7 @@ def training(run: Run) -> Path:
 
 
 def launched(kit: Kit, run: Run, **options: Any) -> tuple[Run, list[str]]:
-    """The run with one launch more, and what each rank told."""
+    """The run with one launch more, and the log of each rank."""
     cell = replace(run.cell, options={**OPTIONS, **options})
     run = kit.run_again(replace(run, cell=cell))
     number = len(run.launches) - 1
@@ -45,9 +45,9 @@ def launched(kit: Kit, run: Run, **options: Any) -> tuple[Run, list[str]]:
     return run, [log.read_text() for log in logs]
 
 
-def assert_refused(told: list[str], error: str, *words: str) -> None:
+def assert_refused(logs: list[str], error: str, *words: str) -> None:
     """Every rank ended with this error."""
-    for each in told:
+    for each in logs:
         line = next(line for line in each.splitlines() if f"errors.{error}: " in line)
         assert all(word in line for word in words), line
 
@@ -60,41 +60,41 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_empty_directory_is_told_in_one_line(trained: Run) -> None:
-    told = (trained.directory / "launch-00000-rank-00000.log").read_text()
-    assert told.count("resumekit: starting in ") == 1
-    assert f"starting in {training(trained)}; saves every " in told
+def test_an_empty_directory_is_reported_in_one_line(trained: Run) -> None:
+    log = (trained.directory / "launch-00000-rank-00000.log").read_text()
+    assert log.count("resumekit: starting in ") == 1
+    assert f"starting in {training(trained)}; saves every " in log
 
 
-def test_a_directory_with_other_files_is_told_with_their_names(kit: Kit) -> None:
+def test_a_directory_with_other_files_is_reported_with_their_names(kit: Kit) -> None:
     run = kit.new_run(Cell(train, OPTIONS, 2))
     (training(run) / "notes.txt").write_text("of somebody")
-    run, told = launched(kit, run)
+    run, logs = launched(kit, run)
     assert not run.failure
-    assert f"starting in {training(run)}, beside notes.txt; saves every " in told[0]
+    assert f"starting in {training(run)}, beside notes.txt; saves every " in logs[0]
 
 
 def test_the_checkpoints_of_deepspeed_are_refused_and_left_alone(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(save_natively, {}, 2)))
     before = content(training(run))
     assert "latest" in before
-    run, told = launched(kit, replace(run, cell=Cell(train, OPTIONS, 2)))
-    assert_refused(told, "DirectoryError", "no run, but the checkpoints of something else")
+    run, logs = launched(kit, replace(run, cell=Cell(train, OPTIONS, 2)))
+    assert_refused(logs, "DirectoryError", "no run, but the checkpoints of something else")
     assert content(training(run)) == before
 
 
 def test_a_named_step_that_is_missing_is_refused(kit: Kit, trained: Run) -> None:
-    _, told = launched(kit, trained, resume_from="step-00000099")
-    assert_refused(told, "CheckpointNotFoundError", "no such checkpoint in", "step-00000006")
-    empty, told = launched(kit, kit.new_run(trained.cell), resume_from="step-00000006")
-    assert_refused(told, "CheckpointNotFoundError", "no such checkpoint in")
+    _, logs = launched(kit, trained, resume_from="step-00000099")
+    assert_refused(logs, "CheckpointNotFoundError", "no such checkpoint in", "step-00000006")
+    empty, logs = launched(kit, kit.new_run(trained.cell), resume_from="step-00000006")
+    assert_refused(logs, "CheckpointNotFoundError", "no such checkpoint in")
     assert not Store(training(empty)).step_names()
 
 
 def test_the_run_of_another_model_is_refused_and_left_alone(kit: Kit, trained: Run) -> None:
     before = content(training(trained))
-    _, told = launched(kit, trained, width=16)
-    assert_refused(told, "StateMismatchError", "0.weight", "(32, 64)", "(16, 64)")
+    _, logs = launched(kit, trained, width=16)
+    assert_refused(logs, "StateMismatchError", "0.weight", "(32, 64)", "(16, 64)")
     assert content(training(trained)) == before
 
 
@@ -104,12 +104,12 @@ def test_a_bad_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(
 ) -> None:
     newest = Store(training(trained)).step_names()[0]
     spoil(training(trained) / str(newest) / SHARD, damage)
-    again, told = launched(kit, trained)
+    again, logs = launched(kit, trained)
     assert not again.failure
     verdict = compare(kit.run_uninterrupted(Cell(train, OPTIONS, 2)).trace, again.trace)
     assert verdict.exact, str(verdict)
     assert [resume.step for resume in verdict.resumes] == [4]
-    assert f"passed over step-00000006: step-00000006/{SHARD}" in told[0]
+    assert f"passed over step-00000006: step-00000006/{SHARD}" in logs[0]
 
 
 def test_a_bad_shard_without_an_older_checkpoint_is_an_error_each_time(
@@ -119,10 +119,10 @@ def test_a_bad_shard_without_an_older_checkpoint_is_an_error_each_time(
     for name in older:
         shutil.rmtree(training(trained) / str(name))
     spoil(training(trained) / str(newest) / SHARD, "missing")
-    run, told = launched(kit, trained)
-    assert_refused(told, "NoUsableCheckpointError", SHARD)
-    _, told = launched(kit, run)
-    assert_refused(told, "NoUsableCheckpointError", "no checkpoint but damaged ones")
+    run, logs = launched(kit, trained)
+    assert_refused(logs, "NoUsableCheckpointError", SHARD)
+    _, logs = launched(kit, run)
+    assert_refused(logs, "NoUsableCheckpointError", "no checkpoint but damaged ones")
 
 
 def spoil(shard: Path, damage: str) -> None:

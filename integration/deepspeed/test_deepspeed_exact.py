@@ -20,7 +20,7 @@ from deepspeed_workloads import OVERFLOWS, train
 
 from resumekit.testing import ConformanceSuite, KillPoint, Kit
 
-PLACES = ["mid-epoch 1", "on the boundary", "twice in one epoch"]
+KILLS = ["mid-epoch 1", "on the boundary", "twice in one epoch"]
 STAGES: dict[str, tuple[int, int]] = {  # the ZeRO stage, and the ranks
     "no ZeRO on 1 rank": (0, 1),
     "stage 1 on 2 ranks": (1, 2),
@@ -70,11 +70,11 @@ class TestDeepSpeed(ConformanceSuite):
     )
     preload = DEEPSPEED
 
-    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("kill", KILLS)
     @pytest.mark.parametrize("stage", STAGES)
-    def test_every_stage_continues_exactly(self, kit: Kit, stage: str, place: str) -> None:
+    def test_every_stage_continues_exactly(self, kit: Kit, stage: str, kill: str) -> None:
         number, world_size = STAGES[stage]
-        kit.assert_exact(self.cell(place, {"stage": number}, world_size=world_size))
+        kit.assert_exact(self.cell(kill, {"stage": number}, world_size=world_size))
 
     @pytest.mark.parametrize("stage", range(4), ids="stage {}".format)
     def test_sums_over_four_ranks_continue_exactly(self, kit: Kit, stage: int) -> None:
@@ -99,13 +99,13 @@ class TestDeepSpeed(ConformanceSuite):
         assert verdict.divergence is not None
         assert (verdict.divergence.component, verdict.is_reproducible) == (named, True)
 
-    @pytest.mark.parametrize("place", PLACES)
-    def test_windows_of_two_continue_exactly(self, kit: Kit, place: str) -> None:
-        options = {"accumulate": 2, "augment": True, "mark": place == "on the boundary"}
-        kit.assert_exact(self.cell(place, options))
+    @pytest.mark.parametrize("kill", KILLS)
+    def test_windows_of_two_continue_exactly(self, kit: Kit, kill: str) -> None:
+        options = {"accumulate": 2, "augment": True, "mark": kill == "on the boundary"}
+        kit.assert_exact(self.cell(kill, options))
 
     def test_a_window_that_goes_over_the_end_of_an_epoch_continues_exactly(self, kit: Kit) -> None:
-        # 24 batches in two epochs make windows of 8, and the second is in both epochs.
+        # 24 batches in two epochs make accumulation windows of 8, and the second is in both epochs.
         options = {"accumulate": 8, "save_every": 1, "mark": False}
         kit.assert_exact(self.cell((KillPoint.step(2),), options))
 
@@ -160,7 +160,7 @@ class TestDeepSpeed(ConformanceSuite):
         kit.assert_caught(cell, "grad_scaler")
 
     def test_the_loader_that_the_engine_makes_continues_exactly(self, kit: Kit) -> None:
-        # It is drawn through again, and reported as equivalent.
+        # It is replayed, and reported as equivalent.
         options = {"loader": "own", "augment": True}
         kit.assert_exact(self.cell("twice in one epoch", options, world_size=2))
 

@@ -1,4 +1,4 @@
-"""A run under ZeRO goes on in another stage, on other ranks and without DeepSpeed, bit for bit."""
+"""A ZeRO run continues in another stage, on other ranks and without DeepSpeed, bit for bit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_component_left_out_is_seen_in_the_bits(kit: Kit, stage: int, componen
     assert same == (weights if component == "optimizer" else before["saved"].keys() - weights)
 
 
-def test_parameters_that_counted_their_own_steps_are_refused_by_name(kit: Kit) -> None:
+def test_parameters_that_counted_their_own_steps_are_refused_and_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(take_over, {"stage": None, "unused": True}, 1)))
     assert not run.failure, run.failure
     run = kit.run_again(replace(run, cell=Cell(take_over, {"stage": 1, "unused": True}, 2)))

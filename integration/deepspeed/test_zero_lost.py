@@ -1,4 +1,4 @@
-"""A rank of a ZeRO run that dies inside a save: nothing is lost, and nothing points at a torso.
+"""A rank of a ZeRO run dies inside a save: no loss, and no pointer to an incomplete checkpoint.
 
 The uninterrupted run logs every write-side call of both ranks. Each trial kills one rank at one
 of the calls of the save of step 3, and the log of that rank names it. ``--full-matrix``
@@ -61,14 +61,14 @@ def log_of(run: Run, rank: int, launch: int = 0) -> Path:
     return run.directory / f"launch-{launch:05d}-rank-{rank:05d}.log"
 
 
-def told_calls(run: Run, rank: int) -> list[Call]:
+def logged_calls(run: Run, rank: int) -> list[Call]:
     found = re.findall(r"^failpoint: (\d+) (\w+) (.*)$", log_of(run, rank).read_text(), re.M)
     return [Call(rank, int(number), kind, Path(path)) for number, kind, path in found]
 
 
 def calls_of_the_save(run: Run, rank: int) -> list[Call]:
     """From the first call that names the step to the one before the next step is named."""
-    calls = told_calls(run, rank)
+    calls = logged_calls(run, rank)
     first, following = (
         next(index for index, call in enumerate(calls) if str(StepName(step)) in str(call.path))
         for step in (STEP, STEP + 1)
@@ -76,10 +76,10 @@ def calls_of_the_save(run: Run, rank: int) -> list[Call]:
     return calls[first:following]
 
 
-def spread(calls: list[Call], num: int) -> list[Call]:
-    """So many of them, evenly."""
+def evenly(calls: list[Call], num: int) -> list[Call]:
+    """So many of them, at equal distances."""
     num = min(num, len(calls))
-    return [calls[(2 * place + 1) * len(calls) // (2 * num)] for place in range(num)]
+    return [calls[(2 * number + 1) * len(calls) // (2 * num)] for number in range(num)]
 
 
 def step_that_latest_names(directory: Path) -> StepName:
@@ -110,13 +110,13 @@ def test_a_rank_killed_inside_a_save_loses_nothing(
     of_rank = [calls_of_the_save(whole, rank) for rank in range(2)]
     all_of_it = request.config.getoption("--full-matrix")
     num_trials = ALL_TRIALS if all_of_it else NUM_TRIALS
-    of_rank_1 = spread(of_rank[1], num_trials // 2)
-    trials = [*spread(of_rank[0], num_trials - len(of_rank_1)), *of_rank_1]
+    of_rank_1 = evenly(of_rank[1], num_trials // 2)
+    trials = [*evenly(of_rank[0], num_trials - len(of_rank_1)), *of_rank_1]
     assert len(set(trials)) == num_trials
     for trial in trials:
         faulty = with_faults(plain, f"{trial.number}=kill", trial.rank)
         run = kit.run_again(kit.new_run(faulty))
-        (killed_at,) = told_calls(run, trial.rank)
+        (killed_at,) = logged_calls(run, trial.rank)
         assert str(killed_at) == str(trial)  # it died where the uninterrupted run was saving
         record_property(f"killed at stage {stage}", str(trial))
         print(f"killed at stage {stage}: {trial}")

@@ -87,7 +87,7 @@ class OfTwoLoaders(Classifier):
 
 
 class Stream(IterableDataset[Any]):
-    """Digits in their order, shared out among ranks and workers; nobody knows how many."""
+    """Digits in their order, sharded over ranks and workers; the length is unknown."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self._digits = Digits(num_samples, augment=True)
@@ -101,13 +101,13 @@ class Stream(IterableDataset[Any]):
 
 
 class EachEpochAnother(Classifier):
-    """Its loader is made anew in each epoch, with a generator of its own and another split."""
+    """Its loader is recreated in each epoch, with a generator of its own and another split."""
 
     def train_dataloader(self) -> Any:
-        own = torch.Generator().manual_seed(self.trainer.current_epoch)
+        generator = torch.Generator().manual_seed(self.trainer.current_epoch)
         chosen = torch.randperm(NUM_SAMPLES + 40)[:NUM_SAMPLES].tolist()
         data = Subset(Digits(NUM_SAMPLES + 40, augment=True), chosen)
-        return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, generator=own)
+        return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, generator=generator)
 
 
 class KeepsOutputs(Classifier):
@@ -181,7 +181,7 @@ class Lines(Logger):
 
 
 class Validated(Callback):
-    """Writes down what is validated, and kills the process there when it is told to.
+    """Writes down what is validated, and kills the process there on request.
 
     Args:
         path: the file that it appends to.
@@ -209,8 +209,8 @@ class Validated(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._come_to("after", trainer)
 
-    def _come_to(self, place: str, trainer: Any) -> None:
-        if (place, 6) == (self.kill, trainer.global_step):
+    def _come_to(self, moment: str, trainer: Any) -> None:
+        if (moment, 6) == (self.kill, trainer.global_step):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -303,7 +303,7 @@ def train(
     module: str = "plain",
     compiled: bool = False,
     own_saving: bool = False,
-    patience: int = 0,
+    stop_after: int = 0,
     max_time: bool = False,
     log_every: int = 2,
     reload_every: int = 0,
@@ -328,8 +328,8 @@ def train(
     ]
     if changing:
         callbacks.append(CHANGING[changing]())
-    if patience:
-        callbacks.append(EarlyStopping("val_loss", patience=patience, min_delta=0.5))
+    if stop_after:
+        callbacks.append(EarlyStopping("val_loss", patience=stop_after, min_delta=0.5))
     if own_saving:
         best = {"monitor": "val_loss", "save_top_k": 2, "every_n_train_steps": 4}
         callbacks.append(ModelCheckpoint(folder / "own", filename="{step}", save_last=True, **best))

@@ -1,4 +1,4 @@
-"""Lightning whose model or optimizer is spread over the ranks, by FSDP2 or by DeepSpeed."""
+"""Lightning whose model or optimizer is sharded over the ranks, by FSDP2 or by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Classifier(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def make_strategy(spread: str) -> Any:
-    if spread == "FSDP2":
+def make_strategy(sharding: str) -> Any:
+    if sharding == "FSDP2":
         return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1)
-    if spread == "tensor parallel":
+    if sharding == "tensor parallel":
         return ModelParallelStrategy(1, int(os.environ["WORLD_SIZE"]))
     config = {
         "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": int(spread[-1])},
+        "zero_optimization": {"stage": int(sharding[-1])},
         "zero_allow_untested_optimizer": True,
     }
     return OnCpu(config=config)
@@ -103,7 +103,7 @@ def note_weights(trainer: Any, path: Path) -> None:
 def train(
     directory: str,
     *,
-    spread: str,
+    sharding: str,
     accumulate: int = 1,
     validate: bool = False,
     epochs: int = 2,
@@ -117,7 +117,7 @@ def train(
         accumulate_grad_batches=accumulate,
         limit_val_batches=1.0 if validate else 0,
         enable_checkpointing=False,
-        strategy=make_strategy(spread),
+        strategy=make_strategy(sharding),
         devices=world_size,
         callbacks=[ResumeCallback(directory, save_every=save_every, strict=True)],
         **QUIET,
@@ -128,9 +128,9 @@ def train(
         make_loader(True, "shuffle", "0", NUM_SAMPLES),
         make_loader(False, "in order", "0", 20),
     )
-    if spread == "FSDP2":
+    if sharding == "FSDP2":
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())
     else:
-        assert trainer.model.zero_optimization_stage() == int(spread[-1])
+        assert trainer.model.zero_optimization_stage() == int(sharding[-1])
     note_weights(trainer, Path(directory).with_name(GATHERED))
     torch.distributed.destroy_process_group()

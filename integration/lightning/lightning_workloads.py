@@ -208,7 +208,7 @@ def train(
     scheduler: str = "none",
     validate: bool = False,
     val_check_interval: float = 1.0,
-    patience: int = 100,
+    stop_after: int = 100,
     manual: bool = False,
     precision: str = "32-true",
     epochs: int = 2,
@@ -239,7 +239,7 @@ def train(
     if ema == "callback":
         callbacks.append(EMAWeightAveraging(decay=0.9))
     if validate:
-        callbacks.append(EarlyStopping("val_loss", patience=patience, min_delta=0.5))
+        callbacks.append(EarlyStopping("val_loss", patience=stop_after, min_delta=0.5))
     precisions: dict[str, Any] = {"precision": precision}
     if precision == "scaled":
         # lightning 2.6 makes a gradient scaler for fp16, which the CPU does not have.

@@ -477,14 +477,14 @@ def test_a_finished_run_trains_nothing_and_stays_as_it_was(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_lightnings_own_saving_goes_on_beside_the_callback(tmp_path: Path) -> None:
-    def own() -> ModelCheckpoint:
+def test_lightnings_own_saving_still_works_with_the_callback(tmp_path: Path) -> None:
+    def best_models() -> ModelCheckpoint:
         folder = tmp_path / "own"
         return ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, every_n_train_steps=5)
 
     settings = {"enable_checkpointing": True, "val_check_interval": 5, "val": validation()}
-    crashed(tmp_path / "run", 17, own(), **settings)
-    saving = own()
+    crashed(tmp_path / "run", 17, best_models(), **settings)
+    saving = best_models()
     fit(ResumeCallback(tmp_path / "run"), saving, **settings)
     assert len(saving.best_k_models) == 2
     assert "callbacks/ModelCheckpoint-0" in saved_keys(tmp_path / "run")
@@ -495,7 +495,7 @@ def test_a_trial_run_leaves_the_run_directory_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------- what comes back
+# ---------------------------------------------------------------- what is restored
 
 
 EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
@@ -524,7 +524,7 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
         lambda: {"loader": DataLoader(Stream(22), batch_size=4), "limit_train_batches": 8},
         (9, 2),
     ),
-    "windows that change with the epoch": (
+    "accumulation windows that change with the epoch": (
         lambda: {"callbacks": [GradientAccumulationScheduler({1: 2})]},
         (17,),
     ),
@@ -659,8 +659,8 @@ def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
         recorder = Recorder()
         if finder == "before fit":
             seed_everything(0, verbose=False)
-            own: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": False}
-            trainer = Trainer(callbacks=[recorder, *saving], max_epochs=1, **own, **QUIET)
+            settings: dict[str, Any] = {"default_root_dir": tmp_path, "enable_checkpointing": False}
+            trainer = Trainer(callbacks=[recorder, *saving], max_epochs=1, **settings, **QUIET)
             data = OfSize()
             module = Classifier()
             Tuner(trainer).scale_batch_size(module, datamodule=data, max_trials=1)
@@ -724,7 +724,7 @@ def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
     ]
 
 
-def test_callbacks_in_another_order_come_back_by_class(tmp_path: Path) -> None:
+def test_callbacks_in_another_order_are_restored_by_class(tmp_path: Path) -> None:
     crashed(tmp_path, 5, Counting({"num_batches": 0}), EarlyStopping("loss"))
     counting = Counting({"num_batches": 0})
     fit(ResumeCallback(tmp_path), EarlyStopping("loss"), counting)
@@ -824,7 +824,7 @@ def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
         fit(Clocked(1.0), ResumeCallback(tmp_path, save_every=1), **settings)
     rest = Clocked()
     fit(rest, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
-    if left_out:  # the negative control: the time begins anew
+    if left_out:  # the negative control: the time starts at zero
         assert rest.seconds > 1.4
         assert rest.seconds_before < 0.5
     else:
@@ -913,7 +913,7 @@ def _no_process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_process_group")
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, what: str) -> None:
+def test_what_cannot_be_followed_is_refused_and_named(tmp_path: Path, what: str) -> None:
     settings = REFUSED[what]()
     callbacks = settings.pop("callbacks", [])
     with pytest.raises(ConfigurationError, match=what):
@@ -922,11 +922,11 @@ def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, what: str) -
 
 
 def test_a_checkpoint_of_lightnings_own_is_refused(tmp_path: Path) -> None:
-    own = tmp_path / "own.ckpt"
-    fit(max_epochs=1).save_checkpoint(own)
+    native = tmp_path / "own.ckpt"
+    fit(max_epochs=1).save_checkpoint(native)
     trainer = Trainer(callbacks=[ResumeCallback(tmp_path / "run")], max_epochs=1, **QUIET)
     with pytest.raises(ConfigurationError, match=r"ckpt_path=.*own\.ckpt"):
-        trainer.fit(Classifier(), make_loader(False, "shuffle", "0", 16), ckpt_path=own)
+        trainer.fit(Classifier(), make_loader(False, "shuffle", "0", 16), ckpt_path=native)
 
 
 def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:
@@ -934,7 +934,7 @@ def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:
         ResumeCallback(tmp_path, save_evry=5)  # type: ignore[call-arg]
 
 
-def test_what_is_no_dataloader_is_told_to_be_less_than_exact_and_refused_when_strict(
+def test_what_is_no_dataloader_is_reported_as_less_than_exact_and_refused_when_strict(
     tmp_path: Path,
 ) -> None:
     class Batches:
@@ -958,7 +958,9 @@ LESS_THAN_EXACT: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", LESS_THAN_EXACT)
-def test_what_persistent_workers_would_lose_is_told_at_the_start(tmp_path: Path, what: str) -> None:
+def test_what_persistent_workers_would_lose_is_reported_at_the_start(
+    tmp_path: Path, what: str
+) -> None:
     with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
         fit(ResumeCallback(tmp_path, strict=True), **LESS_THAN_EXACT[what]())
 
@@ -1075,21 +1077,21 @@ class Launch:
             text=True,
             check=False,
         )
-        self.status, self.told = done.returncode, done.stderr
+        self.status, self.log = done.returncode, done.stderr
 
 
 def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
     killed = Launch(tmp_path / "run", **at_step_45)
-    assert killed.status == -signal.SIGKILL, killed.told
-    assert "starting in" in killed.told
+    assert killed.status == -signal.SIGKILL, killed.log
+    assert "starting in" in killed.log
     continued = Launch(tmp_path / "run")
-    assert continued.status == 0, continued.told
-    assert "resuming at step 40" in continued.told
+    assert continued.status == 0, continued.log
+    assert "resuming at step 40" in continued.log
     finished = Launch(tmp_path / "run")
-    assert finished.status == 0, finished.told
-    assert "the run finished at step 58" in finished.told
-    assert "(epochs=2)" in finished.told
+    assert finished.status == 0, finished.log
+    assert "the run finished at step 58" in finished.log
+    assert "(epochs=2)" in finished.log
 
 
 def test_the_script_differs_from_its_stock_twin_by_the_adapters_lines_alone() -> None:

@@ -35,7 +35,7 @@ STYLES: dict[str, dict[str, Any]] = {
     },
     "plateau": {"scheduler": "plateau", "validate": True},
 }
-# The other places are those of the suite's own cells.
+# The other kill points are those of the suite's own cells.
 KILLS = ("on the boundary", "on the last step", "twice in one epoch")
 TWICE = (KillPoint.step(5), KillPoint.step(16))
 WITHIN = (KillPoint.checkpoint(1), KillPoint.step(3), KillPoint.checkpoint(4))
@@ -81,20 +81,20 @@ class TestLightning(ConformanceSuite):
         kit.assert_exact(self.cell(combination["kill"], options))
 
     @pytest.mark.parametrize("accumulate", [2, 5])
-    @pytest.mark.parametrize("place", ["mid-epoch", "boundary"])
+    @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(
-        self, kit: Kit, accumulate: int, place: str
+        self, kit: Kit, accumulate: int, kill: str
     ) -> None:
-        # 12 batches make 6 windows of 2, or windows of 5, 5 and 2: the end of an epoch ends one.
+        # 12 batches make accumulation windows of 2, or of 5, 5 and 2: the end of an epoch ends one.
         epoch = -(-self.steps_per_epoch // accumulate)
         twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
-        kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
+        kills = (KillPoint.checkpoint(epoch),) if kill == "boundary" else twice
         options = {"accumulate": accumulate, "augment": True, "save_every": 1}
         kit.assert_exact(self.cell(kills, options))
 
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_a_kill_inside_a_window_is_exact(self, kit: Kit, world_size: int) -> None:
-        # The saves that are asked for follow the second batch of each window. Two ranks have
+        # Each requested save follows the second batch of an accumulation window. Two ranks have
         # windows of four batches and two in an epoch, and leave in one of four.
         kills: tuple[KillPoint, ...] = WITHIN
         if world_size == 2:
@@ -115,7 +115,7 @@ class TestLightning(ConformanceSuite):
         super().test_a_component_left_out_is_caught_and_named(kit, component, world_size)
 
     def test_a_run_that_is_stopped_early_continues_exactly(self, kit: Kit) -> None:
-        options = {"validate": True, "val_check_interval": 5, "patience": 2}
+        options = {"validate": True, "val_check_interval": 5, "stop_after": 2}
         kit.assert_finished(self.cell(TWICE, options))
 
     def test_a_run_that_ends_within_an_epoch_continues_exactly(self, kit: Kit) -> None:

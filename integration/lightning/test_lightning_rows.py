@@ -27,7 +27,7 @@ TWICE = (KillPoint.step(5), KillPoint.step(17))
 BOUNDARY = (KillPoint.checkpoint(12),)
 BOUNDARY_2 = (KillPoint.checkpoint(24),)
 LAST = (KillPoint.step(24),)
-EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in windows of 5, 5 and 2 batches
+EDGE = (KillPoint.step(2), KillPoint.checkpoint(3))  # in accumulation windows of 5, 5 and 2 batches
 
 ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "what its steps gave in a list, and a layer that anneals": ({"module": "gathering"}, TWICE),
@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         {"changing": "swa", "module": "bare", "epochs": 4},
         (KillPoint.step(12), KillPoint.step(29)),
     ),
-    "a backbone that is let go": (
+    "a backbone that is unfrozen": (
         {"changing": "backbone", "module": "on a backbone", "epochs": 3},
         (KillPoint.step(8), *BOUNDARY, KillPoint.step(17), KillPoint.step(30)),
     ),
@@ -113,7 +113,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         (KillPoint.step(8), KillPoint.step(17), *BOUNDARY_2),
     ),
     "a log in double precision": ({"precision": "64-true", "epochs": 3}, (KillPoint.step(8),)),
-    "a log of windows": ({"accumulate": 2, "log_every": 3}, (KillPoint.step(4),)),
+    "a log of accumulation windows": ({"accumulate": 2, "log_every": 3}, (KillPoint.step(4),)),
 }
 
 
@@ -159,14 +159,14 @@ def test_averaged_weights_without_a_part_are_caught(kit: Kit, component: str) ->
 
 
 @pytest.mark.parametrize("save_every", [3, 4])
-@pytest.mark.parametrize("place", ["before", "during", "after"])
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_killed_around_a_validation_the_same_is_validated(
-    kit: Kit, place: str, save_every: int
+    kit: Kit, moment: str, save_every: int
 ) -> None:
     """Step 6 is validated; with ``save_every=3`` it is saved too."""
-    options = {"val_check_interval": 3, "save_every": save_every, "patience": 20}
+    options = {"val_check_interval": 3, "save_every": save_every, "stop_after": 20}
     cell = Cell(train, options)
-    killed = replace(cell, options={**options, "kill_in_validation": place})
+    killed = replace(cell, options={**options, "kill_in_validation": moment})
     run = kit.run_again(kit.new_run(killed), leaves_on="SIGKILL")
     run = kit.run_again(replace(run, cell=cell))
     require_equal(kit.run_uninterrupted(cell), run)
@@ -176,7 +176,7 @@ def test_killed_around_a_validation_the_same_is_validated(
 
 @pytest.mark.parametrize("component", ["data", "rng"])
 @pytest.mark.parametrize("loader", ["stream", "a dict of two"])
-def test_the_place_in_other_loaders_left_out_is_caught_and_named(
+def test_the_position_in_other_loaders_left_out_is_caught_and_named(
     kit: Kit, loader: str, component: str
 ) -> None:
     module = "plain" if loader == "stream" else "of two"

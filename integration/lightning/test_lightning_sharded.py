@@ -32,27 +32,27 @@ def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
     return Cell(train, options, 2, kills)
 
 
-@pytest.mark.parametrize("place", KILLS)
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
-def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
-    kit.assert_exact(cell(KILLS[place], spread=spread))
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
+    kit.assert_exact(cell(KILLS[kill], sharding=sharding))
 
 
-@pytest.mark.parametrize("spread", ["ZeRO-1", "ZeRO-3"])
-def test_each_stage_continues_exactly(kit: Kit, spread: str) -> None:
-    kit.assert_exact(cell(KILLS["twice in one epoch"], spread=spread))
+@pytest.mark.parametrize("sharding", ["ZeRO-1", "ZeRO-3"])
+def test_each_stage_continues_exactly(kit: Kit, sharding: str) -> None:
+    kit.assert_exact(cell(KILLS["twice in one epoch"], sharding=sharding))
 
 
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
-def test_accumulated_and_validated_it_continues_exactly(kit: Kit, spread: str) -> None:
-    options = {"spread": spread, "accumulate": 2, "validate": True, "save_every": 1}
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_accumulated_and_validated_it_continues_exactly(kit: Kit, sharding: str) -> None:
+    options = {"sharding": sharding, "accumulate": 2, "validate": True, "save_every": 1}
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(4)), **options))
 
 
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
-@pytest.mark.parametrize("spread", ["FSDP2", "ZeRO-2"])
-def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
-    kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
+    kit.assert_caught(cell((KillPoint.step(5),), sharding=sharding), component)
 
 
 # Whatever it imports, neither of the two is there.
@@ -62,13 +62,13 @@ ALONE = (
 )
 
 
-@pytest.mark.parametrize("spread", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("sharding", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_an_export_has_the_weights_by_the_modules_own_names(
-    kit: Kit, tmp_path: Path, spread: str
+    kit: Kit, tmp_path: Path, sharding: str
 ) -> None:
     from safetensors.torch import load_file
 
-    run = kit.run_again(kit.new_run(cell((), spread=spread, epochs=1)))
+    run = kit.run_again(kit.new_run(cell((), sharding=sharding, epochs=1)))
     assert not run.failure, run.failure
     file = tmp_path / "model.safetensors"
     command = [sys.executable, "-c", ALONE, "export", str(run.directory / "training"), str(file)]
@@ -82,7 +82,7 @@ def test_an_export_has_the_weights_by_the_modules_own_names(
         assert torch.equal(found[name], torch.tensor(weights)), name
 
 
-def test_ranks_that_share_a_batch_are_refused_by_name(kit: Kit) -> None:
-    run = kit.run_again(kit.new_run(cell((), spread="tensor parallel")))
+def test_ranks_that_share_a_batch_are_refused_and_named(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(cell((), sharding="tensor parallel")))
     assert "ConfigurationError" in run.failure
     assert "tensor parallelism (ModelParallelStrategy)" in run.failure

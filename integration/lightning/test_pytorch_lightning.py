@@ -38,7 +38,7 @@ def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
     "ignore::lightning_fabric.utilities.warnings.PossibleUserWarning",
     "ignore:.isinstance.treespec, LeafSpec:FutureWarning",
 )
-def test_a_trainer_of_the_other_package_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_trainer_of_the_other_package_is_refused_and_named(tmp_path: Path) -> None:
     class Module(pytorch_lightning.LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 

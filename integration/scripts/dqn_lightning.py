@@ -35,23 +35,23 @@ class Experience(NamedTuple):
 
 
 class Pendulum:
-    """A point that drifts; wind and starting places come from a generator of its own."""
+    """A point that drifts; wind and starting positions come from a generator of its own."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng(5)
-        self.place = np.zeros(WIDTH, dtype=np.float32)
+        self.position = np.zeros(WIDTH, dtype=np.float32)
         self.age = 0
 
     def reset(self) -> np.ndarray:
         self.age = 0
-        self.place = self.generator.normal(size=WIDTH).astype(np.float32)
-        return self.place
+        self.position = self.generator.normal(size=WIDTH).astype(np.float32)
+        return self.position
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool]:
         self.age += 1
         wind = self.generator.normal(size=WIDTH).astype(np.float32) / 4
-        self.place = self.place * (0.9 if action else 1.05) + wind
-        return self.place, float(-np.abs(self.place).sum()), self.age >= EPISODE
+        self.position = self.position * (0.9 if action else 1.05) + wind
+        return self.position, float(-np.abs(self.position).sum()), self.age >= EPISODE
 
 
 class ReplayBuffer:

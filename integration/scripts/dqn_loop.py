@@ -1,4 +1,4 @@
-"""Q-learning in a loop of the user's own: observations, a replay buffer and environments.
+"""Q-learning in a user-defined loop: observations, a replay buffer and environments.
 
 ``--bare`` gives the Checkpointer the network and the optimizer alone.
 """

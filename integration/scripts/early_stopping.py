@@ -18,8 +18,8 @@ from resumekit.adapters.accelerate import Checkpointer
 class EarlyStopping:
     """Says when the loss has not fallen for a while."""
 
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
+    def __init__(self, max_checks: int) -> None:
+        self.max_checks = max_checks
         self.count = 0
         self.lowest = float("inf")
 
@@ -28,10 +28,10 @@ class EarlyStopping:
             self.lowest, self.count = loss, 0
         else:
             self.count += 1
-        return self.count >= self.patience
+        return self.count >= self.max_checks
 
 
-stopper = EarlyStopping(patience=9)
+stopper = EarlyStopping(max_checks=9)
 
 
 def train(args: Any) -> None:

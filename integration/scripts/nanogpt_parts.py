@@ -15,7 +15,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(BLOCK_SIZE, WIDTH)
+        self.positions = nn.Embedding(BLOCK_SIZE, WIDTH)
         self.block = nn.TransformerEncoderLayer(
             WIDTH, nhead=2, dim_feedforward=32, dropout=0.1, batch_first=True, norm_first=True
         )
@@ -23,7 +23,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         size = tokens.shape[1]
-        hidden = self.tokens(tokens) + self.places(torch.arange(size))
+        hidden = self.tokens(tokens) + self.positions(torch.arange(size))
         mask = nn.Transformer.generate_square_subsequent_mask(size)
         hidden = self.block(hidden, src_mask=mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
@@ -36,10 +36,10 @@ def make_data() -> dict[str, torch.Tensor]:
 
 
 def get_batch(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces at places that the global generator draws, and the same shifted by one token."""
-    places = torch.randint(len(tokens) - BLOCK_SIZE - 1, (4,)).tolist()
-    inputs = torch.stack([tokens[i : i + BLOCK_SIZE] for i in places])
-    targets = torch.stack([tokens[i + 1 : i + 1 + BLOCK_SIZE] for i in places])
+    """Pieces at offsets that the global generator draws, and the same shifted by one token."""
+    offsets = torch.randint(len(tokens) - BLOCK_SIZE - 1, (4,)).tolist()
+    inputs = torch.stack([tokens[i : i + BLOCK_SIZE] for i in offsets])
+    targets = torch.stack([tokens[i + 1 : i + 1 + BLOCK_SIZE] for i in offsets])
     return inputs, targets
 
 

@@ -1,8 +1,8 @@
 """Handwritten digits with Lightning Fabric and the Checkpointer of plain PyTorch.
 
-Fabric places the model and the batches, and takes the backward pass. The Checkpointer takes the
-module and the optimizer that were given to ``fabric.setup``, and the loader itself: with several
-ranks one that has a ``DistributedSampler``.
+Fabric moves the model and the batches to the device, and takes the backward pass. The Checkpointer
+takes the module and the optimizer that were given to ``fabric.setup``, and the loader itself: with
+several ranks one that has a ``DistributedSampler``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def train(directory: str, *, epochs: int = 2, save_every: int = 10) -> None:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
-    shares = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
-    loader = DataLoader(data, batch_size=64, sampler=DistributedSampler(data, **shares))
+    replicas = {"num_replicas": fabric.world_size, "rank": fabric.global_rank}
+    loader = DataLoader(data, batch_size=64, sampler=DistributedSampler(data, **replicas))
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-2)
     model, optimizer = fabric.setup(module, adamw)

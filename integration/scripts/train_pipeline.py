@@ -1,4 +1,4 @@
-"""Handwritten digits through two pipeline stages of two ranks each: a trainer of one's own.
+"""Handwritten digits through two pipeline stages of two ranks each: a custom trainer.
 
 torchrun --nproc_per_node=4 train_pipeline.py
 """

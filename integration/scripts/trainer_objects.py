@@ -110,15 +110,15 @@ class Recording(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = SEEN["trainer"]
-        beside = {"scale": trainer.model.scale}
+        attributes = {"scale": trainer.model.scale}
         if trainer.case == "queue":
-            beside["queue"] = trainer.queue
+            attributes["queue"] = trainer.queue
         record(
             state.global_step,
             loss=SEEN["loss"],
             optimizers=trainer.optimizer,
             inputs=SEEN["labels"],
-            state={**beside, "others": trainer.others},
+            state={**attributes, "others": trainer.others},
         )
 
 
@@ -135,7 +135,7 @@ def make_pairs() -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     args = arguments("case", "optimizer")
     set_seed(0)
-    own = [Annealing()] if args.case == "callback" else []
+    callbacks = [Annealing()] if args.case == "callback" else []
     trainer = PairTrainer(
         Encoder(),
         TrainingArguments(
@@ -149,7 +149,7 @@ def main() -> None:
             disable_tqdm=True,
         ),
         train_dataset=make_pairs(),
-        callbacks=[*own, Recording()],
+        callbacks=[*callbacks, Recording()],
         case=args.case,
         kind=args.optimizer,
     )

@@ -20,19 +20,19 @@ class Annealed(nn.Module):
         self.dropout = nn.Dropout(0.5)
         self.calls = 0
         self.recent: list[Tensor] = []
-        self.spread = torch.ones(())
+        self.deviation = torch.ones(())
         self.register_buffer("mean", torch.zeros(width), persistent=False)
 
     def forward(self, hidden: Tensor) -> Any:
         if self.training:
             self._note(hidden.float().flatten(0, -2))
-        shift = self.mean + 0.01 * sum(each.detach() for each in self.recent) / self.spread
+        shift = self.mean + 0.01 * sum(each.detach() for each in self.recent) / self.deviation
         return self.dropout(hidden) + 0.1 * shift.to(hidden.dtype)
 
     def _note(self, hidden: Tensor) -> None:
         self.calls += 1
         self.dropout.p = 0.5 / self.calls**0.5
         self.recent = [*self.recent[-2:], hidden.mean()]
-        self.spread = 0.9 * self.spread + 0.1 * hidden.detach().std()
+        self.deviation = 0.9 * self.deviation + 0.1 * hidden.detach().std()
         with torch.no_grad():
             self.mean.lerp_(hidden.mean(0), 0.1)

@@ -43,8 +43,8 @@ def test_its_losses_are_those_of_a_run_that_stays(kit: Kit) -> None:
     run = changed(kit)
     assert len(losses(whole)) == 46
     assert losses(run) == losses(whole)  # bit for bit
-    told = (run.directory / "launch-00002-rank-00000.log").read_text()
-    assert "step-00000026 has callbacks/deepspeed, which belongs to DeepSpeed: not needed" in told
+    log = (run.directory / "launch-00002-rank-00000.log").read_text()
+    assert "step-00000026 has callbacks/deepspeed, which belongs to DeepSpeed: not needed" in log
 
 
 def test_it_goes_to_accelerate_and_back_inside_an_epoch_too(kit: Kit) -> None:

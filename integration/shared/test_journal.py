@@ -1,6 +1,6 @@
 """What the journal alone finds: a component that is left out on resume, by adapter and class.
 
-The repeated stretch is that of the conformance suite's negative controls: two steps. What the
+The repeated steps are those of the conformance suite's negative controls: two steps. What the
 journal cannot find is listed with the reason; the kit, which compares whole states, finds it.
 """
 

@@ -1,4 +1,4 @@
-"""The stock scripts run, die and go on by their framework's own means: what the table stands on.
+"""The stock scripts run, die and resume by their framework's own means: what the table stands on.
 
 Plain PyTorch and Accelerate alone; ``--full-matrix`` takes all of them.
 """
@@ -31,7 +31,7 @@ def _as_the_benchmark_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_a_killed_stock_script_goes_on_from_its_frameworks_own_checkpoint(framework: str) -> None:
+def test_a_killed_stock_script_resumes_from_its_frameworks_own_checkpoint(framework: str) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     script = SCRIPTS / f"stock_{framework}.py"

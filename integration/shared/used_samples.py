@@ -38,7 +38,7 @@ def ledger(run: Run) -> list[Used]:
             until = resumed.get(attempt.launch + 1, 10**9)
             for record in attempt.records:
                 if record.kind == STEP and record.step <= until:
-                    # The place in a record is that of the next batch.
+                    # The position in a record is that of the next batch.
                     epoch = record.fields["epoch"] - (record.fields["batch"] == 0)
                     samples = record.fields["samples"]
                     used.append(Used(attempt.launch, rank, record.step, epoch, samples))

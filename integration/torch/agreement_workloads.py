@@ -73,7 +73,7 @@ def save_and_lose(
         directory: the run directory.
         name: of the signal; none without it.
         after_seconds: from the first save to the signal.
-        stopped_seconds: after which a rank that was stopped is let go on.
+        stopped_seconds: after which a rank that was stopped continues.
         rank: that gets it.
     """
     torch.distributed.init_process_group("gloo")

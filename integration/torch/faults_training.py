@@ -28,7 +28,7 @@ def launch(directory: str, **options: Any) -> None:
     status = 0
     try:
         train(directory, **options)
-    except Exception:  # noqa: BLE001 - told as the interpreter would
+    except Exception:  # noqa: BLE001 - printed as the interpreter would
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

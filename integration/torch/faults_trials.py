@@ -54,7 +54,7 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The last line, where an uncaught exception tells its type and text."""
+        """The last line, where an uncaught exception shows its type and text."""
         return self.output.strip().rpartition("\n")[2]
 
 
@@ -146,7 +146,7 @@ class Trial:
         return compare(reference, self.trace, expect_resume=expect_resume)
 
     def copy_to(self, directory: Path, server: ForkServer) -> Trial:
-        """A trial that goes on where this one is."""
+        """A trial that continues where this one is."""
         shutil.copytree(self._directory, directory)
         return Trial(server, directory)
 

@@ -1,4 +1,4 @@
-"""Training functions whose ranks form groups: those of a host, those that take the same data.
+"""Training functions whose ranks form groups: those of a node, those that take the same data.
 
 Nothing looks at whether it was started before.
 """
@@ -22,7 +22,7 @@ from resumekit.data import DistributedResumableSampler
 
 
 class Cache:
-    """State of a user's own that the ranks of a host have in common."""
+    """User-defined state that the ranks of a node have in common."""
 
     def __init__(self, node: int) -> None:
         self.value = torch.tensor([float(node)])
@@ -35,20 +35,20 @@ class Cache:
 
 
 @in_a_process_group
-def train_on_hosts(
+def train_on_nodes(
     directory: str,
     *,
     layout: str = "",
     num_nodes: int = 2,
     drift: bool = False,
 ) -> None:
-    """Trains one layer on ranks that say they are on several hosts.
+    """Trains one layer on ranks that say they are on several nodes.
 
     Args:
         directory: the run directory.
         layout: not used.
-        num_nodes: the hosts among which the ranks are divided, the last one taking the rest.
-        drift: whether the ranks of a host differ.
+        num_nodes: the nodes among which the ranks are divided, the last one taking the rest.
+        drift: whether the ranks of a node differ.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     node = min(rank // (num_ranks // num_nodes), num_nodes - 1)
@@ -83,32 +83,32 @@ def share_data(
     directory: str,
     *,
     layout: str = "",
-    num_shares: int = 1,
+    num_replicas: int = 1,
     num_steps: int = 3,
     may_change: bool = True,
 ) -> None:
     """One of several launches of one epoch, in which some ranks take the same data.
 
-    The ranks that begin a share note which samples it took, and the count of samples.
+    The ranks that begin a replica note which samples it took, and the count of samples.
 
     Args:
         directory: the run directory.
         layout: not used.
-        num_shares: of the data; the ranks are divided among them.
+        num_replicas: of the data; the ranks are divided among them.
         num_steps: to train.
         may_change: whether this launch accepts other ranks and batches.
     """
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    alike = num_ranks // num_shares
-    share = rank // alike
-    torch.manual_seed(share)
+    alike = num_ranks // num_replicas
+    replica = rank // alike
+    torch.manual_seed(replica)
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
     data = TensorDataset(torch.arange(float(NUM_SAMPLES))[:, None])
-    sampler = DistributedResumableSampler(data, seed=3, num_replicas=num_shares, rank=share)
-    loader = DataLoader(data, 4 // num_shares, sampler=sampler)
+    sampler = DistributedResumableSampler(data, seed=3, num_replicas=num_replicas, rank=replica)
+    loader = DataLoader(data, 4 // num_replicas, sampler=sampler)
     checkpointer = Checkpointer(
         directory,
         model=model,
@@ -122,9 +122,11 @@ def share_data(
         seen += [int(sample) for sample in batch[:, 0]]
         drawn = float(torch.rand(()))
         checkpointer.step()
-        if len(seen) == num_steps * (4 // num_shares):
+        if len(seen) == num_steps * (4 // num_replicas):
             break
     checkpointer.save()
     checkpointer.close()
-    with (Path(directory).parent / f"notes-{num_ranks}-{num_shares}-{rank}.json").open("w") as file:
+    with (Path(directory).parent / f"notes-{num_ranks}-{num_replicas}-{rank}.json").open(
+        "w"
+    ) as file:
         file.write(json.dumps([seen, checkpointer.progress.samples, drawn]))

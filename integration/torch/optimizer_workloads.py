@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from digits import Digits
-from sharded_workloads import GLOBAL_BATCH, NUM_SAMPLES, Classifier, in_a_process_group, spread
+from sharded_workloads import GLOBAL_BATCH, NUM_SAMPLES, Classifier, in_a_process_group, laid_out
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,7 +101,7 @@ def _train(
 
     Args:
         directory: the run directory.
-        layout: how the model is spread.
+        layout: how the model is sharded.
         where: what is trained beside the model.
         clears: where gradients are cleared: ``"top"``, ``"bottom"``, ``"before backward"`` or
             ``"never"``; ``"top zero"`` and ``"bottom zero"`` fill them with zeros.
@@ -117,17 +117,19 @@ def _train(
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    model, num_shares, share = spread(Classifier(), layout, num_ranks)
+    model, num_replicas, replica = laid_out(Classifier(), layout, num_ranks)
     outside = Outside(where, model, layout)
     trained, more = list(model.parameters()), outside.parameters()
     is_apart = groups or late
     first = [{"params": trained}, {"params": more}] if groups and not late else [*trained, *more]
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
     optim = kind(trained if late else first, lr=1e-3, foreach=False)
-    torch.manual_seed(share + 10)
+    torch.manual_seed(replica + 10)
     data = Digits(NUM_SAMPLES, augment=False)
-    sampler = DistributedSampler(data, num_replicas=num_shares, rank=share, shuffle=True, seed=3)
-    loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_shares, sampler=sampler)
+    sampler = DistributedSampler(
+        data, num_replicas=num_replicas, rank=replica, shuffle=True, seed=3
+    )
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_replicas, sampler=sampler)
     checkpointer = Checkpointer(
         directory, model=model, optimizer=optim, save_every=save_every, **(checkpoint or {})
     )

@@ -1,4 +1,4 @@
-"""Training functions whose model is cut into pipeline stages, each held by one or several ranks.
+"""Training functions whose model is cut into pipeline stages, each kept by one or several ranks.
 
 The stages keep the names that their parameters have in the whole model. Nothing looks at whether it
 was started before.
@@ -32,12 +32,12 @@ WIDTH = 34
 class Classifier(nn.Module):
     """Layers that can be given to several ranks: what a rank does not hold is not there."""
 
-    def __init__(self, held: range, *, dropout: float, buffer: bool) -> None:
+    def __init__(self, numbers: range, *, dropout: float, buffer: bool) -> None:
         super().__init__()
-        self.embed = nn.Linear(64, WIDTH) if 0 in held else None
-        self.layers = nn.ModuleDict({str(each): _layer(each, dropout) for each in held})
-        self.head = nn.Linear(WIDTH, 10) if NUM_LAYERS - 1 in held else None
-        if buffer and 0 in held:
+        self.embed = nn.Linear(64, WIDTH) if 0 in numbers else None
+        self.layers = nn.ModuleDict({str(each): _layer(each, dropout) for each in numbers})
+        self.head = nn.Linear(WIDTH, 10) if NUM_LAYERS - 1 in numbers else None
+        if buffer and 0 in numbers:
             self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -76,17 +76,17 @@ class Pipeline:
     ) -> None:
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._style = style
-        self.num_shares = num_ranks // num_stages
-        shape, names = (num_stages, self.num_shares), ("stages", "shares")
+        self.num_replicas = num_ranks // num_stages
+        shape, names = (num_stages, self.num_replicas), ("stages", "replicas")
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        self.stage, self.share = self.mesh.get_coordinate() or (0, 0)
+        self.stage, self.replica = self.mesh.get_coordinate() or (0, 0)
         self.is_last = self.stage == num_stages - 1
         length = num_layers // num_stages
-        held = range(self.stage * length, (self.stage + 1) * length)
+        numbers = range(self.stage * length, (self.stage + 1) * length)
         torch.manual_seed(0)
-        self.model: Any = Classifier(held, dropout=dropout, buffer=buffer)
+        self.model: Any = Classifier(numbers, dropout=dropout, buffer=buffer)
         if style == "fsdp":
-            fully_shard(self.model, mesh=self.mesh["shares"])
+            fully_shard(self.model, mesh=self.mesh["replicas"])
         pipe = PipelineStage(
             self.model,
             self.stage,
@@ -106,8 +106,8 @@ class Pipeline:
         if self._style == "ddp":
             # torch 2.13: DistributedDataParallel itself breaks on a second micro-batch.
             for parameter in self.model.parameters():
-                torch.distributed.all_reduce(parameter.grad, group=self.mesh.get_group("shares"))
-                parameter.grad /= self.num_shares
+                torch.distributed.all_reduce(parameter.grad, group=self.mesh.get_group("replicas"))
+                parameter.grad /= self.num_replicas
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
 
@@ -126,7 +126,7 @@ def train(
     layout: str = "",
     num_stages: int = 2,
     style: str = "ddp",
-    declared: str = "in parts",
+    declared: str = "sharded",
     own_rates: bool = False,
     buffer: bool = False,
     epochs: int = 2,
@@ -139,7 +139,7 @@ def train(
         layout: not used.
         num_stages: of the model.
         style: how the ranks of a stage share its batches.
-        declared: ``"in parts"``, one logical state, or ``"by group"``, one state for each stage.
+        declared: ``"sharded"``, one logical state, or ``"by group"``, one state for each stage.
         own_rates: whether every stage has a learning rate of its own.
         buffer: whether the first stage has a buffer that differs between its ranks.
         epochs: to train.
@@ -150,22 +150,24 @@ def train(
     optimizer = make_optimizer(model, 1e-2 * (pipeline.stage + 1 if own_rates else 1))
     torch.manual_seed(int(os.environ.get("RANK", "0")) + 10)
     data = Digits(NUM_SAMPLES, augment=False)
-    sampler = DistributedSampler(data, pipeline.num_shares, pipeline.share, shuffle=True, seed=3)
-    loader = DataLoader(data, GLOBAL_BATCH // pipeline.num_shares, sampler=sampler)
+    sampler = DistributedSampler(
+        data, pipeline.num_replicas, pipeline.replica, shuffle=True, seed=3
+    )
+    loader = DataLoader(data, GLOBAL_BATCH // pipeline.num_replicas, sampler=sampler)
     checkpointer: resumekit.Checkpointer
-    if declared == "in parts":
+    if declared == "sharded":
         checkpointer = Checkpointer(
             directory,
             model=model,
             optimizer=optimizer,
-            stage_group=pipeline.mesh["shares"],
+            stage_group=pipeline.mesh["replicas"],
             save_every=save_every,
         )
     else:
         checkpointer = resumekit.Checkpointer(
             directory,
             components=by_group(model, optimizer),
-            groups={"stage": pipeline.mesh["shares"].get_group()},
+            groups={"stage": pipeline.mesh["replicas"].get_group()},
             save_every=save_every,
         )
     for images, labels in checkpointer.batches(loader, epochs=epochs):
@@ -173,13 +175,13 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if hasattr(model, "seen"):
-            model.seen += len(images) * (pipeline.share + 1)
+            model.seen += len(images) * (pipeline.replica + 1)
         checkpointer.step(loss=loss)
     checkpointer.close()
 
 
 def by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[StateComponent]:
-    """A trainer's own list: one state for each stage, and one for each host."""
+    """The list of a custom trainer: one state for each stage, and one for each node."""
     stage = {"sharing_pattern": SharingPattern.PER_GROUP, "process_group": "stage"}
     return [
         StateComponent("model", model, **stage),  # type: ignore[arg-type]
@@ -222,11 +224,13 @@ def take_over(
         directory,
         model=model,
         optimizer=optimizer,
-        stage_group=pipeline.mesh["shares"],
+        stage_group=pipeline.mesh["replicas"],
         extras=extras,
         allow_changes={"world_size"},
     )
-    notes: dict[str, Any] = {"layout": f"{num_stages} stages, {style}, {pipeline.num_shares} ranks"}
+    notes: dict[str, Any] = {
+        "layout": f"{num_stages} stages, {style}, {pipeline.num_replicas} ranks"
+    }
     notes["resumed"] = checkpointer.resume().resumed
     notes["state_found"] = gathered(model, optimizer)
     digits = Digits(NUM_SAMPLES, augment=False)
@@ -235,12 +239,12 @@ def take_over(
     last = extras["steps"] + num_steps
     for step in range(extras["steps"], last + num_beyond):
         chosen = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(step))
-        mine = chosen[:GLOBAL_BATCH][pipeline.share :: pipeline.num_shares]
+        mine = chosen[:GLOBAL_BATCH][pipeline.replica :: pipeline.num_replicas]
         loss = pipeline.backward(images[mine], labels[mine])
         optimizer.step()
         optimizer.zero_grad()
         torch.distributed.all_reduce(loss)
-        losses.append(float(loss) / pipeline.num_shares)
+        losses.append(float(loss) / pipeline.num_replicas)
         extras["steps"] = step + 1
         if step + 1 == last:
             checkpointer.save()

@@ -1,4 +1,4 @@
-"""Training functions whose model is spread over the ranks, in every layout that torch offers.
+"""Training functions whose model is sharded over the ranks, in every layout that torch offers.
 
 One loop for all of them, on scikit-learn's handwritten digits; sizes that no number of ranks
 divides. It never looks at whether it was started before.
@@ -69,8 +69,8 @@ class Classifier(nn.Module):
         return self.head(hidden)
 
 
-def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, int, int]:
-    """The model in a layout; the number of data-parallel ranks, and this one's place among them."""
+def laid_out(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, int, int]:
+    """The model in a layout; the number of data-parallel ranks, and this one's index among them."""
     rank = int(os.environ.get("RANK", "0"))
     if layout == "plain":
         return model, 1, 0
@@ -109,7 +109,7 @@ def spread(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, i
 
 
 def flattened(model: Any, **options: Any) -> nn.Module:
-    """The model under the first FSDP: one layer by itself, and the rest."""
+    """The model under FSDP1: one layer by itself, and the rest."""
     options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one rank has nothing to share with
@@ -191,7 +191,7 @@ def train(
 
     Args:
         directory: the run directory.
-        layout: how the model is spread.
+        layout: how the model is sharded.
         optimizer: which one.
         dropout: of the classifier.
         tied: whether two layers share a weight.
@@ -203,15 +203,17 @@ def train(
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     bare = Classifier(tied=tied, dropout=dropout, batch_norm=batch_norm)
-    model, num_shares, share = spread(bare, layout, num_ranks)
+    model, num_replicas, replica = laid_out(bare, layout, num_ranks)
     optim = make_optimizer(optimizer, model)
     again = Classifier(tied=tied, batch_norm=batch_norm)
-    follower = spread(again, layout, num_ranks)[0] if ema else None
+    follower = laid_out(again, layout, num_ranks)[0] if ema else None
     # Ranks that share a batch share the dropout masks too: what they replicate must stay alike.
-    torch.manual_seed(share + 10)
+    torch.manual_seed(replica + 10)
     data = Digits(NUM_SAMPLES, augment=False)
-    sampler = DistributedSampler(data, num_replicas=num_shares, rank=share, shuffle=True, seed=3)
-    loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_shares, sampler=sampler)
+    sampler = DistributedSampler(
+        data, num_replicas=num_replicas, rank=replica, shuffle=True, seed=3
+    )
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_replicas, sampler=sampler)
     checkpointer = Checkpointer(
         directory, model=model, optimizer=optim, ema=follower, save_every=save_every
     )
@@ -240,11 +242,11 @@ def take_over(
     """One of several launches of a run, each in a layout of its own, by another number of ranks.
 
     It notes the whole state that it found, trains some steps, saves, notes the whole state that it
-    saved, and then trains on without saving: its losses are what the next launch is held against.
+    saved, and then trains on without saving: its losses are what the next launch is compared with.
 
     Args:
         directory: the run directory.
-        layout: how the model is spread.
+        layout: how the model is sharded.
         optimizer: which one.
         tied: whether two layers share a weight.
         ema: whether a second model of the same layout follows the first.
@@ -254,9 +256,9 @@ def take_over(
     rank = int(os.environ.get("RANK", "0"))
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0 if num_ranks == 4 else 99)  # what the others begin with must not matter
-    model, num_shares, share = spread(Classifier(tied=tied), layout, num_ranks)
+    model, num_replicas, replica = laid_out(Classifier(tied=tied), layout, num_ranks)
     optim = make_optimizer(optimizer, model)
-    follower = spread(Classifier(tied=tied), layout, num_ranks)[0] if ema else None
+    follower = laid_out(Classifier(tied=tied), layout, num_ranks)[0] if ema else None
     extras = {"steps": 0}
     checkpointer = Checkpointer(
         directory,
@@ -277,7 +279,7 @@ def take_over(
     last = extras["steps"] + num_steps
     for step in range(extras["steps"], last + num_beyond):
         chosen = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(step))
-        mine = chosen[:GLOBAL_BATCH][share::num_shares]
+        mine = chosen[:GLOBAL_BATCH][replica::num_replicas]
         loss = nn.functional.cross_entropy(model(images[mine]), labels[mine])
         loss.backward()
         optim.step()
@@ -302,14 +304,14 @@ def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
 
     Args:
         directory: the run directory.
-        layout: how the model is spread.
+        layout: how the model is sharded.
         tensor: the name of a parameter; with ``:exp_avg`` after it, that moment of it, and with
             ``:unstorable`` a value in its state that cannot be stored.
         validate: the option of that name.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
-    model, _, _ = spread(Classifier(), layout, num_ranks)
+    model, _, _ = laid_out(Classifier(), layout, num_ranks)
     optim = make_optimizer("adamw", model)
     checkpointer = Checkpointer(directory, model=model, optimizer=optim, validate=validate)
     checkpointer.resume()
@@ -365,21 +367,21 @@ def gathered(
 def gathered_by_torch(
     model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
 ) -> dict[str, list[int]]:
-    """The same of a model under the first FSDP, which gathers its parameters itself.
+    """The same of a model under FSDP1, which gathers its parameters itself.
 
-    Moments take the parameters' place for that: torch 2.13 full_optim_state_dict gives exp_avg_sq
+    Moments are copied into the parameters: torch 2.13 full_optim_state_dict gives exp_avg_sq
     under the name of exp_avg too where all is in host memory.
     """
     state = dict(summoned(model))
     parameters = list(model.parameters())
     values = [parameter.detach().clone() for parameter in parameters]
-    moments = dict.fromkeys(key for held in optimizer.state.values() for key in held)
+    moments = dict.fromkeys(key for state in optimizer.state.values() for key in state)
     every: list[list[str]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, list(moments))
     for moment in sorted({name for names in every for name in names}):
         for parameter in parameters:
-            held = optimizer.state.get(parameter, {}).get(moment)
-            parameter.copy_(torch.zeros(()) if held is None else held)
+            value = optimizer.state.get(parameter, {}).get(moment)
+            parameter.copy_(torch.zeros(()) if value is None else value)
         state.update({f"{name}.{moment}": value for name, value in summoned(model)})
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)

@@ -21,7 +21,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("about", SAID)
-def test_a_disagreement_is_told_on_every_rank(kit: Kit, about: str) -> None:
+def test_a_disagreement_is_reported_on_every_rank(kit: Kit, about: str) -> None:
     run = kit.run_again(kit.new_run(Cell(disagree, {"about": about}, world_size=2)))
     assert run.failure
     for log in logs(run):

@@ -128,7 +128,7 @@ def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
     ("fault", "policy"),
     [("{}=EIO", "raise"), ("{}+=ENOSPC", "raise"), ("{}+=EIO", "warn"), ("{}=ENOSPC", "warn")],
 )
-def test_an_error_at_every_call_is_told_and_costs_at_most_the_save_under_way(
+def test_an_error_at_every_call_is_reported_and_costs_at_most_the_save_under_way(
     fault: str,
     policy: str,
     trials: Trials,
@@ -141,17 +141,17 @@ def test_an_error_at_every_call_is_told_and_costs_at_most_the_save_under_way(
         assert not ended.was_killed
         newest = trial.newest_complete()
         assert newest is not None, "the old checkpoint is gone"
-        how = _told(ended)
-        # Nothing is told only where nothing is lost: in making the advisory pointer, or a
+        how = _reported(ended)
+        # Nothing is reported only where nothing is lost: in making the advisory pointer, or a
         # directory that is there.
         assert how != "nothing" or newest == StepName(7), ended.output
         assert policy == "raise" or how != "a failed save", ended.output
         _finish(trials, trial)
         return how
 
-    told = Counter(trials.each(fail, calls_of_a_save))
-    _count(record_property, f"errors at every call, {fault.format('n')}, {policy}", dict(told))
-    assert told["a failed save" if policy == "raise" else "a warning"] > 20
+    counts = Counter(trials.each(fail, calls_of_a_save))
+    _count(record_property, f"errors at every call, {fault.format('n')}, {policy}", dict(counts))
+    assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
 
 @pytest.mark.parametrize("call", ["open", "read_into", "list"])
@@ -175,7 +175,7 @@ def test_an_error_at_every_read_proves_no_damage(
     _count(record_property, f"errors of {call}", f"{len(succeeded)}, {sum(succeeded)} without harm")
 
 
-def _told(ended: Ended) -> str:
+def _reported(ended: Ended) -> str:
     """How the user learns that something went wrong."""
     if not ended.succeeded:
         assert _is_typed(ended), ended.output

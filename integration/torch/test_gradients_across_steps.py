@@ -44,7 +44,7 @@ def test_the_first_checkpoints_hold_what_no_step_has_shown_yet(kit: Kit, save_ev
         kit.assert_exact(Cell(train, options, 1, (KillPoint.checkpoint(kill * save_every),)))
 
 
-def test_gradients_of_what_is_trained_beside_the_model_are_saved_too(kit: Kit) -> None:
+def test_gradients_of_what_is_trained_with_the_model_are_saved_too(kit: Kit) -> None:
     cell = Cell(train, {"clears": "never", "where": "list"}, 1, KILLS)
     kit.assert_exact(cell)
     kit.assert_caught(cell, "optimizer/parameters/gradients")

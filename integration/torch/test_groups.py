@@ -1,4 +1,4 @@
-"""State that groups of ranks hold: pipeline stages, hosts. Killed and resumed, and cut anew."""
+"""State of groups of ranks (pipeline stages, nodes): killed, resumed, and cut differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_workloads import share_data, train_on_hosts
+from group_workloads import share_data, train_on_nodes
 from pipeline_workloads import take_over, train
 from preloads import SHARDED, TORCH
 
@@ -38,7 +38,7 @@ def test_a_killed_pipeline_continues_exactly(kit: Kit, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("component", "declared"), [("model", "in parts"), ("optimizer", "by group")]
+    ("component", "declared"), [("model", "sharded"), ("optimizer", "by group")]
 )
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str, declared: str) -> None:
     cell = Cell(train, {"declared": declared}, 4, (KillPoint.step(5),))
@@ -64,7 +64,7 @@ def launched(kit: Kit, chain: tuple[tuple[int, dict[str, Any]], ...]) -> list[di
     return [json.loads(line) for line in (run.directory / "notes.jsonl").read_text().splitlines()]
 
 
-def test_stages_that_are_cut_anew_take_the_same_bits_over(kit: Kit) -> None:
+def test_stages_that_are_cut_differently_take_the_same_bits_over(kit: Kit) -> None:
     chain: tuple[tuple[int, dict[str, Any]], ...] = (
         (2, {"num_stages": 2}),
         (4, {"num_stages": 4}),
@@ -109,53 +109,55 @@ def test_a_layer_that_no_stage_holds_is_named(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
-def test_what_each_host_has_comes_back_to_it(kit: Kit, num_nodes: int) -> None:
+def test_what_each_node_has_is_restored_on_it(kit: Kit, num_nodes: int) -> None:
     options = {"num_nodes": num_nodes}
-    kit.assert_exact(Cell(train_on_hosts, options, 4, (KillPoint.step(5),)))
-    kit.assert_caught(Cell(train_on_hosts, options, 4, (KillPoint.step(5),)), "callbacks/cache")
+    kit.assert_exact(Cell(train_on_nodes, options, 4, (KillPoint.step(5),)))
+    kit.assert_caught(Cell(train_on_nodes, options, 4, (KillPoint.step(5),)), "callbacks/cache")
 
 
-def test_ranks_of_a_host_that_differ_are_named(kit: Kit) -> None:
-    run = kit.run_again(kit.new_run(Cell(train_on_hosts, {"drift": True}, 4)))
+def test_ranks_of_a_node_that_differ_are_named(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(train_on_nodes, {"drift": True}, 4)))
     assert "callbacks/cache: value: replicated, and not alike (rank 2: " in run.failure
 
 
-def test_another_number_of_hosts_is_refused_by_name(kit: Kit) -> None:
-    run = kit.run_again(kit.new_run(Cell(train_on_hosts, {}, 4)), kill=KillPoint.step(5))
-    run = kit.run_again(replace(run, cell=Cell(train_on_hosts, {"num_nodes": 1}, 4)))
+def test_another_number_of_nodes_is_refused_and_named(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(train_on_nodes, {}, 4)), kill=KillPoint.step(5))
+    run = kit.run_again(replace(run, cell=Cell(train_on_nodes, {"num_nodes": 1}, 4)))
     assert (
         "callbacks/cache: the groups of ranks [0, 1, 2, 3], expected [0, 1], [2, 3]" in run.failure
     )
 
 
 def test_ranks_of_the_same_data_count_once_and_lose_no_sample(kit: Kit) -> None:
-    jobs = ((2, 1), (4, 2), (1, 1), (4, 1), (2, 2), (4, 4), (4, 2))  # ranks and shares
+    jobs = ((2, 1), (4, 2), (1, 1), (4, 1), (2, 2), (4, 4), (4, 2))  # ranks and replicas
     run = None
     taken: list[int] = []
-    for num_ranks, num_shares in jobs:
-        cell = Cell(share_data, {"num_shares": num_shares}, num_ranks)
+    for num_ranks, num_replicas in jobs:
+        cell = Cell(share_data, {"num_replicas": num_replicas}, num_ranks)
         run = kit.new_run(cell) if run is None else replace(run, cell=cell)
         run = kit.run_again(run)
         assert not run.failure, f"{cell}: {run.failure}"
         noted = [
-            json.loads((run.directory / f"notes-{num_ranks}-{num_shares}-{rank}.json").read_text())
+            json.loads(
+                (run.directory / f"notes-{num_ranks}-{num_replicas}-{rank}.json").read_text()
+            )
             for rank in range(num_ranks)
         ]
-        alike = num_ranks // num_shares
+        alike = num_ranks // num_replicas
         for first in range(0, num_ranks, alike):
             # The same samples, and from then on the same random numbers.
             assert all(each == noted[first] for each in noted[first : first + alike])
             taken += noted[first][0]
         assert noted[0][1] == len(taken)
         random_numbers = {drawn for _, _, drawn in noted}
-        assert len(random_numbers) == num_shares
+        assert len(random_numbers) == num_replicas
     assert len(set(taken)) == len(taken) == 3 * 4 * len(jobs)
 
 
-def test_other_shares_are_refused_unless_they_may_change(kit: Kit) -> None:
-    run = kit.run_again(kit.new_run(Cell(share_data, {"num_shares": 1}, 2)))
+def test_another_number_of_replicas_is_refused_unless_it_may_change(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(share_data, {"num_replicas": 1}, 2)))
     assert not run.failure, run.failure
-    options = {"num_shares": 2, "may_change": False}
+    options = {"num_replicas": 2, "may_change": False}
     run = kit.run_again(replace(run, cell=Cell(share_data, options, 2)))
     assert "a job of 2 ranks, expected 2 ranks that share 1 parts" in run.failure
 

@@ -1,4 +1,4 @@
-"""State that is spread over the ranks: killed and resumed in one layout, taken over by others."""
+"""State that is sharded over the ranks: killed and resumed in one layout, taken over by others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> N
 
 
 @pytest.mark.parametrize("component", ["model", "optimizer"])
-def test_one_left_out_under_the_first_fsdp_is_caught_and_named(kit: Kit, component: str) -> None:
+def test_one_left_out_under_fsdp1_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(train, {"layout": "fsdp1"}, 2, (KillPoint.step(5),)), component)
 
 
@@ -98,7 +98,7 @@ CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
         ("hsdp1", 4),
         ("fsdp1", 2),
     ),
-    "whole and in parts": (
+    "whole and sharded": (
         ("ddp", 4),
         ("fsdp", 2),
         ("plain", 1),

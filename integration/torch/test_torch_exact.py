@@ -94,7 +94,7 @@ class TestTorch(ConformanceSuite):
     def test_several_ranks_sum_gradients_in_the_order_that_they_had(
         self, kit: Kit, save_every: int, killed_at: int
     ) -> None:
-        # Two ranks would not tell: a + b is b + a.
+        # Two ranks would not show it: a + b is b + a.
         options = {"save_every": save_every, "optimizer": "sgd"}
         cell = self.cell((KillPoint.step(killed_at),), options, world_size=4)
         kit.assert_exact(cell)

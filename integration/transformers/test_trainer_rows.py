@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         },
         TWICE,
     ),
-    "TRL, completions in the middle of a window": (
+    "TRL, completions in the middle of an accumulation window": (
         {"kind": "leave one out", "accumulate": 2, "epochs": 3, "logging_steps": 4},
         (KillPoint.step(8),),
     ),
@@ -142,7 +142,7 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
         ({"callbacks": "tightening"}, "callbacks/settings"),
         ({"kind": "annealed"}, "model/attributes"),
     ],
-    ids=["held", "frozen", "settings", "annealed"],
+    ids=["attributes", "frozen", "settings", "annealed"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str
@@ -172,8 +172,8 @@ def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> Non
     assert "trl's GMPOTrainer" in run.failure
 
 
-def test_patience_runs_out_at_the_same_step(kit: Kit) -> None:
-    options = {"patience": 3, "eval_strategy": "steps", "eval_steps": 2, **NEVER_BETTER}
+def test_early_stopping_ends_at_the_same_step(kit: Kit) -> None:
+    options = {"stop_after": 3, "eval_strategy": "steps", "eval_steps": 2, **NEVER_BETTER}
     one = cell({"epochs": 3, **options}, KillPoint.step(6))
     require_exact(kit, one)
     result = kit.run_uninterrupted(one).directory / "training" / RESULT
@@ -225,7 +225,7 @@ CHANGES = ["world_size", "horizon", "batch_size"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_between_two_epochs(
+def test_another_number_of_ranks_continues_between_two_epochs(
     kit: Kit, before: int, after: int
 ) -> None:
     """Each epoch is 92 samples, and 4 more that fill the last batches of two ranks."""

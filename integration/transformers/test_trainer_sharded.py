@@ -34,27 +34,29 @@ def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
     return Cell(train, {"save_every": 3, **options}, 2, kills)
 
 
-@pytest.mark.parametrize("place", KILLS)
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_a_killed_run_continues_exactly(kit: Kit, spread: str, place: str) -> None:
-    kit.assert_exact(cell(KILLS[place], spread=spread))
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
+    kit.assert_exact(cell(KILLS[kill], sharding=sharding))
 
 
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_accumulated_and_evaluated_it_continues_exactly(kit: Kit, spread: str) -> None:
-    options = {"spread": spread, "accumulate": 4, "evaluate": "epoch", "save_every": 1}
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_accumulated_and_evaluated_it_continues_exactly(kit: Kit, sharding: str) -> None:
+    options = {"sharding": sharding, "accumulate": 4, "evaluate": "epoch", "save_every": 1}
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(3)), **options))
 
 
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_a_component_left_out_is_caught_and_named(kit: Kit, spread: str, component: str) -> None:
-    kit.assert_caught(cell((KillPoint.step(5),), spread=spread), component)
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
+    kit.assert_caught(cell((KillPoint.step(5),), sharding=sharding), component)
 
 
-@pytest.mark.parametrize("spread", ["FSDP1", "FSDP2", "ZeRO-2"])
-def test_from_pretrained_opens_what_the_export_wrote(kit: Kit, tmp_path: Path, spread: str) -> None:
-    run = kit.run_uninterrupted(cell((), spread=spread)).directory / "training"
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_from_pretrained_opens_what_the_export_wrote(
+    kit: Kit, tmp_path: Path, sharding: str
+) -> None:
+    run = kit.run_uninterrupted(cell((), sharding=sharding)).directory / "training"
     step = run / "run" / "step-00000012"
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(step / "model")

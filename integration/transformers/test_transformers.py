@@ -111,7 +111,7 @@ class Fails(TrainerCallback):
             raise KeyError("of the user")
 
 
-def test_after_an_error_the_same_trainer_goes_on_in_the_same_process(tmp_path: Path) -> None:
+def test_after_an_error_the_same_trainer_continues_in_the_same_process(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "whole")
     attach(whole, tmp_path / "whole")
     whole.train()
@@ -192,7 +192,7 @@ def test_a_callback_of_another_class_may_join_at_a_resume(
     assert "has no callbacks/EarlyStoppingCallback-0" in capfd.readouterr().err
 
 
-def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Path) -> None:
+def test_an_evaluation_in_persistent_workers_is_reported_as_inexact(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         eval_strategy="epoch",
@@ -207,7 +207,9 @@ def test_an_evaluation_in_persistent_workers_is_told_to_be_inexact(tmp_path: Pat
 @pytest.mark.parametrize(
     "setting", ["ignore_data_skip", "auto_find_batch_size", "enable_jit_checkpoint"]
 )
-def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, setting: str) -> None:
+def test_a_setting_that_cannot_be_followed_is_refused_and_named(
+    tmp_path: Path, setting: str
+) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(tmp_path, **{setting: True})
     signal.signal(signal.SIGTERM, handler)  # enable_jit_checkpoint has set one already
@@ -216,7 +218,7 @@ def test_a_setting_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, se
 
 
 @pytest.mark.parametrize("name", ["galore_adamw_layerwise", "apollo_adamw", "grokadamw"])
-def test_an_optimizer_whose_state_cannot_be_saved_is_refused_by_name(
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_and_named(
     tmp_path: Path, name: str
 ) -> None:
     trainer = make_trainer(tmp_path, optim=name)

@@ -1,4 +1,4 @@
-"""Settings that are changed between two launches of a Trainer: told, refused, or followed."""
+"""Settings that are changed between two launches of a Trainer: reported, refused, or followed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_sample_is_lost_or_used_twice(
     trainer = launch(tmp_path, used, **arguments)
     used.require_each_once()
     assert trainer.state.global_step == trainer.state.max_steps == steps
-    # The schedule is planned anew over the steps that the run has now: it ends with the run.
+    # The schedule is planned again over the steps that the run has now: it ends with the run.
     rates = learning_rates(trainer)
     assert rates[steps] == pytest.approx(trainer.args.learning_rate / steps)
     again = launch(tmp_path, used, **arguments)
@@ -153,7 +153,7 @@ def test_more_epochs_are_trained_if_that_is_allowed(tmp_path: Path) -> None:
     used.require_each_once(4)
 
 
-def test_another_learning_rate_is_told_and_the_checkpoints_goes_on(
+def test_another_learning_rate_is_reported_and_the_saved_one_is_used(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = launch(tmp_path / "whole", Used(), learning_rate=0.01)
@@ -175,18 +175,18 @@ def test_another_seed_is_reported_and_the_checkpoints_random_state_is_used(
 ) -> None:
     launch(tmp_path, Used(), stop=17, data_seed=4, seed=1)
     launch(tmp_path, Used(), data_seed=4, seed=2)
-    told = "WARNING: seed: was 1, the script says 2, the checkpoint's random state is used"
-    assert told in capfd.readouterr().err
+    expected = "WARNING: seed: was 1, the script says 2, the checkpoint's random state is used"
+    assert expected in capfd.readouterr().err
 
 
-def test_another_length_of_the_data_set_is_told_at_the_end_of_an_epoch(
+def test_another_length_of_the_data_set_is_reported_at_the_end_of_an_epoch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch(tmp_path, Used(), stop=STEPS_PER_EPOCH + 2)
     used = Used()
     launch(tmp_path, used, num_samples=NUM_BLOCKS - 1)
-    told = f"samples: was {NUM_BLOCKS} in the checkpoint, the script's {NUM_BLOCKS - 1} is used"
-    assert told in capfd.readouterr().err
+    expected = f"samples: was {NUM_BLOCKS} in the checkpoint, the script's {NUM_BLOCKS - 1} is used"
+    assert expected in capfd.readouterr().err
     assert sum(used.by_epoch[1].values()) == NUM_BLOCKS - 1
 
 

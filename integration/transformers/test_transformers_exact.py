@@ -68,18 +68,18 @@ class TestTransformers(ConformanceSuite):
     ) -> None:
         options = {**FEEDS[combination["feed"]], **STYLES[combination["style"]]}
         if options.get("workers") == "persistent":
-            options["evaluate"] = "no"  # told to be lost, see test_transformers.py
+            options["evaluate"] = "no"  # reported as lost, see test_transformers.py
         kit.assert_exact(self.cell(combination["kill"], options))
 
     @pytest.mark.parametrize("accumulate", [2, 5])
-    @pytest.mark.parametrize("place", ["mid-epoch", "boundary"])
+    @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(
-        self, kit: Kit, accumulate: int, place: str
+        self, kit: Kit, accumulate: int, kill: str
     ) -> None:
-        # 12 batches make 6 windows of 2, or windows of 5, 5 and 2: the end of an epoch ends one.
+        # 12 batches make accumulation windows of 2, or of 5, 5 and 2: the end of an epoch ends one.
         epoch = -(-self.steps_per_epoch // accumulate)
         twice = (KillPoint.step(2), KillPoint.step(epoch + 2))
-        kills = (KillPoint.checkpoint(epoch),) if place == "boundary" else twice
+        kills = (KillPoint.checkpoint(epoch),) if kill == "boundary" else twice
         options = {"accumulate": accumulate, "augment": True, "save_every": 1}
         kit.assert_exact(self.cell(kills, options))
 

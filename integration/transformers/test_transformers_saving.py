@@ -83,8 +83,8 @@ def test_the_arguments_say_how_many_are_kept_and_which_is_the_best(tmp_path: Pat
         greater_is_better=True,  # the loss falls: the first one stays the best
     )
     assert steps_of(tmp_path) == [4, END]
-    own = sorted(path.name for path in (tmp_path / "output").glob("checkpoint-*"))
-    assert own == ["checkpoint-4"]
+    native = sorted(path.name for path in (tmp_path / "output").glob("checkpoint-*"))
+    assert native == ["checkpoint-4"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "output" / "checkpoint-4")
 
 
@@ -161,7 +161,7 @@ DAMAGES = (_truncate, _flip_a_bit_of_the_optimizer, _lose_the_optimizer, _lose_t
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_goes_on(
+def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_one_before_is_used(
     tmp_path: Path, damage: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = trained(tmp_path / "whole")
@@ -169,9 +169,9 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_goes_on(
     damage(tmp_path / "run" / "step-00000015")
     capfd.readouterr()
     trainer = trained(tmp_path)
-    told = capfd.readouterr().err.splitlines()
-    assert len([line for line in told if "passed over step-00000015" in line]) == 1
-    assert any("resuming at step 12" in line for line in told)
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "passed over step-00000015" in line]) == 1
+    assert any("resuming at step 12" in line for line in lines)
     weights = whole.model.state_dict()
     assert all(torch.equal(weights[k], v) for k, v in trainer.model.state_dict().items())
 
@@ -184,19 +184,19 @@ def test_a_run_of_which_every_checkpoint_is_damaged_never_starts_over(tmp_path: 
         trained(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_signal_in_the_middle_of_a_step_leaves_at_its_end(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("during", ["forward", "backward"])
+def test_a_signal_in_the_middle_of_a_step_leaves_at_its_end(tmp_path: Path, during: str) -> None:
     whole = trained(tmp_path / "whole", augment=True, logging_steps=1)
     trainer = make_trainer(tmp_path, augment=True, logging_steps=1)
     calls = []
 
     def ask(*_: Any) -> None:
-        calls.append(place)
+        calls.append(during)
         if len(calls) == 8:
             os.kill(os.getpid(), signal.SIGTERM)
 
     block = trainer.model.transformer.h[0]  # dropout is drawn before and after it
-    hook = {"forward": "register_forward_hook", "backward": "register_full_backward_hook"}[place]
+    hook = {"forward": "register_forward_hook", "backward": "register_full_backward_hook"}[during]
     getattr(block, hook)(ask)
     attach(trainer, tmp_path, save_every=3)
     with pytest.raises(Preempted):

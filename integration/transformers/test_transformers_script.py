@@ -18,7 +18,7 @@ ADDED = {
     "from resumekit.adapters.transformers import ResumeCallback",
     "    trainer.add_callback(ResumeCallback(trainer, arguments.directory))",
 }
-# What the stock script needs to go on by itself, and to let the judge look on.
+# What the stock script needs to resume by itself, and to be judged.
 NOT_NEEDED = """
 from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
@@ -59,7 +59,7 @@ def test_it_is_the_stock_script_and_the_line_of_the_callback() -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="pip install transformers")
-def test_it_continues_exactly_beside_the_trainers_own_saving(
+def test_it_continues_exactly_with_the_trainers_own_saving_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

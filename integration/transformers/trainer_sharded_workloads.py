@@ -1,4 +1,4 @@
-"""A Trainer whose model or optimizer is spread over the ranks, by FSDP2 or by DeepSpeed."""
+"""A Trainer whose model or optimizer is sharded over the ranks, by FSDP2 or by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OnCpu(Trainer):
 
 
 class OnCpuFirst(OnCpu):
-    """With the first FSDP."""
+    """With FSDP1."""
 
     version = 1
 
@@ -50,14 +50,14 @@ def train(
     directory: str,
     *,
     save_every: int,
-    spread: str,
+    sharding: str,
     accumulate: int = 1,
     evaluate: str = "no",
     epochs: int = 2,
 ) -> None:
     """Trains with dropout and AdamW on two ranks."""
     set_seed(0)
-    stage = int(spread[-1]) if spread.startswith("ZeRO-") else None
+    stage = int(sharding[-1]) if sharding.startswith("ZeRO-") else None
     deepspeed: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -83,7 +83,7 @@ def train(
         log_level="error",
     )
     kinds = {"FSDP1": OnCpuFirst, "FSDP2": OnCpu}
-    trainer = kinds.get(spread, Trainer)(
+    trainer = kinds.get(sharding, Trainer)(
         causal(),
         arguments,
         train_dataset=Sentences(lambda tokens: tokens),
@@ -94,10 +94,10 @@ def train(
     )
     torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks
     trainer.train()
-    weights = trainer.model.state_dict().items()  # the first FSDP gathers here
+    weights = trainer.model.state_dict().items()  # FSDP1 gathers here
     whole = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in weights}
     save_file(whole, Path(directory) / f"expected-{trainer.accelerator.process_index}.safetensors")
-    if spread == "FSDP1":
+    if sharding == "FSDP1":
         assert isinstance(trainer.model, FullyShardedDataParallel)
     elif stage is None:
         assert all(isinstance(each, DTensor) for each in trainer.model.parameters())

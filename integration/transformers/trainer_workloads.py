@@ -146,7 +146,7 @@ def table() -> Any:
 
 
 def stream() -> Any:
-    """A stream of ``datasets`` that is shuffled anew in each pass."""
+    """A stream of ``datasets`` that is shuffled again in each pass."""
     return table().to_iterable_dataset().shuffle(seed=1, buffer_size=20)
 
 
@@ -185,7 +185,7 @@ class Norms(TrainerCallback):
 
 
 class Freezing(TrainerCallback):
-    """Begins with the head alone, goes on with all, and then freezes the embeddings."""
+    """Begins with the head alone, continues with all, and then freezes the embeddings."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, weight in kwargs["model"].named_parameters():
@@ -209,7 +209,7 @@ class Tightening(TrainerCallback):
 
 
 class Weighing(Trainer):
-    """A class of a user's own: a mean teacher, learned weights of two losses, recent losses.
+    """A user-defined class: a mean teacher, learned weights of two losses, recent losses.
 
     The teacher is averaged through ``.data``, and its fixed copy never changes.
     """
@@ -293,7 +293,7 @@ def train(
     epochs: int = 2,
     max_steps: int = -1,
     callbacks: str = "",
-    patience: int = 0,
+    stop_after: int = 0,
     compiled: bool = False,
     switch_at: int = 0,
     seedable: bool = True,
@@ -341,8 +341,8 @@ def train(
     others: list[Any] = list(known.get(callbacks, []))
     if switch_at:
         others.append(Stance(switch_at=switch_at, eager_first=not compiled))
-    if patience:
-        others.append(EarlyStoppingCallback(early_stopping_patience=patience))
+    if stop_after:
+        others.append(EarlyStoppingCallback(early_stopping_patience=stop_after))
     given: dict[str, Any] = {"processing_class": tokenizer()} if kind in TRL else {}
     if collator is not None:
         given["data_collator"] = collator
@@ -352,8 +352,8 @@ def train(
         given["ref_model"] = make(kind)[0]
     evaluated = data if kind == "seq2seq" else Sentences(lambda tokens: tokens)
     if scaled:
-        own = Adafactor(model.parameters(), warmup_init=True)
-        given["optimizers"] = (own, AdafactorSchedule(own))
+        optimizer = Adafactor(model.parameters(), warmup_init=True)
+        given["optimizers"] = (optimizer, AdafactorSchedule(optimizer))
     trainer = trainer_class(
         model,
         args=arguments,

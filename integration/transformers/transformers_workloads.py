@@ -107,7 +107,7 @@ def train(
         eval_strategy=evaluate,
         eval_steps=5,
         metric_for_best_model="eval_loss",
-        greater_is_better=True,  # the loss falls, so patience runs out slowly
+        greater_is_better=True,  # the loss falls, so early stopping comes late
         save_strategy="steps" if own_saving else "no",
         save_steps=save_every,
         save_total_limit=2,

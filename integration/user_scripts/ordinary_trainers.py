@@ -89,7 +89,7 @@ def trainer_evaluating(directory: str) -> None:
 
 
 def trainer_early_stopping(directory: str) -> None:
-    """Patience, and a callback with a cache, a history and a timer."""
+    """Early stopping, and a callback with a cache, a history and a timer."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
     class Timing(TrainerCallback):
@@ -112,12 +112,12 @@ def trainer_early_stopping(directory: str) -> None:
 
     settings = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
     settings |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
-    own = [EarlyStoppingCallback(early_stopping_patience=3), Timing()]
-    train_classifier(directory, callbacks=own, disable_tqdm=True, **settings)
+    callbacks = [EarlyStoppingCallback(early_stopping_patience=3), Timing()]
+    train_classifier(directory, callbacks=callbacks, disable_tqdm=True, **settings)
 
 
 def trainer_accumulating(directory: str) -> None:
-    """bf16, windows of two batches, clipped gradients; a collator with a cache."""
+    """bf16, accumulation windows of two batches, clipped gradients; a collator with a cache."""
 
     class Collator:
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ def trainer_accumulating(directory: str) -> None:
 
 
 def trainer_with_metrics(directory: str) -> None:
-    """A Trainer of one's own that gathers metrics and adds them to the log."""
+    """A custom Trainer that gathers metrics and adds them to the log."""
     from transformers import Trainer
 
     class MetricTrainer(Trainer):
@@ -296,9 +296,9 @@ def lightning_logging(directory: str) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
     module = make_module(collects=True, decays=True)
-    own = [LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=1)]
+    callbacks = [LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=1)]
     logger = CSVLogger(f"{directory}-logs", version=0)
-    fit(directory, module, callbacks=own, logger=logger, log_every_n_steps=1)
+    fit(directory, module, callbacks=callbacks, logger=logger, log_every_n_steps=1)
 
 
 def lightning_metrics(directory: str) -> None:
@@ -306,12 +306,14 @@ def lightning_metrics(directory: str) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     module = make_module(accuracy=True)
-    own = [EarlyStopping("val_loss", patience=3), ModelCheckpoint(monitor="val_loss")]
-    fit(directory, module, callbacks=own, enable_checkpointing=True, enable_progress_bar=False)
+    callbacks = [EarlyStopping("val_loss", patience=3), ModelCheckpoint(monitor="val_loss")]
+    fit(
+        directory, module, callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=False
+    )
 
 
 def lightning_callbacks(directory: str) -> None:
-    """A callback with a cache and timers; windows, clipping, bf16."""
+    """A callback with a cache and timers; accumulation windows, clipping, bf16."""
     from lightning.pytorch.callbacks import Callback, Timer
 
     class Caching(Callback):

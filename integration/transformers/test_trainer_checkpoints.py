@@ -1,4 +1,4 @@
-"""The Trainer's own checkpoints beside those of the run: who is asked, told, kept and loaded."""
+"""The Trainer's own checkpoints next to those of the run: which are reported, kept and loaded."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_path_is_refused_before_anything_is_loaded(
     require_equal(trainer, untouched.model)
 
 
-def test_the_newest_that_was_saved_beside_is_what_scripts_give(tmp_path: Path) -> None:
-    own = {"save_strategy": "steps", "save_steps": 4}
-    whole = continued(tmp_path / "whole", **own)
+def test_the_newest_that_the_trainer_saved_is_what_scripts_give(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    whole = continued(tmp_path / "whole", **saving)
     whole.train()
-    interrupted(tmp_path, 17, **own)
+    interrupted(tmp_path, 17, **saving)
     newest = get_last_checkpoint(str(tmp_path / "output"))
     assert newest is not None
-    trainer = continued(tmp_path, **own)
+    trainer = continued(tmp_path, **saving)
     with pytest.raises(ConfigurationError, match=r"Call trainer\.train\(\) alone"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-12"))
     trainer.train(resume_from_checkpoint=newest)
@@ -105,25 +105,25 @@ def test_trials_of_a_search_are_not_taken_for_one_run(tmp_path: Path) -> None:
         continued(tmp_path).train(trial={"learning_rate": 0.1})
 
 
-def told(capfd: pytest.CaptureFixture[str]) -> list[str]:
+def reported(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if "Trainer's own" in line]
 
 
-def test_a_newer_checkpoint_of_its_own_is_told_in_one_line(
+def test_a_newer_checkpoint_of_its_own_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    own = {"save_strategy": "steps", "save_steps": 4}
-    interrupted(tmp_path, 17, **own)  # it has saved the steps 4 to 16, the run 3 to 15
-    assert not told(capfd)
-    continued(tmp_path, **own).train()
-    (line,) = told(capfd)
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    interrupted(tmp_path, 17, **saving)  # it has saved the steps 4 to 16, the run 3 to 15
+    assert not reported(capfd)
+    continued(tmp_path, **saving).train()
+    (line,) = reported(capfd)
     assert "output/checkpoint-16 is" in line
     assert "newer than step 15" in line
-    continued(tmp_path, **own).train()  # the run is over
-    assert not told(capfd)
+    continued(tmp_path, **saving).train()  # the run is over
+    assert not reported(capfd)
     shutil.rmtree(tmp_path / "run")
     continued(tmp_path).train()
-    (line,) = told(capfd)
+    (line,) = reported(capfd)
     assert f"output/checkpoint-{END} is" in line
     assert "newer than step 0" in line
 
@@ -188,7 +188,7 @@ def test_a_best_model_that_nobody_can_name_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_a_best_model_in_parts_is_not_promised(tmp_path: Path) -> None:
+def test_a_best_model_that_is_sharded_is_not_promised(tmp_path: Path) -> None:
     trainer = with_the_best(tmp_path)
     trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigurationError, match="resumekit export"):

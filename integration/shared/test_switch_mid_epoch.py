@@ -1,4 +1,4 @@
-"""A run that is killed inside an epoch goes on there in another framework; nothing is said to any.
+"""A run that is killed inside an epoch continues there in another framework, without any option.
 
 Its samples are those of the epoch that was begun, each once, in the order that they had there.
 """
@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from crossing_workloads import NUM_SAMPLES, SAVE_EVERY, train
+from switch_mid_epoch_workloads import NUM_SAMPLES, SAVE_EVERY, train
 from used_samples import ledger
 
 from resumekit.prove import CHECKPOINT, read_trace
@@ -124,7 +124,7 @@ def trained(run: Run) -> dict[int, Any]:
     }
 
 
-def told(run: Run) -> str:
+def log_of(run: Run) -> str:
     """All that rank 0 has printed."""
     logs = sorted(run.directory.glob("launch-*-rank-00000.log"))
     return "".join(log.read_text() for log in logs)
@@ -147,7 +147,7 @@ def test_where_the_next_epoch_is_drawn_alike_nothing_shows(
     assert trained(run) == trained(whole)
     assert len(trained(run)) == 2 * STEPS_PER_EPOCH // SAVE_EVERY
     require_taken_over(run)
-    assert "samples draw other random numbers, if they draw any" in told(run)
+    assert "samples draw other random numbers, if they draw any" in log_of(run)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_where_each_draws_in_its_own_way_the_order_of_the_epoch_stays(
     for step in range(SAVE_EVERY, STEPS_PER_EPOCH, SAVE_EVERY):
         assert found[step] == known[step]
     require_taken_over(run)
-    assert "continues at sample" in told(run)
+    assert "continues at sample" in log_of(run)
 
 
-def test_in_the_second_epoch_the_trainer_goes_on_too(kit: Kit, whole: Run) -> None:
+def test_in_the_second_epoch_the_trainer_continues_too(kit: Kit, whole: Run) -> None:
     run = launched(kit, [Launch(PLAIN, 21), Launch(TRAINER, 25), Launch(PLAIN)])
     assert order(run) == order(whole)
     assert trained(run) == trained(whole)
@@ -201,16 +201,16 @@ def test_samples_that_draw_are_exact_with_keys_and_in_workers(kit: Kit) -> None:
         run = launched(kit, list(map(Launch, frameworks, (5, 9, None))), **options)
         assert order(run) == order(uninterrupted)
         assert trained(run) == trained(uninterrupted)
-        assert "samples draw other random numbers" not in told(run)
+        assert "samples draw other random numbers" not in log_of(run)
 
 
-def test_else_they_draw_other_numbers_and_it_is_told(kit: Kit) -> None:
+def test_else_they_draw_other_numbers_and_it_is_reported(kit: Kit) -> None:
     options = {"augment": True, "epochs": 1}
     uninterrupted = kit.run_uninterrupted(Cell(train, {**PLAIN, **options}))
     run = launched(kit, [Launch(PLAIN, 5), Launch(ACCELERATE)], **options)
     assert order(run) == order(uninterrupted)
     assert trained(run) != trained(uninterrupted)
-    assert "data: equivalent (the framework that began the epoch" in told(run)
+    assert "data: equivalent (the framework that began the epoch" in log_of(run)
 
 
 # ---------------------------------------------------------------- two ranks
@@ -219,7 +219,7 @@ def test_else_they_draw_other_numbers_and_it_is_told(kit: Kit) -> None:
 @pytest.mark.parametrize(
     "frameworks", [[PLAIN, ACCELERATE, PLAIN], [ACCELERATE, PLAIN, TRAINER]], ids=["out", "in"]
 )
-def test_on_two_ranks_the_rest_is_shared_out_as_the_other_does_it(
+def test_on_two_ranks_the_rest_is_divided_as_the_other_does_it(
     kit: Kit, frameworks: list[dict[str, Any]]
 ) -> None:
     cell = Cell(train, frameworks[0], world_size=2)
@@ -227,8 +227,8 @@ def test_on_two_ranks_the_rest_is_shared_out_as_the_other_does_it(
     run = launched(kit, list(map(Launch, frameworks, (3, 6, None))), num_ranks=2)
     used = order(run)
     for step in range(NUM_SAMPLES // 8):  # all but the last step, which is padded
-        place = slice(8 * step, 8 * step + 8)
-        assert sorted(used[0][place]) == sorted(expected[0][place])
+        batch = slice(8 * step, 8 * step + 8)
+        assert sorted(used[0][batch]) == sorted(expected[0][batch])
     for epoch in (0, 1):
         assert set(used[epoch]) == set(range(NUM_SAMPLES))
         assert len(used[epoch]) - NUM_SAMPLES <= 4

@@ -143,14 +143,14 @@ def in_plain_pytorch(
     """The loop of plain PyTorch."""
     bare = Classifier()
     model: nn.Module = bare
-    shares = None
+    sampler = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(bare)
-        shares = DistributedSampler(data, seed=3)
+        sampler = DistributedSampler(data, seed=3)
     optimizer, scheduler = make_optimizer(bare)
     loader = DataLoader(
-        data, BATCH_SIZE, shuffle=shares is None, sampler=shares, num_workers=workers
+        data, BATCH_SIZE, shuffle=sampler is None, sampler=sampler, num_workers=workers
     )
     checkpointer = Checkpointer(
         directory, model=model, optimizer=optimizer, lr_scheduler=scheduler, **options
