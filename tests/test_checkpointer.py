@@ -521,6 +521,27 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     assert (best.path.name, best.step, best.value) == ("step-00000003", 3, 1.0)
 
 
+def test_the_best_checkpoint_is_that_of_the_metric_in_use(tmp_path: Path) -> None:
+    def train(metric: str, *, num_batches: int) -> None:
+        job = Job(tmp_path, save_every=1, keep_latest=None, best_metric=metric)
+        with job.checkpointer as checkpointer:
+            batches = checkpointer.batches(job.loader, epochs=2)
+            for batch, _ in zip(batches, range(num_batches), strict=False):
+                job.on_batch(batch)
+                checkpointer.report(**{metric: 10.0 - checkpointer.progress.step})
+
+    def best(metric: str) -> tuple[int, float] | None:
+        found = Job(tmp_path, best_metric=metric).checkpointer.best()
+        return None if found is None else (found.step, found.value)
+
+    train("loss", num_batches=5)
+    assert best("loss") == (5, 5.0)
+    assert best("error") is None
+    train("error", num_batches=2)
+    assert best("loss") == (5, 5.0)
+    assert best("error") == (7, 3.0)
+
+
 def test_an_improved_metric_makes_a_save_due(tmp_path: Path) -> None:
     job = Job(tmp_path, save_every=None, best_metric="loss")
     with job.checkpointer as checkpointer:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.errors import ConfigurationError, Preempted
-from resumekit.run.save_requests import LeaveSignals
+from resumekit.errors import ConfigurationError, Preempted, RankDisagreementError
+from resumekit.run.save_requests import LeaveSignals, RequestExchange, Requests
 
 TERM = signal.SIGTERM
 
@@ -214,3 +215,49 @@ def test_a_handler_that_others_restore_after_the_end_does_what_was_done_before()
     assert another.install() == []
     another.restore()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class OtherRank:
+    """Stands for a world of two ranks, of which the other one has the same requests.
+
+    Args:
+        ahead: how many steps the other rank is ahead.
+    """
+
+    world_size, rank = 2, 0
+
+    def __init__(self, ahead: int = 0) -> None:
+        self.ahead = ahead
+        self.sent: list[list[int]] = []
+
+    def start_max(self, values: Any) -> Any:
+        self.sent.append(list(values))
+        leave, save, step, negated = values
+        return lambda: [leave, save, step + self.ahead, negated]
+
+
+def test_ranks_at_different_steps_are_refused_with_both() -> None:
+    exchange = RequestExchange(OtherRank(ahead=1))  # type: ignore[arg-type]
+    exchange.send(Requests(), 4)
+    with pytest.raises(RankDisagreementError, match=r"rank 0 has done 4 steps.* from 4 to 5"):
+        exchange.receive(Requests())
+
+
+def test_a_timer_that_all_ranks_know_of_is_not_requested_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, other, now = Training(tmp_path, save_every="1h", keep_latest=None), OtherRank(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("resumekit.run.save_requests.time", clock)
+    training.checkpointer._cadence.saved()  # by this clock
+    training.checkpointer._requests = RequestExchange(other)  # type: ignore[arg-type]
+    for step, (batch,) in enumerate(training.checkpointer.batches(training.loader, epochs=1)):
+        training.model(batch).sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        now[0] += 3600.0 * (step == 2)
+        training.checkpointer.step()
+    training.checkpointer.close()
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000004", "step-00000010"]
+    assert [save for _, save, *_ in other.sent] == [0, 0, 1, 0, 0, 0, 0, 0, 0]

@@ -277,6 +277,26 @@ def test_a_dataset_in_workers_is_never_asked_for_a_batch_of_nothing(workers: str
         assert loop(stops[stop]).run() == expected[stop:], stop
 
 
+def seed_worker(worker: int) -> None:
+    """A ``worker_init_fn`` as users write it: it seeds what torch does not seed."""
+    random.seed(worker)
+    np.random.seed(worker)
+
+
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(workers: str) -> None:
+    def loop(saved: dict[str, Any] | None = None) -> Loop:
+        settings = {**WORKERS[workers], "worker_init_fn": seed_worker}
+        return Loop(DataLoader(Noisy(), BATCH_SIZE, shuffle=True, **settings), saved)
+
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    expected = loop().run(stops)
+    for stop in (3, 4):
+        seed_everything(1234)
+        assert loop(stops[stop]).run() == expected[stop:], stop
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine may have two cores
 def test_three_persistent_workers_keep_their_turns_into_the_next_epoch() -> None:
     expected, stops = uninterrupted("shuffle", "three persistent workers")

@@ -170,6 +170,7 @@ def test_block_digests_that_do_not_belong_to_the_file_are_refused(tmp_path: Path
         blocks[:-1],
         (*blocks, blocks[0]),
         (blocks[1], blocks[0], blocks[2]),
+        (blocks[0], blocks[2], blocks[1]),  # not of the block that is read
         ("zz" * 16, *blocks[1:]),
         (blocks[0].upper(), *blocks[1:]),
         (None, *blocks[1:]),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failpoints import FailpointFileSystem, NoLock, parse_failpoints
@@ -358,6 +359,25 @@ def test_a_rank_that_outlived_its_job_cannot_commit(
     (run_directory / "owner.json").unlink()
     with pytest.raises(OwnershipLostError, match="is missing or damaged"):
         save(second, 10)
+
+
+def test_a_commit_reads_the_owner_again_before_the_rename(
+    run_directory: Path, open_store: OpenStore, save: Save, store: Store, make_manifest: Any
+) -> None:
+    save(store, 5)
+    staging = store.stage(StepName(10), num_bytes=1, num_files=1, directories=["state"])
+    with staging.create("state/a", writer=0) as writer:
+        writer.write([memoryview(b"a")])
+        entry = writer.finish()
+    # Another job has taken over; it has not swept the staging directory yet.
+    other = Owner.of_this_process(store.run_id)
+    (run_directory / "owner.json").write_bytes(other.to_bytes())
+    manifest = make_manifest(
+        run_id=store.run_id, attempt=store.attempt, name=StepName(10), files=[entry]
+    )
+    with pytest.raises(OwnershipLostError, match="names process"):
+        store.commit(staging, manifest)
+    assert [str(name) for name in open_store().step_names()] == ["step-00000005"]
 
 
 def test_a_copied_or_moved_directory_goes_on_as_the_same_run(
