@@ -130,6 +130,16 @@ def _record_full_run(report: Path, chosen: str) -> int:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Defects put into the sources one by one, each of which a test must catch; recorded.
+
+    By name only. Arguments are passed on: ``nox -s mutants -- --jobs 2 --only retention``.
+    """
+    record = [] if "--only" in session.posargs else ["--record", str(RESULTS)]
+    session.run(PYTHON, "tests/mutants/run_mutants.py", *record, *session.posargs)
+
+
+@nox.session
 @nox.parametrize("framework", list(OLDEST_TESTS))
 def oldest(session: nox.Session, framework: str) -> None:
     """An adapter on the oldest versions that its extra allows; minutes, by name only."""

@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from resumekit.capture import RngState
@@ -283,11 +284,16 @@ def seed_worker(worker: int) -> None:
     np.random.seed(worker)
 
 
+def noisy_collate(samples: list[Any]) -> list[Any]:
+    """A collate function that draws, as one does that masks tokens or crops a batch."""
+    return [*default_collate(samples), random.random(), float(np.random.rand())]
+
+
 @pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
 def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(workers: str) -> None:
     def loop(saved: dict[str, Any] | None = None) -> Loop:
-        settings = {**WORKERS[workers], "worker_init_fn": seed_worker}
-        return Loop(DataLoader(Noisy(), BATCH_SIZE, shuffle=True, **settings), saved)
+        own = {"worker_init_fn": seed_worker, "collate_fn": noisy_collate}
+        return Loop(DataLoader(Noisy(), 4, shuffle=True, **own, **WORKERS[workers]), saved)
 
     seed_everything(1)
     stops: list[dict[str, Any]] = []
