@@ -38,7 +38,7 @@ from resumekit.capture.naming import (
 from resumekit.capture.not_given import REMEDIES, SavedObjects, Unconfirmed, not_given, slot_of
 from resumekit.capture.optimizer import OptimizerState, hyperparameters, inherits_load, is_host_step
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.pipeline import merged, part_of
+from resumekit.capture.pipeline import merge_states, part_of
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -116,7 +116,7 @@ __all__ = [
     "hyperparameters",
     "inherits_load",
     "is_host_step",
-    "merged",
+    "merge_states",
     "not_given",
     "one_or_named",
     "pairs_of",

@@ -15,7 +15,7 @@ from resumekit.state import ComponentState
 Group = dict[str, Any]
 
 
-def merged(live: ComponentState | None, key: str, states: Sequence[Any]) -> Any:
+def merge_states(live: ComponentState | None, key: str, states: Sequence[Any]) -> Any:
     """One state of those of all groups.
 
     Args:

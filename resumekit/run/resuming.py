@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from resumekit.capture import merged, pairs_of, part_of
+from resumekit.capture import merge_states, pairs_of, part_of
 from resumekit.distributed import World, from_rank
 from resumekit.errors import (
     CheckpointError,
@@ -261,11 +261,11 @@ def read_sharded_component(
         indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
     source = Source(reader, record.directory, record.key, indices, record.writers[0])
     if live is None:
-        return read_sharded(source, lambda state: (), merge=partial(merged, None, record.key))
+        return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
         live.state.check_state_dict,
-        merge=partial(merged, live.state, record.key),
+        merge=partial(merge_states, live.state, record.key),
         part_of=partial(part_of, live.state) if in_stages else None,
     )

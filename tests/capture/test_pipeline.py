@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import ModelState, OptimizerState
-from resumekit.capture.pipeline import merged, part_of, union
+from resumekit.capture.pipeline import merge_states, part_of, union
 from resumekit.errors import StateMismatchError
 
 
@@ -53,7 +53,7 @@ def test_different_values_under_one_name_are_refused(value: Any, other: Any) -> 
 
 def test_optimizers_of_stages_become_one_and_are_cut_in_another_way() -> None:
     stages = [trained(layers("0", "1")), trained(layers("2", "3"))]
-    whole = merged(stages[0], "optimizer", [each.state_dict() for each in stages])
+    whole = merge_states(stages[0], "optimizer", [each.state_dict() for each in stages])
     assert len(whole["param_groups"]) == 1
     assert len(whole["param_groups"][0]["params"]) == len(whole["state"]) == 8
 
@@ -73,7 +73,7 @@ def test_optimizers_of_stages_become_one_and_are_cut_in_another_way() -> None:
 
 def test_rates_of_their_own_stay_with_their_parameters() -> None:
     stages = [trained(layers("0"), lr=0.1), trained(layers("1"), lr=0.2)]
-    whole = merged(stages[0], "optimizer", [each.state_dict() for each in stages])
+    whole = merge_states(stages[0], "optimizer", [each.state_dict() for each in stages])
     assert [group["lr"] for group in whole["param_groups"]] == [0.1, 0.2]
     assert part_of(trained(layers("1")), whole)["param_groups"][0]["lr"] == 0.2
     with pytest.raises(StateMismatchError, match=r"param_groups\[0\]\['lr'\]: 0.1 for 0.weight"):
@@ -83,23 +83,23 @@ def test_rates_of_their_own_stay_with_their_parameters() -> None:
 def test_rates_that_are_tensors_are_compared_by_value() -> None:
     rates = [torch.tensor(0.1), torch.tensor(0.2)]
     stages = [trained(layers(str(n)), lr=rate) for n, rate in enumerate(rates)]
-    whole = merged(stages[0], "optimizer", [each.state_dict() for each in stages])
+    whole = merge_states(stages[0], "optimizer", [each.state_dict() for each in stages])
     assert len(whole["param_groups"]) == 2
     without_values = [each.state_dict() for each in stages]
     for state in without_values:
         state["param_groups"][0]["lr"] = torch.empty((), device="meta")
-    assert len(merged(stages[0], "optimizer", without_values)["param_groups"]) == 1
+    assert len(merge_states(stages[0], "optimizer", without_values)["param_groups"]) == 1
 
 
 def test_optimizers_of_two_classes_are_refused() -> None:
     model = layers("0")
     other = OptimizerState(torch.optim.SGD(model.parameters(), 0.1), {"model": model})
     with pytest.raises(StateMismatchError, match="optimizer: class"):
-        merged(other, "optimizer", [trained(layers("1")).state_dict(), other.state_dict()])
+        merge_states(other, "optimizer", [trained(layers("1")).state_dict(), other.state_dict()])
 
 
 def test_a_parameter_that_no_stage_had_is_missing() -> None:
-    whole = merged(None, "optimizer", [trained(layers("0")).state_dict()])
+    whole = merge_states(None, "optimizer", [trained(layers("0")).state_dict()])
     live = trained(layers("0", "1"))
     with pytest.raises(StateMismatchError, match=r"1\.weight"):
         live.check_state_dict(part_of(live, whole))
