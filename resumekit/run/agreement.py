@@ -288,7 +288,7 @@ class Replicas:
         group = self._membership.groups(component.key)[self._membership.ordinal(component.key)]
         state = component.state
         own_tensors = state.first_rank_only()
-        return copy_digests(state.replicated_state(), num_ranks=len(group), own=own_tensors)
+        return copy_digests(state.replicated_state(), num_ranks=len(group), excluded=own_tensors)
 
 
 def _by_holders(copies: Mapping[str, Copy]) -> dict[str, str]:

@@ -54,14 +54,14 @@ class Copy:
 
 
 def copy_digests(
-    value: Any, *, num_ranks: int, own: Collection[str] = frozenset()
+    value: Any, *, num_ranks: int, excluded: Collection[str] = frozenset()
 ) -> dict[str, Copy]:
     """The parts of a state's tensors that several ranks hold, by the dotted name of the tensor.
 
     Args:
         value: nested state, of the types that the codec stores.
         num_ranks: of the job.
-        own: names of tensors that differ between the ranks.
+        excluded: names of tensors that differ between the ranks.
 
     Raises:
         UnsupportedValueError: a tensor cannot be stored; names its path.
@@ -69,7 +69,7 @@ def copy_digests(
     copies: dict[str, Copy] = {}
     for name, path, leaf in _named_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor) or is_sharded(leaf)
-        if not is_tensor or name in own or not local_part(leaf).numel():
+        if not is_tensor or name in excluded or not local_part(leaf).numel():
             continue
         group = copy_group(leaf, num_ranks)
         box = box_of(leaf, str(path)) if group is not None else None
