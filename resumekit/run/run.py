@@ -183,7 +183,8 @@ class Run:
     def _log_start(self, report: ResumeReport) -> None:
         """One line; of a new run it waits until the loader is known, see ``Reporter.announce``."""
         assert self._store is not None
-        others = self._store.others  # a name that was mistyped shows in what the directory holds
+        # A mistyped directory is recognised by what it contains.
+        others = self._store.unrelated_names
         if not report.resumed:
             self.reporter.start = f"starting in {self.directory}" + (
                 f", beside {others}" if others else ""

@@ -79,7 +79,8 @@ class Store:
         lock: excludes other jobs; by default a POSIX record lock.
 
     Attributes:
-        others: names that ``acquire`` found in a directory that no run had used yet; a few of them.
+        unrelated_names: a few of the names that ``acquire`` found in a directory that no
+            run had used yet.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Store:
         self.directory = Path(directory).absolute()
         self._file_system = LocalFileSystem() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
-        self.others = ""
+        self.unrelated_names = ""
         self._run_id: str | None = None
         self._attempt: str | None = None
         self._owner: Owner | None = None
@@ -117,7 +118,7 @@ class Store:
         with directory_errors(self.directory, "be created"):
             make_durable(self._file_system, self.directory)
         with directory_errors(self.directory, "be read"):
-            self.others = unrelated_names(self._file_system, self.directory)
+            self.unrelated_names = unrelated_names(self._file_system, self.directory)
         with directory_errors(self.directory, "be locked"):
             locked = self._lock.acquire(self.directory / LOCK)
         if not locked:

@@ -234,10 +234,10 @@ def test_what_lies_in_a_directory_that_no_run_has_used_is_known(
         (where / name).mkdir(parents=True)
     store = open_store(where)
     store.acquire()
-    assert store.others == "a, b, c and 2 more"
+    assert store.unrelated_names == "a, b, c and 2 more"
     store.release()
     store.acquire()
-    assert store.others == ""
+    assert store.unrelated_names == ""
 
 
 def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
