@@ -45,7 +45,7 @@ class Parts:
 
     def lines(self) -> list[str]:
         """The lines of the last capture report that are not exact."""
-        return [str(line) for line in self.ckpt._run.account.capture_report().inexact]
+        return [str(line) for line in self.ckpt._run.reporter.capture_report().inexact]
 
 
 def no_state_of_its_own(parts: Parts) -> None:
