@@ -72,7 +72,7 @@ IMPORTED_BY_MODULE = ("resumekit.frameworks.", "resumekit.adapters.")
 # Third-party imports by path: the first prefix that matches decides, the core's rule comes last.
 THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
-    ("resumekit/state.py", frozenset()),
+    ("resumekit/state/", frozenset()),
     ("resumekit/analysis/", frozenset()),
     ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
     ("resumekit/storage/", frozenset({"xxhash"})),

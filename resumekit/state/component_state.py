@@ -1,0 +1,235 @@
+"""What the state of a component implements: two methods, and optional ones with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from resumekit.distributed import WorldChange
+    from resumekit.state.components import CaptureLine, Fidelity
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Any object with ``state_dict`` and ``load_state_dict``.
+
+    It may have optional methods of ``ComponentState``, whose base class it need not inherit:
+    ``check_state_dict``, ``resplit_state_dict``, ``comparable_state`` and the others.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class ComponentState:
+    """Base class of the state of one component: two methods to write, the others have defaults.
+
+    A user's object that has only ``state_dict`` and ``load_state_dict`` needs no base class. An
+    object that needs one of the other methods inherits this class.
+    """
+
+    def state_dict(self) -> Any:
+        """The state: nested plain values and live tensors, not copies."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Restores the state in place.
+
+        Returns:
+            One message for each thing that is not restored exactly; None or empty when all is.
+        """
+        raise NotImplementedError
+
+    def overrides(self, hook: Callable[..., Any]) -> bool:
+        """Whether an optional method is not the default one.
+
+        Args:
+            hook: of this class, e.g. ``ComponentState.before_save``.
+        """
+        return getattr(type(self), hook.__name__) is not hook
+
+    # ---------------------------------------------------------------- content
+
+    def check_state_dict(self, state: Any) -> None:
+        """Validates a saved state before the first component is loaded; changes nothing.
+
+        Raises:
+            StateMismatchError: the state cannot be loaded.
+        """
+
+    def comparable_state(self) -> Any:
+        """What two equal runs have in common: the state without times and paths."""
+        return self.state_dict()
+
+    def replicated_state(self) -> Any:
+        """The part of a REPLICATED state that must be the same on all ranks."""
+        return self.state_dict()
+
+    def first_rank_only(self) -> frozenset[str]:
+        """Dotted names of plain tensors that may differ between ranks; rank 0's are saved."""
+        return frozenset()
+
+    def fingerprint(self) -> Mapping[str, Any] | None:
+        """Plain values that a resume compares with those of the checkpoint; None for none."""
+        return None
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str] | None:
+        """How exactly this state is restored, and why; None for what its component declares."""
+        return None
+
+    def findings(self) -> Iterable[CaptureLine]:
+        """Lines of the capture report for state that was found and is not in the checkpoint."""
+        return ()
+
+    @property
+    def requires_equal_batches(self) -> bool:
+        """Whether every rank must get as many batches, because saving this state is collective."""
+        return False
+
+    # ---------------------------------------------------------------- events
+
+    def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
+        """Takes the run's options for user state.
+
+        Args:
+            transient: names that are deliberately not saved.
+            limit_bytes: the most user state that is saved.
+        """
+
+    def before_save(self) -> None:
+        """Called on every rank when a save begins; may be collective."""
+
+    def after_resume(self) -> Iterable[str]:
+        """Called on every rank when all components are loaded; may be collective.
+
+        Returns:
+            Messages, as from ``load_state_dict``.
+        """
+        return ()
+
+    def after_rng_restore(self) -> None:
+        """Called after the RNG states are restored, immediately before the next batch."""
+
+    def start_fresh(self) -> Iterable[str] | None:
+        """Called when the checkpoint lacks this component.
+
+        Returns:
+            Messages; None for the default one.
+        """
+        return None
+
+    # ---------------------------------------------------------------- ranks
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Any], change: WorldChange
+    ) -> tuple[Any, Iterable[str]] | None:
+        """The state of this rank made from those of another number of ranks.
+
+        Args:
+            states: of the former ranks that ``change.readable`` names.
+            change: the ranks then and now.
+
+        Returns:
+            The state and messages; None where this cannot be done.
+        """
+        return None
+
+    def pairs(self, state: Any) -> Iterable[tuple[Any, Any]] | None:
+        """Each tensor of a saved SHARDED state with the live DTensor whose placements it gets.
+
+        Args:
+            state: its tensors are on the meta device.
+
+        Returns:
+            The pairs; None for those at the same position of ``state_dict()``.
+        """
+        return None
+
+    def outline(self) -> Any:
+        """Plain values that describe what this rank holds of a SHARDED state; None for all."""
+        return None
+
+    def join(self, outlines: Sequence[Any]) -> None:
+        """Takes the outlines of all ranks of the group before the next ``state_dict()``."""
+
+    def merge_state_dicts(self, states: Sequence[Any]) -> Any:
+        """One state of those of all process groups; None to merge nested dicts by key."""
+        return None
+
+    def part_of(self, state: Any) -> Any:
+        """What this object holds of a merged state; None to select by the keys of nested dicts."""
+        return None
+
+    # ---------------------------------------------------------------- optimizers
+
+    def named_parameters(self) -> Mapping[str, Any] | None:
+        """The trained parameters by FQN; None for a component that is no optimizer."""
+        return None
+
+    def trained_parameters(self) -> Iterable[Any]:
+        """The parameters that an optimizer updates."""
+        return ()
+
+    def lost_parameters(self) -> Mapping[str, Any]:
+        """Trained parameters that no component of the run can restore."""
+        return {}
+
+
+# The optional methods that an object of the user may have without the base class.
+_DUCK_TYPED = frozenset(
+    {
+        "after_resume",
+        "after_rng_restore",
+        "before_save",
+        "check_state_dict",
+        "comparable_state",
+        "findings",
+        "fingerprint",
+        "first_rank_only",
+        "join",
+        "merge_state_dicts",
+        "outline",
+        "pairs",
+        "part_of",
+        "replicated_state",
+        "resplit_state_dict",
+        "start_fresh",
+    }
+)
+
+
+class _Wrapped(ComponentState):
+    """An object without the base class: the optional methods are its own where it has them."""
+
+    def __init__(self, stateful: Stateful) -> None:
+        self._stateful = stateful
+        for name in _DUCK_TYPED:
+            hook = getattr(stateful, name, None)
+            if callable(hook):
+                setattr(self, name, hook)
+
+    def overrides(self, hook: Callable[..., Any]) -> bool:
+        return hook.__name__ in vars(self)
+
+    def state_dict(self) -> Any:
+        return self._stateful.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:
+        return self._stateful.load_state_dict(state)
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str] | None:
+        found = getattr(self._stateful, "fidelity", None)
+        return found if isinstance(found, tuple) else None
+
+    @property
+    def requires_equal_batches(self) -> bool:
+        return bool(getattr(self._stateful, "requires_equal_batches", False))
+
+
+def with_hooks(stateful: Stateful) -> ComponentState:
+    """The object with every optional method, wrapped where it lacks the base class."""
+    return stateful if isinstance(stateful, ComponentState) else _Wrapped(stateful)
