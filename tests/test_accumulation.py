@@ -30,7 +30,7 @@ from resumekit.serialization import read_payload
 from resumekit.storage import Manifest, Store
 
 ACCUMULATE = 4
-NUM_BATCHES = 6  # of an epoch: windows reach over its end
+NUM_BATCHES = 6  # of an epoch: accumulation windows reach over its end
 NUM_EPOCHS = 2
 
 
@@ -46,7 +46,7 @@ class CrashError(Exception):
 
 
 class Training:
-    """One launch of a loop that accumulates; it saves at every micro-batch that it is told to."""
+    """One launch of a loop that accumulates; it saves at the micro-batches in `save_at`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Training:
             return
         for _ in self.checkpointer.epochs(NUM_EPOCHS):
             torch.rand(1)
-            # In a launch that resumes inside a window this comes once more.
+            # In a launch that resumes inside an accumulation window this comes once more.
             if self.checkpointer.progress.micro_step % ACCUMULATE == 0 or self.loop == "clears":
                 self.optimizer.zero_grad(set_to_none=False)
             yield from self.checkpointer.batches(self.loader)
@@ -119,11 +119,14 @@ def newest(directory: Path) -> Path:
 def test_a_kill_at_any_micro_batch_continues_exactly(tmp_path: Path, loop: str) -> None:
     whole = Training(tmp_path / "whole", loop=loop).train()
     assert len(whole.losses) == NUM_EPOCHS * NUM_BATCHES
-    for kill in (2, 5, 7, 8, 12):  # inside a window, after a step, at the end of the first epoch
-        place = tmp_path / f"killed at {kill}"
-        killed = Training(place, loop=loop, crash_at=kill, save_at=range(kill - 1, kill)).train()
-        again = Training(place, loop=loop, seed=kill, save_at=range(0)).train()
-        # All that was settled was saved, in the middle of a window or not.
+    # inside an accumulation window, after a step, at the end of the first epoch
+    for kill in (2, 5, 7, 8, 12):
+        directory = tmp_path / f"killed at {kill}"
+        killed = Training(
+            directory, loop=loop, crash_at=kill, save_at=range(kill - 1, kill)
+        ).train()
+        again = Training(directory, loop=loop, seed=kill, save_at=range(0)).train()
+        # Each finished batch was saved, in the middle of an accumulation window or not.
         assert min(again.losses) == kill
         assert {**killed.losses, **again.losses} == whole.losses
         assert again.weights() == whole.weights(), kill
@@ -137,11 +140,11 @@ def test_without_the_gradients_the_same_check_fails(
 ) -> None:
     whole = Training(tmp_path / "whole").train()
     for kill in (4, 5, 7):
-        place = tmp_path / f"killed at {kill}"
-        Training(place, crash_at=kill, save_at=range(kill - 1, kill)).train()
+        directory = tmp_path / f"killed at {kill}"
+        Training(directory, crash_at=kill, save_at=range(kill - 1, kill)).train()
         with monkeypatch.context() as context:
             context.setenv("RESUMEKIT_INJECT", "model/gradients")
-            again = Training(place, seed=kill, save_at=range(0)).train()
+            again = Training(directory, seed=kill, save_at=range(0)).train()
         # Right after a step there are none.
         assert (again.weights() == whole.weights()) == (kill % ACCUMULATE == 1)
 
@@ -196,16 +199,16 @@ def test_gradients_are_stored_inside_a_window_and_not_between_two(
     assert len(gradients.get("gradients", ())) == stored
 
 
-@pytest.mark.parametrize("crash_at", [4, 5], ids=["inside a window", "between windows"])
+@pytest.mark.parametrize("crash_at", [4, 5], ids=["inside accumulation", "between steps"])
 @pytest.mark.parametrize("then", ["gradients", "boundary"])
 @pytest.mark.parametrize("now", ["gradients", "boundary"])
 def test_the_option_may_change_between_launches(
     tmp_path: Path, then: str, now: str, crash_at: int
 ) -> None:
     whole = Training(tmp_path / "whole").train()
-    place = tmp_path / "run"
-    Training(place, mid_accumulation=then, crash_at=crash_at + 4).train()
-    again = Training(place, seed=5, mid_accumulation=now).train()
+    directory = tmp_path / "run"
+    Training(directory, mid_accumulation=then, crash_at=crash_at + 4).train()
+    again = Training(directory, seed=5, mid_accumulation=now).train()
     assert again.weights() == whole.weights()
     assert again.losses.items() <= whole.losses.items()
 
@@ -234,7 +237,7 @@ def test_a_framework_that_runs_the_loop_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_keeps_its_gradients_elsewhere_is_refused(tmp_path: Path) -> None:
     class Engine(ModelState):
-        """A framework's own, whose parameters have no ``.grad``."""
+        """An optimizer of a framework, whose parameters have no ``.grad``."""
 
     components = [StateComponent("model", Engine(nn.Linear(1, 1)))]
     with pytest.raises(ConfigurationError, match=r"'gradients', and model is a Engine"):

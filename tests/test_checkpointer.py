@@ -293,11 +293,11 @@ def of_framework(directory: Path, **frameworks: str) -> BaseCheckpointer:
 def test_what_belongs_to_another_framework_is_left_out_and_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with of_framework(tmp_path, counts="Somebody", place="Somebody") as checkpointer:
+    with of_framework(tmp_path, counts="Somebody", batch_count="Somebody") as checkpointer:
         checkpointer.save()
     lines = [
         f"step-00000000 has callbacks/{key}, which belongs to Somebody: not needed here"
-        for key in ("counts", "place")
+        for key in ("counts", "batch_count")
     ]
     with of_framework(tmp_path, other="Another") as checkpointer:
         assert list(checkpointer.resume().not_needed) == lines
@@ -326,19 +326,19 @@ def test_parameters_that_the_run_has_frozen_since_it_began_are_restored(tmp_path
 
 
 def test_what_belongs_to_the_framework_in_use_is_needed(tmp_path: Path) -> None:
-    both = {"counts": "Somebody", "place": "Somebody"}
+    both = {"counts": "Somebody", "batch_count": "Somebody"}
     with of_framework(tmp_path / "two", **both) as checkpointer:
         checkpointer.save()
     with (
         of_framework(tmp_path / "two", counts="Somebody") as checkpointer,
-        pytest.raises(StateMismatchError, match="has callbacks/place, and this run has none"),
+        pytest.raises(StateMismatchError, match="has callbacks/batch_count, and this run has none"),
     ):
         checkpointer.resume()
     with of_framework(tmp_path / "one", counts="Somebody") as checkpointer:
         checkpointer.save()
     with (
         of_framework(tmp_path / "one", **both) as checkpointer,
-        pytest.raises(StateMismatchError, match="has no callbacks/place"),
+        pytest.raises(StateMismatchError, match="has no callbacks/batch_count"),
     ):
         checkpointer.resume()
 
@@ -403,7 +403,7 @@ def test_frameworks_that_count_otherwise_agree_in_what_both_count(
     frameworks: tuple[str, str],
     is_same: bool,
 ) -> None:
-    first, second = ({"place": name} if name else {} for name in frameworks)
+    first, second = ({"batch_count": name} if name else {} for name in frameworks)
     with of_framework(tmp_path, **first) as checkpointer:
         checkpointer.drive(**then)
         checkpointer.save()

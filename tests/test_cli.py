@@ -97,7 +97,7 @@ def test_list_shows_the_newest_checkpoint_first(command: Command, run_directory:
     assert "eval_loss 0.25 (min)" in rows[0]
 
 
-def test_list_tells_a_damaged_manifest_beside_the_good_ones(
+def test_list_shows_a_damaged_manifest_among_the_good_ones(
     command: Command, run_directory: Path
 ) -> None:
     _flip_byte(run_directory / "step-00000020" / "manifest.json")

@@ -37,7 +37,7 @@ def test_equal_executions_are_called_equal() -> None:
         {"batch": 5},
     ],
 )
-def test_a_difference_in_one_bit_of_one_field_is_told(change: dict[str, Any]) -> None:
+def test_a_difference_in_one_bit_of_one_field_is_reported(change: dict[str, Any]) -> None:
     assert str(_cells(_record(), _record(**change))[-1]) == "differs"
 
 

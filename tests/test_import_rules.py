@@ -61,7 +61,7 @@ LAYERS: dict[str, set[str]] = {
     "prove": {"errors", "log", "tracing"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
-    "demo_script": {"adapters"},  # it stands where a user's script stands
+    "demo_script": {"adapters"},  # it is written as a user's script
     "cli": {"errors", "log", "storage", "export", "prove", "demo", "resumekit"},
 }
 
@@ -267,8 +267,8 @@ def test_there_are_modules_to_read() -> None:
 def test_a_package_imports_only_the_packages_below_it() -> None:
     offenders = []
     for module in EVERY_MODULE:
-        own = package_of(module.path)
-        allowed = LAYERS.get(own, set()) | {own}
+        package = package_of(module.path)
+        allowed = LAYERS.get(package, set()) | {package}
         for name in sorted(own_imports(module.tree, at_run_time=True)):
             if (name.split(".")[1:2] or ["resumekit"])[0] not in allowed:
                 offenders.append(f"{module} imports {name}")
@@ -282,9 +282,9 @@ def test_every_package_has_its_row() -> None:
 def test_a_package_is_imported_from_outside_through_its_init() -> None:
     offenders = []
     for module in EVERY_MODULE:
-        own = package_of(module.path)
+        package = package_of(module.path)
         for name in sorted(own_imports(module.tree)):
-            outside = name.count(".") > 1 and name.split(".")[1] != own
+            outside = name.count(".") > 1 and name.split(".")[1] != package
             if outside and not name.startswith(IMPORTED_BY_MODULE) and not _exported(name):
                 offenders.append(f"{module} imports {name}")
     assert not offenders
@@ -293,10 +293,10 @@ def test_a_package_is_imported_from_outside_through_its_init() -> None:
 def test_no_private_name_of_another_package_is_imported() -> None:
     offenders = []
     for module in EVERY_MODULE:
-        own = package_of(module.path)
+        package = package_of(module.path)
         for name in sorted(imported(module.tree)):
             parts = name.split(".")
-            if parts[0] != "resumekit" or parts[1:2] == [own]:
+            if parts[0] != "resumekit" or parts[1:2] == [package]:
                 continue
             if any(part.startswith("_") and not part.startswith("__") for part in parts):
                 offenders.append(f"{module} imports {name}")
@@ -315,8 +315,8 @@ def test_the_core_imports_only_the_libraries_that_its_package_may() -> None:
 def test_an_adapter_imports_torch_and_its_own_framework_only() -> None:
     offenders = []
     for module in ADAPTER_MODULES:
-        own = _framework_of(module.path)
-        other = third_party(module.tree) - {"torch", own, *SAME_FRAMEWORK.get(own, ())}
+        framework = _framework_of(module.path)
+        other = third_party(module.tree) - {"torch", framework, *SAME_FRAMEWORK.get(framework, ())}
         if other:
             offenders.append(f"{module} imports {other}")
     assert not offenders
@@ -325,10 +325,10 @@ def test_an_adapter_imports_torch_and_its_own_framework_only() -> None:
 def test_no_adapter_imports_another_adapter() -> None:
     offenders = []
     for module in ADAPTER_MODULES:
-        own = _framework_of(module.path)
+        framework = _framework_of(module.path)
         for name in sorted(own_imports(module.tree)):
             adapter = name.removeprefix("resumekit.").replace(".", "/")
-            if adapter.startswith("adapters/") and _framework_of(adapter) != own:
+            if adapter.startswith("adapters/") and _framework_of(adapter) != framework:
                 offenders.append(f"{module} imports {name}")
     assert not offenders
 

@@ -103,10 +103,10 @@ class Training:
 
     def on(self, *batches: Any) -> None:
         """Trains on one batch of each loader; the crash comes before or after the step by turns."""
-        place = self.checkpointer.progress
+        progress = self.checkpointer.progress
         drawn = random.random(), float(np.random.rand()), torch.rand(()).item()
-        self.seen[place.micro_step] = ([batch.tolist() for batch in batches], drawn)
-        self.epochs.append(place.epoch)
+        self.seen[progress.micro_step] = ([batch.tolist() for batch in batches], drawn)
+        self.epochs.append(progress.epoch)
         if self.crashed and len(self.seen) % 2:
             raise CrashError
         inputs = torch.cat([batch.float() for batch in batches]) / 100  # or it would diverge
@@ -157,10 +157,10 @@ def assert_kills_are_survived(loop: Loop, directory: Path, *, num_wait: int = 1)
     assert whole.checkpointer.finished
     num_resumes, kills = 0, kill_points(loop, whole)
     for kill in kills:
-        place = directory / f"killed at {kill}"
-        killed = launch(loop, place, crash_at=kill, save_at=range(kill - num_wait, kill))
-        was_saved = any(place.glob("step-*"))
-        again = launch(loop, place, seed=kill if was_saved else 0, save_at=never)
+        folder = directory / f"killed at {kill}"
+        killed = launch(loop, folder, crash_at=kill, save_at=range(kill - num_wait, kill))
+        was_saved = any(folder.glob("step-*"))
+        again = launch(loop, folder, seed=kill if was_saved else 0, save_at=never)
         assert_same(whole, killed, again)
         num_resumes += was_saved
     num_after_save = max(1, sum(kill > 1 for kill in kills) - num_wait)
@@ -230,7 +230,7 @@ def zipped_with_one_of_unknown_length(training: Training) -> None:
 
 
 class Stream:
-    """An iterable that does not tell its length, and draws nothing."""
+    """An iterable that has no length, and draws nothing."""
 
     def __init__(self, num_batches: int | None) -> None:
         self.num_batches = num_batches
@@ -278,9 +278,9 @@ def test_an_epoch_of_zipped_loaders_ends_with_the_shortest_and_all_begin_again(
     assert len(first) == 12
     for epoch in (first[:6], first[6:]):
         assert len(set(epoch)) == 6  # two of the eight are left out in each epoch
-    place = training.checkpointer.progress
-    assert (place.epoch, place.batch, place.step, place.micro_step) == (2, 0, 6, 6)
-    assert place.samples == 24  # of both loaders
+    progress = training.checkpointer.progress
+    assert (progress.epoch, progress.batch, progress.step, progress.micro_step) == (2, 0, 6, 6)
+    assert progress.samples == 24  # of both loaders
 
 
 def test_a_progress_bar_of_zipped_loaders_is_as_long_as_the_shortest(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_dict_takes_its_names_from_its_keys(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- loaders used by hand
 
 
-def beside_a_repeated_one(training: Training) -> None:
+def with_a_repeated_one(training: Training) -> None:
     """The unlabeled loader is shorter than an epoch, and longer than what is left of one."""
     unlabeled = training.checkpointer.batches(
         loader(6, first=100, generator=seeded(5)), name="unlabeled", repeat=True
@@ -313,7 +313,7 @@ def beside_a_repeated_one(training: Training) -> None:
         training.on(batch, next(unlabeled))
 
 
-def beside_a_repeated_one_in_epochs(training: Training) -> None:
+def with_a_repeated_one_in_epochs(training: Training) -> None:
     unlabeled = training.checkpointer.batches(loader(6, first=100), name="u", repeat=True)
     for _ in training.checkpointer.epochs(2):
         torch.rand(1)
@@ -380,13 +380,13 @@ def round_robin(training: Training) -> None:
     """Three tasks take turns, each with a step of its own; one after the other runs out."""
     tasks = {"a": loader(2), "b": loader(6, first=100), "c": loader(4, first=200)}
     for _ in training.checkpointer.epochs(2):
-        turns = [training.checkpointer.batches(task, name=name) for name, task in tasks.items()]
-        while turns:
-            for batches in list(turns):
+        loops = [training.checkpointer.batches(task, name=name) for name, task in tasks.items()]
+        while loops:
+            for batches in list(loops):
                 try:
                     batch = next(batches)
                 except StopIteration:
-                    turns.remove(batches)
+                    loops.remove(batches)
                 else:
                     training.on(batch)
 
@@ -417,8 +417,8 @@ def with_a_step_between(training: Training) -> None:
 @pytest.mark.parametrize(
     "loop",
     [
-        beside_a_repeated_one,
-        beside_a_repeated_one_in_epochs,
+        with_a_repeated_one,
+        with_a_repeated_one_in_epochs,
         over_one_shared_generator,
         opened_late_over_one_shared_generator,
         one_after_the_other,
@@ -433,7 +433,7 @@ def test_loaders_used_by_hand_continue_exactly(tmp_path: Path, loop: Loop) -> No
 
 
 @pytest.mark.parametrize("loop", [nested, nested_in_epochs], ids=lambda loop: loop.__name__)
-def test_nested_loops_are_saved_where_the_outer_one_turns(tmp_path: Path, loop: Loop) -> None:
+def test_nested_loops_are_saved_where_the_outer_one_continues(tmp_path: Path, loop: Loop) -> None:
     whole = assert_kills_are_survived(loop, tmp_path, num_wait=2)
     assert len(whole.seen) == 12
     launch(loop, tmp_path / "saves", keep_latest=None)
@@ -442,7 +442,7 @@ def test_nested_loops_are_saved_where_the_outer_one_turns(tmp_path: Path, loop: 
 
 
 @pytest.mark.parametrize(
-    "loop", [zipped, beside_a_repeated_one, round_robin], ids=lambda loop: loop.__name__
+    "loop", [zipped, with_a_repeated_one, round_robin], ids=lambda loop: loop.__name__
 )
 @pytest.mark.parametrize("left_out", ["data", "rng"])
 def test_without_the_position_or_the_random_state_the_same_check_fails(
@@ -467,33 +467,33 @@ def test_a_loop_under_a_name_that_the_checkpoint_does_not_know_is_refused(
     launch(under(name="digits"), tmp_path, crash_at=crash_at)
     with pytest.raises(DataPositionError, match=r"name='train'.*one of 'digits'.*exclude"):
         launch(under(), tmp_path)
-    anew = launch(under(), tmp_path, exclude={"data"})
-    assert anew.checkpointer.finished
-    assert len(anew.seen) == 8
+    second = launch(under(), tmp_path, exclude={"data"})
+    assert second.checkpointer.finished
+    assert len(second.seen) == 8
 
 
 def test_a_repeated_loader_counts_its_own_epochs_and_moves_no_progress(tmp_path: Path) -> None:
-    told: list[int] = []
+    epochs: list[int] = []
 
-    class Told(Noisy):
+    class WithSetEpoch(Noisy):
         def set_epoch(self, epoch: int) -> None:
-            told.append(epoch)
+            epochs.append(epoch)
 
     training = Training(tmp_path)
-    others = DataLoader(Told(4, first=100), batch_size=2, shuffle=True)
+    others = DataLoader(WithSetEpoch(4, first=100), batch_size=2, shuffle=True)
     with training.checkpointer as checkpointer:
         unlabeled = checkpointer.batches(others, name="unlabeled", repeat=True)
         with pytest.raises(TypeError):
             len(unlabeled)
         for batch in checkpointer.batches(loader(10), epochs=1):
             training.on(batch, next(unlabeled))
-    place = checkpointer.progress
-    assert told == [0, 1, 2]
-    assert (place.epoch, place.batch, place.micro_step, place.samples) == (1, 0, 5, 20)
+    progress = checkpointer.progress
+    assert epochs == [0, 1, 2]
+    assert (progress.epoch, progress.batch, progress.micro_step, progress.samples) == (1, 0, 5, 20)
 
 
 def test_inside_epochs_the_progress_counts_the_batches_of_all_loops(tmp_path: Path) -> None:
-    places = []
+    positions = []
     training = Training(tmp_path)
     first, second = loader(4), loader(6, first=100)
     with training.checkpointer as checkpointer:
@@ -504,10 +504,10 @@ def test_inside_epochs_the_progress_counts_the_batches_of_all_loops(tmp_path: Pa
             ):
                 for batch in batches:
                     training.on(batch)
-                    places.append((checkpointer.progress.epoch, checkpointer.progress.batch))
+                    positions.append((checkpointer.progress.epoch, checkpointer.progress.batch))
             assert checkpointer.progress.epoch == epoch
     # As of the last safe point: an epoch is over when all of its code has run.
-    assert places[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+    assert positions[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
 
 
 def asked_before_the_loop(training: Training) -> None:
@@ -557,7 +557,7 @@ def left_for_epochs(training: Training) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_place_that_no_resume_could_find_is_refused(
+def test_a_position_that_no_resume_could_find_is_refused(
     tmp_path: Path, loop: Loop, message: str
 ) -> None:
     with pytest.raises(LoopError, match=message):
@@ -573,7 +573,7 @@ def test_a_repeated_loader_has_no_horizon(tmp_path: Path, arguments: dict[str, A
         training.checkpointer.batches(loader(4), **arguments)
 
 
-def beside_an_empty_one(training: Training) -> None:
+def with_an_empty_one(training: Training) -> None:
     others = training.checkpointer.batches([], name="others", repeat=True)
     for _ in training.checkpointer.batches(loader(4), epochs=1):
         next(others)
@@ -581,7 +581,7 @@ def beside_an_empty_one(training: Training) -> None:
 
 def test_an_empty_loader_is_not_repeated_for_ever(tmp_path: Path) -> None:
     with pytest.raises(DataPositionError, match="without a batch"):
-        launch(beside_an_empty_one, tmp_path)
+        launch(with_an_empty_one, tmp_path)
 
 
 def joined_by_a_stream(training: Training) -> None:
@@ -597,10 +597,10 @@ def test_strict_refuses_a_loader_that_joins_later_too(
 ) -> None:
     with pytest.raises(InexactError, match="data: equivalent"):
         launch(joined_by_a_stream, tmp_path / "strict", strict=True)
-    launch(joined_by_a_stream, tmp_path / "told")
-    told = capsys.readouterr().err
-    assert told.count("starting in") == 2
-    assert told.count("WARNING: data: equivalent") == 1
+    launch(joined_by_a_stream, tmp_path / "reported")
+    output = capsys.readouterr().err
+    assert output.count("starting in") == 2
+    assert output.count("WARNING: data: equivalent") == 1
 
 
 # ---------------------------------------------------------------- loaders without end
@@ -637,7 +637,7 @@ def endless_with_a_length(training: Training) -> None:
         training.on(batch)
 
 
-def endless_beside_a_finite_one(training: Training) -> None:
+def endless_with_a_finite_one(training: Training) -> None:
     others = DataLoader(Noisy(3, first=100), 2, sampler=EndlessWithLength(3))
     others = training.checkpointer.batches(others, name="others", repeat=True)
     for batch in training.checkpointer.batches(loader(6), epochs=2):
@@ -670,7 +670,7 @@ def endless_stream(training: Training) -> None:
     [
         endless,
         endless_with_a_length,
-        endless_beside_a_finite_one,
+        endless_with_a_finite_one,
         endless_zipped,
         endless_left_after_three_batches,
         endless_stream,
@@ -716,11 +716,11 @@ def test_a_number_of_steps_ends_the_run_in_the_middle_or_at_the_end_of_an_epoch(
             training.on(batch)
 
     whole = assert_kills_are_survived(by_steps, tmp_path)
-    place = whole.checkpointer.progress
-    assert len(whole.seen) == place.step == num_steps
+    progress = whole.checkpointer.progress
+    assert len(whole.seen) == progress.step == num_steps
     at_end = (num_steps // 3 - 1, 3) if num_steps % 3 == 0 else divmod(num_steps, 3)
     expected = divmod(num_steps, 3) if length == "known" else at_end
-    assert (place.epoch, place.batch) == expected
+    assert (progress.epoch, progress.batch) == expected
     assert launch(by_steps, tmp_path / "whole").seen == {}
 
 
@@ -1002,11 +1002,11 @@ def test_a_framework_that_stops_at_the_end_of_an_epoch_has_finished_it(tmp_path:
         training.on(next(batches))
     loop.finish("that was all")
     training.checkpointer.close()
-    place = training.checkpointer.progress
-    assert (place.epoch, place.batch) == (1, 0)
+    progress = training.checkpointer.progress
+    assert (progress.epoch, progress.batch) == (1, 0)
 
 
-def test_the_workers_of_a_loader_end_when_another_takes_its_place(tmp_path: Path) -> None:
+def test_the_workers_of_a_loader_end_when_another_replaces_it(tmp_path: Path) -> None:
     training = Training(tmp_path)
     workers = []
     with training.checkpointer as checkpointer:
@@ -1052,12 +1052,12 @@ def loops(draw: st.DrawFn) -> Loop:
         first, second = (
             loader(
                 length,
-                first=100 * place,
+                first=100 * index,
                 batch_size=size,
                 drop_last=not keeps,
-                generator=seeded(place) if place else None,
+                generator=seeded(index) if index else None,
             )
-            for place, (length, size, keeps) in enumerate(
+            for index, (length, size, keeps) in enumerate(
                 zip(lengths, sizes, keeps_rest, strict=True)
             )
         )

@@ -60,7 +60,7 @@ class Numbers(Dataset[Any]):
 
 
 class Even(Numbers):
-    """The last batch of an epoch is a full one: only the end that follows tells that it was it."""
+    """The last batch of an epoch is a full one; only the end that follows shows it was the last."""
 
     def __init__(self) -> None:
         super().__init__(LENGTH + 2)
@@ -84,7 +84,7 @@ class WithGenerator(Numbers):
         return index, float(self.rng.random())
 
 
-class Own(Sampler[int]):
+class UserSampler(Sampler[int]):
     """A user's sampler with a generator of its own."""
 
     def __init__(self, length: int) -> None:
@@ -99,7 +99,7 @@ class Own(Sampler[int]):
         return self.length
 
 
-class AsItGoes(Own):
+class AsItGoes(UserSampler):
     """The same, and it draws each index from NumPy's generator when it is asked for it."""
 
     def __iter__(self) -> Iterator[int]:
@@ -132,7 +132,7 @@ class FetchesAhead:
         yield from waiting
 
 
-def shares(data: Any) -> DistributedSampler[Any]:
+def distributed(data: Any) -> DistributedSampler[Any]:
     return DistributedSampler(data, num_replicas=1, rank=0, seed=3)
 
 
@@ -140,9 +140,9 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "random": RandomSampler,
     "generator": lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(5)),
     "in order": SequentialSampler,
-    "distributed": shares,
+    "distributed": distributed,
     "resumable": lambda data: ResumableSampler(data, seed=3),
-    "own": lambda data: Own(len(data)),
+    "own": lambda data: UserSampler(len(data)),
     "as it goes": lambda data: AsItGoes(len(data)),
     "weighted": lambda data: WeightedRandomSampler([1.0] * len(data), len(data)),
 }
@@ -302,7 +302,7 @@ def test_with_keys_samples_draw_the_same_numbers() -> None:
     assert train(alone, others_stops[7], seed=seed())[0] == seen[8:]
 
 
-def test_without_keys_and_workers_it_is_equivalent_and_told() -> None:
+def test_without_keys_and_workers_it_is_equivalent_and_reported() -> None:
     for first, then in ((plain(), prepared()), (prepared(), plain())):
         _, stops, _ = train(first, epochs=1)
         _, _, position = train(then, stops[2])
@@ -382,8 +382,10 @@ def test_the_order_that_was_drawn_continues_and_the_next_one_is_drawn_by_the_oth
             sampler = SAMPLERS[then](Numbers())
             sampler.set_epoch(epoch + 1)
             assert later[:LENGTH] == list(sampler)
-        (told,) = position.changes
-        assert f"train: epoch {epoch} continues at sample {batch * BATCH_SIZE} in the order" in told
+        (change,) = position.changes
+        assert (
+            f"train: epoch {epoch} continues at sample {batch * BATCH_SIZE} in the order" in change
+        )
 
 
 def test_there_and_back_and_killed_again_each_sample_comes_once() -> None:
@@ -404,7 +406,7 @@ def test_there_and_back_and_killed_again_each_sample_comes_once() -> None:
         assert indices(used) == indices(whole)
 
 
-def test_a_place_that_is_saved_before_its_epoch_begins_stays_where_it_is() -> None:
+def test_a_position_that_is_saved_before_its_epoch_begins_is_kept() -> None:
     for first, then in (
         (plain("random"), prepared("distributed")),
         (prepared("random"), plain("distributed")),
@@ -423,7 +425,7 @@ def test_a_place_that_is_saved_before_its_epoch_begins_stays_where_it_is() -> No
 def test_another_batch_size_may_come_with_it() -> None:
     def larger() -> Any:
         data = Numbers()
-        return FetchesAhead(DataLoader(data, 7, sampler=shares(data)))
+        return FetchesAhead(DataLoader(data, 7, sampler=distributed(data)))
 
     seen, stops, _ = train(plain(), epochs=1)
     position = DataPosition(allowed_changes={"batch_size"})
@@ -476,18 +478,26 @@ def taken_up(first: Make, then: Make, *, number: int = 2, seed: RunSeed | None =
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "told"),
+    ("first", "then", "message"),
     [
         (plain("weighted"), prepared("random"), "a RandomSampler in this run.*WeightedRandom"),
-        (prepared("random"), plain("own"), "of Own in this run, expected that of a RandomSampler"),
-        (plain("own"), prepared("random"), "a RandomSampler in this run, expected that of Own"),
+        (
+            prepared("random"),
+            plain("own"),
+            "of UserSampler in this run, expected that of a RandomSampler",
+        ),
+        (
+            plain("own"),
+            prepared("random"),
+            "a RandomSampler in this run, expected that of UserSampler",
+        ),
     ],
     ids=["weighted before", "own now", "own before"],
 )
 def test_an_order_without_a_name_asks_for_the_same_sampler(
-    first: Make, then: Make, told: str
+    first: Make, then: Make, message: str
 ) -> None:
-    with pytest.raises(DataPositionError, match=f"train: .*{told}.*same sampler under both"):
+    with pytest.raises(DataPositionError, match=f"train: .*{message}.*same sampler under both"):
         taken_up(first, then)
     taken_up(first, then, number=PER_EPOCH)
 
@@ -495,7 +505,9 @@ def test_an_order_without_a_name_asks_for_the_same_sampler(
 def test_it_does_so_too_where_an_epoch_has_crossed_before() -> None:
     _, stops, _ = train(plain("random"), epochs=1)
     _, stops, _ = train(prepared("distributed"), stops[0], epochs=1)
-    with pytest.raises(DataPositionError, match=r"of Own in this run, expected .*RandomSampler"):
+    with pytest.raises(
+        DataPositionError, match=r"of UserSampler in this run, expected .*RandomSampler"
+    ):
         train(plain("own"), stops[0], epochs=1)
 
 
@@ -540,11 +552,11 @@ def test_a_stream_and_a_loader_with_a_state_are_refused_in_the_users_words() -> 
         "a DataLoader that the loop draws from",
         "a loader that Accelerate or the Trainer",
     )
-    for then, told in (
+    for then, message in (
         (stream, f"an iterable that is replayed, expected.*{alone}"),
         (Stateful, f"a loader with a state of its own, expected.*{alone}"),
     ):
-        with pytest.raises(DataPositionError, match=f"train: {told}.*Finish the epoch"):
+        with pytest.raises(DataPositionError, match=f"train: {message}.*Finish the epoch"):
             taken_up(plain(), then)
     with pytest.raises(DataPositionError, match=f"{ahead} has prepared, expected.*with a state"):
         taken_up(Stateful, prepared())
@@ -574,8 +586,8 @@ def test_an_order_that_is_another_when_it_is_drawn_again_is_caught(then: str) ->
     for first, second in ((plain(), prepared(then)), (prepared(), plain(then))):
         _, stops, _ = train(first, epochs=1)
         other = torch.Generator().manual_seed(1).get_state()
-        place = stops[1]["data"]["train"]
-        place.get("inner", place)["start"]["at_first"]["torch"] = other
+        state = stops[1]["data"]["train"]
+        state.get("inner", state)["start"]["at_first"]["torch"] = other
         with pytest.raises(DataPositionError, match="another order"):
             train(second, stops[1], epochs=1)
 
@@ -589,7 +601,7 @@ def test_without_what_was_ahead_the_numbers_are_others() -> None:
     assert batches(again)[0] != batches(seen)[2]
 
 
-def test_a_loader_that_was_not_at_the_place_is_left_as_it_is() -> None:
+def test_a_loader_that_was_at_another_position_is_left_as_it_is() -> None:
     inner = plain()()
     loader = FetchesAhead(inner)
     _, stops, _ = train(plain(), epochs=1)

@@ -48,7 +48,7 @@ class FetchesAhead:
     def __init__(self, inner: Any, depth: int) -> None:
         self.base_dataloader = inner
         self.depth = depth
-        self.epochs_told: list[int] = []
+        self.epochs_set: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
@@ -59,7 +59,7 @@ class FetchesAhead:
         return len(self.base_dataloader)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epochs_told.append(epoch)
+        self.epochs_set.append(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         torch.rand(())
@@ -146,7 +146,7 @@ def test_the_workers_random_numbers_continue_too(workers: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "other"), [("ahead", 7), ("generators", 2)])
-def test_a_state_with_one_part_of_another_place_does_not_continue(part: str, other: int) -> None:
+def test_a_state_with_one_part_of_another_position_does_not_continue(part: str, other: int) -> None:
     # The sampler's generator draws once an epoch: its state is another one only in another epoch.
     seed_everything(0)
     seen, stops = train(make_loader(1, "0"))
@@ -173,7 +173,7 @@ def test_the_loader_is_reported_its_epoch_and_stays_as_it_is() -> None:
     loader = make_loader(1, "0")
     inner = loader.base_dataloader
     train(loader)
-    assert loader.epochs_told == [0, 1, 2]
+    assert loader.epochs_set == [0, 1, 2]
     assert loader.base_dataloader is inner
     assert type(inner.batch_sampler) is BatchSampler
 

@@ -259,9 +259,9 @@ def test_with_the_tape_other_workers_give_other_numbers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "with a generator", "drawing as it goes"])
-@pytest.mark.parametrize("place", [1, 4, 5, 6, 8, 10])
-def test_every_kind_of_place_continues_without_workers(kind: str, place: int) -> None:
-    legs = [(place, workers(0)), (-1, workers(0))]
+@pytest.mark.parametrize("position", [1, 4, 5, 6, 8, 10])
+def test_every_kind_of_position_continues_without_workers(kind: str, position: int) -> None:
+    legs = [(position, workers(0)), (-1, workers(0))]
     assert relay(kind, legs) == run_through(kind, workers(0))
 
 
@@ -405,8 +405,8 @@ def test_a_sample_draws_the_same_numbers_when_the_batch_size_changes_inside_an_e
 def test_a_generator_made_again_from_the_initial_seed_is_keyed_as_well() -> None:
     class Modern(Noisy):
         def __getitem__(self, index: int) -> Any:
-            own = np.random.default_rng(torch.initial_seed())
-            return torch.tensor([index, own.random()])
+            rng = np.random.default_rng(torch.initial_seed())
+            return torch.tensor([index, rng.random()])
 
     def drawn(number: int) -> list[float]:
         loop = Loop(DataLoader(Modern(), BATCH_SIZE, num_workers=number))
@@ -516,16 +516,16 @@ def test_workers_see_the_dataset_itself_and_persistent_ones_hear_of_a_new_epoch(
     assert data.epochs == [0, 1]
 
 
-class Own(list[Any]):
+class UserBatch(list[Any]):
     """A user's batch."""
 
 
 def test_a_batch_is_what_the_collate_function_made() -> None:
     for number in (0, 1):
-        loop = Loop(DataLoader(Silent(), 4, collate_fn=Own, num_workers=number))
+        loop = Loop(DataLoader(Silent(), 4, collate_fn=UserBatch, num_workers=number))
         loop.begin()
         batch = loop.source.next_batch()
-        assert type(batch) is Own
+        assert type(batch) is UserBatch
         assert as_lists(list(batch)) == [0, 1, 2, 3]
         assert loop.source.indices == [0, 1, 2, 3]
         assert type(loop.source.indices) is list
@@ -546,7 +546,7 @@ class Private(Noisy):
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
-        self.transforms = [{"jitter": lambda x, own=rng: x + own.random()}]
+        self.transforms = [{"jitter": lambda x, rng=rng: x + rng.random()}]
 
 
 class Lazy(Noisy):
@@ -666,14 +666,14 @@ def test_what_the_tape_loses_and_keys_do_not_names_them() -> None:
 
 def train(directory: Path, *, stop_after: int | None = None, seed: int = 0, **options: Any) -> list:
     torch.manual_seed(seed)
-    number, own = options.pop("num_workers", 0), options.pop("generator", None)
+    number, order = options.pop("num_workers", 0), options.pop("generator", None)
     data = options.pop("data", Noisy())
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings: dict[str, Any] = {"save_every": 2, "randomness": "keyed", **options}
     losses = []
     with Checkpointer(directory, model=model, optimizer=optimizer, **settings) as run:
-        loader = DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=number, generator=own)
+        loader = DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=number, generator=order)
         for batch in run.batches(loader, epochs=EPOCHS):
             loss = model(nn.functional.dropout(batch.float().view(-1, 6))).square().mean()
             optimizer.zero_grad()
@@ -700,8 +700,8 @@ def test_a_loaders_generator_continues_although_the_user_named_it(
 ) -> None:
     # Two steps before the end of an epoch workers have come to it, where torch draws once more.
     def trained(name: str, num_workers: int, **more: Any) -> list[str]:
-        own = generator()
-        named = {"generators": {"mine": own}, "generator": own}
+        order = generator()
+        named = {"generators": {"mine": order}, "generator": order}
         return train(tmp_path / name, num_workers=num_workers, save_every=4, **named, **more)
 
     whole = trained("whole", then)
@@ -733,7 +733,7 @@ def test_a_strict_run_ends_when_a_worker_finds_what_no_key_reaches(
             self.rng = self.rng or random.Random(1)
             return super().__getitem__(index)
 
-    train(tmp_path / "told", data=Late(), num_workers=1)
+    train(tmp_path / "reported", data=Late(), num_workers=1)
     assert capfd.readouterr().err.count("no key reaches dataset.rng") == 1
     with pytest.raises(InexactError, match=r"no key reaches dataset\.rng"):
         train(tmp_path / "strict", data=Late(), num_workers=1, strict=True)

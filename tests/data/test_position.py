@@ -238,7 +238,7 @@ def continued(kind: str, workers: str, saved: dict[str, Any]) -> list[Any]:
     return Loop(LOADERS[kind](Noisy(), WORKERS[workers]), saved).run()
 
 
-def places(stops: list[dict[str, Any]]) -> list[int]:
+def kill_points(stops: list[dict[str, Any]]) -> list[int]:
     """Some safe points: the first, a boundary and its neighbours, and some inside epochs."""
     length = len(stops) // EPOCHS
     return sorted({0, 1, 3, length - 1, length, length + 1, 2 * length - 2, len(stops) - 2})
@@ -260,7 +260,7 @@ def test_without_workers_every_safe_point_continues_bit_for_bit(kind: str) -> No
 )
 def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str) -> None:
     expected, stops = uninterrupted(kind, workers)
-    for stop in places(stops):
+    for stop in kill_points(stops):
         assert continued(kind, workers, stops[stop]) == expected[stop:], stop
 
 
@@ -304,7 +304,7 @@ def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(wor
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine may have two cores
-def test_three_persistent_workers_keep_their_turns_into_the_next_epoch() -> None:
+def test_three_persistent_workers_keep_their_order_into_the_next_epoch() -> None:
     expected, stops = uninterrupted("shuffle", "three persistent workers")
     for stop in (2, 4, 8, 10):
         assert continued("shuffle", "three persistent workers", stops[stop]) == expected[stop:]
@@ -413,15 +413,15 @@ def test_another_batch_size_is_refused_inside_an_epoch_that_is_drawn_as_it_goes(
 def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once_an_epoch() -> None:
     calls: list[tuple[str, int]] = []
 
-    class Told(Noisy):
+    class WithSetEpoch(Noisy):
         def set_epoch(self, epoch: int) -> None:
             calls.append(("dataset", epoch))
 
-    class ToldSampler(Halves):
+    class SamplerWithSetEpoch(Halves):
         def set_epoch(self, epoch: int) -> None:
             calls.append(("sampler", epoch))
 
-    Loop(DataLoader(Told(), BATCH_SIZE, sampler=ToldSampler())).run()
+    Loop(DataLoader(WithSetEpoch(), BATCH_SIZE, sampler=SamplerWithSetEpoch())).run()
     assert calls == [(who, epoch) for epoch in range(EPOCHS) for who in ("sampler", "dataset")]
 
 

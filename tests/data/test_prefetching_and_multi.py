@@ -1,4 +1,4 @@
-"""How frameworks draw: one batch ahead, or from loaders of other lengths; each place continues."""
+"""How frameworks draw: one batch ahead, or from loaders of other lengths; each continues."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_one_batch_ahead_it_draws_in_the_order_of_a_loop_that_looks_ahead() -> N
     assert [(batch, drawn) for batch, _, drawn in seen] == expected
 
 
-def test_the_batch_ahead_from_another_place_does_not_continue() -> None:
+def test_the_batch_ahead_of_another_position_does_not_continue() -> None:
     seed_everything(0)
     seen, stops = train(PrefetchedLoader(loader(Stream(18))))
     saved = copy.deepcopy(stops[1])

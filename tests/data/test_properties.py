@@ -79,7 +79,7 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.tensor([float(index), noise], dtype=torch.float64)
 
 
-class Own(Sampler[int]):
+class UserSampler(Sampler[int]):
     """A user's sampler, with a generator of its own; a generator function, as most are."""
 
     def __init__(self, length: int) -> None:
@@ -106,7 +106,7 @@ ALONE: dict[str, Callable[[Any], Settings]] = {
     "in order": lambda data: {},
     "replacement": lambda data: {"sampler": RandomSampler(data, replacement=True)},
     "weighted": lambda data: {"sampler": WeightedRandomSampler([1.0, 2.0] * len(data), len(data))},
-    "own": lambda data: {"sampler": Own(len(data))},
+    "own": lambda data: {"sampler": UserSampler(len(data))},
     "resumable": lambda data: {"sampler": ResumableSampler(data, seed=3)},
 }
 SHARED: dict[str, Callable[..., Settings]] = {
@@ -288,12 +288,12 @@ def assert_continues(plan: Plan, kills: Sequence[int], num_workers: Sequence[int
         assert last.finished == whole.finished == f"epochs={plan.num_epochs}"
 
 
-def assert_counted(plan: Plan, whole: Launch, place: Progress) -> None:
+def assert_counted(plan: Plan, whole: Launch, progress: Progress) -> None:
     """Epoch and batch are quotient and remainder; the samples are those of the batches before."""
-    assert place.step == place.micro_step
-    assert (place.epoch, place.batch) == divmod(place.step, plan.num_batches)
+    assert progress.step == progress.micro_step
+    assert (progress.epoch, progress.batch) == divmod(progress.step, plan.num_batches)
     sizes = [len(batch) // 16 for batch, _ in whole.seen.values()]  # two float64 a sample
-    assert place.samples == sum(sizes[: place.step])
+    assert progress.samples == sum(sizes[: progress.step])
 
 
 kills = st.lists(st.integers(1, 12), min_size=1, max_size=2)
@@ -358,7 +358,7 @@ indices = st.lists(st.integers(0, 2**40), max_size=40)
 cuts = st.lists(st.integers(0, 40), max_size=6)
 
 
-def in_parts(values: list[int], cuts: list[int]) -> list[list[int]]:
+def cut(values: list[int], cuts: list[int]) -> list[list[int]]:
     """The same values, as they come in batches of any sizes."""
     ends = sorted(min(cut, len(values)) for cut in cuts)
     return [values[a:b] for a, b in zip([0, *ends], [*ends, len(values)], strict=True)]
@@ -375,16 +375,16 @@ def digest(parts: list[list[int]]) -> str:
 def test_the_digest_of_what_was_used_does_not_know_the_batches_it_came_in(
     used: list[int], cuts: list[int]
 ) -> None:
-    assert digest(in_parts(used, cuts)) == digest([used])
+    assert digest(cut(used, cuts)) == digest([used])
 
 
-@given(used=indices, others=indices, place=st.integers(0, 39), change=st.integers(1, 2**20))
+@given(used=indices, others=indices, position=st.integers(0, 39), change=st.integers(1, 2**20))
 def test_the_digest_of_any_other_order_is_another_one(
-    used: list[int], others: list[int], place: int, change: int
+    used: list[int], others: list[int], position: int, change: int
 ) -> None:
     assert (digest([used]) == digest([others])) == (used == others)
-    if place < len(used):
-        changed = [*used[:place], used[place] + change, *used[place + 1 :]]
+    if position < len(used):
+        changed = [*used[:position], used[position] + change, *used[position + 1 :]]
         assert digest([changed]) != digest([used])
 
 
@@ -398,8 +398,8 @@ def test_an_index_is_counted_however_it_comes_and_whether_the_dataset_has_it_or_
     length: int, used: list[int], cuts: list[int], as_numpy: bool
 ) -> None:
     repeats, so_far = Repeats(length), Counter[int]()
-    for part in in_parts(used, cuts):
+    for part in cut(used, cuts):
         counted = repeats.count(np.asarray(part) if as_numpy else part)
-        for place, index in enumerate(part):
-            assert counted.get(place, 0) == so_far[index]
+        for offset, index in enumerate(part):
+            assert counted.get(offset, 0) == so_far[index]
             so_far[index] += 1

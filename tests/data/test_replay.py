@@ -145,7 +145,7 @@ class FetchesAhead:
 
     def __init__(self, inner: Any) -> None:
         self.base_dataloader = inner
-        self.epochs_told: list[int] = []
+        self.epochs_set: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
@@ -153,7 +153,7 @@ class FetchesAhead:
         return getattr(self.base_dataloader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epochs_told.append(epoch)
+        self.epochs_set.append(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         torch.rand(())
@@ -356,7 +356,7 @@ def test_a_loader_around_a_stream_is_reported_its_epoch_and_stays_as_it_is() -> 
     loader = FetchesAhead(make_loader("plain"))
     inner = loader.base_dataloader
     Loop(loader).run()
-    assert loader.epochs_told == list(range(EPOCHS))
+    assert loader.epochs_set == list(range(EPOCHS))
     assert loader.base_dataloader is inner
 
 
@@ -426,7 +426,7 @@ def test_a_state_without_the_workers_random_numbers_does_not_continue(left_out: 
     assert continued(make, saved) != expected[used(stops)[stop] :]
 
 
-def test_a_dataset_shaped_by_something_else_is_found_out_and_told(
+def test_a_dataset_shaped_by_something_else_is_found_out_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def make() -> DataLoader[int]:
@@ -490,7 +490,7 @@ def digest_of(*batches: Any) -> str:
     return contents.hexdigest()
 
 
-def test_the_digest_of_batches_tells_any_two_apart() -> None:
+def test_the_digest_of_batches_distinguishes_any_two() -> None:
     ones, large = torch.ones(2, 3), torch.zeros(300, 300)
     changed = large.clone()
     changed[-1, -1] = 1
@@ -645,7 +645,7 @@ class Slow:
 
 
 @pytest.mark.parametrize(("seconds", "num_lines"), [(0.0, 0), (0.03, 2)])
-def test_drawing_again_tells_how_it_gets_on_once_it_takes_longer_than_a_second(
+def test_a_replay_reports_its_progress_once_it_takes_longer_than_a_second(
     seconds: float, num_lines: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loader = Slow()

@@ -183,7 +183,7 @@ def whole_order(kind: str, length: int) -> list[int]:
 def expected_run(
     order: list[int], plan: Sequence[Launch], *, drop_last: bool, drop_ranks: bool
 ) -> list[list[list[list[int]]]]:
-    """The same by slices: whoever comes shares out the rest, and dies after so many batches."""
+    """The same by slices: each launch partitions the rest and dies after so many batches."""
     position, expected = 0, []
     for launch in plan:
         num_ranks, size, num_batches = launch
@@ -327,7 +327,7 @@ def test_the_same_geometry_again_after_a_change_continues_as_if_never_left(
         assert [a + b for a, b in zip(used, rest, strict=True)] == whole
 
 
-def test_a_place_that_is_saved_before_its_epoch_begins_stays_where_it_is() -> None:
+def test_a_position_that_is_saved_before_its_epoch_begins_is_kept() -> None:
     ranks = start("distributed", Launch(2, 4), 50)
     used = [rank.train(2) for rank in ranks]
     states = [rank.state() for rank in ranks]
@@ -433,16 +433,16 @@ def _trained(kind: str, launch: Launch, length: int) -> list[Rank]:
     return ranks
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- what is reported
 
 
 def test_the_number_of_the_batch_is_counted_in_the_new_geometry() -> None:
     states = [rank.state() for rank in _trained("distributed", Launch(2, 4, 3), 80)]
-    places = {}
+    positions = {}
     for launch in (Launch(2, 4), Launch(1, 8), Launch(1, 4), Launch(1, 16), Launch(3, 16)):
         source = start("distributed", launch, 80, states)[0].source
-        places[launch[:2]] = (*position_of(source), source.epoch_batches)
-    assert places == {
+        positions[launch[:2]] = (*position_of(source), source.epoch_batches)
+    assert positions == {
         (2, 4): (0, 3, 10),
         (1, 8): (0, 3, 10),
         (1, 4): (0, 6, 20),
@@ -451,7 +451,7 @@ def test_the_number_of_the_batch_is_counted_in_the_new_geometry() -> None:
     }
 
 
-def test_the_changes_are_reported_with_the_place() -> None:
+def test_the_changes_are_reported_with_the_position() -> None:
     states = [rank.state() for rank in _trained("distributed", Launch(2, 4, 3), 80)]
     rank = start("distributed", Launch(1, 8), 80, states)[0]
     assert rank.position.changes == [
@@ -517,8 +517,8 @@ def _batches(checkpointer: Checkpointer, loader: DataLoader[Any], loop: str) -> 
 # ---------------------------------------------------------------- what is refused
 
 
-class Own(Sampler[list[int]]):
-    """A batch sampler of one's own."""
+class UserBatchSampler(Sampler[list[int]]):
+    """A custom batch sampler."""
 
     def __init__(self, length: int, batch_size: int) -> None:
         self.length = length
@@ -578,15 +578,19 @@ def test_a_change_that_is_not_allowed_is_refused_with_the_option_that_allows_it(
     ids=["dataset", "drop_last", "sampler"],
 )
 def test_what_has_no_option_is_refused_whatever_is_allowed(changed: Any) -> None:
-    with pytest.raises(DataPositionError, match=r"expected .* Restore the former settings") as told:
+    with pytest.raises(
+        DataPositionError, match=r"expected .* Restore the former settings"
+    ) as failure:
         taken_up([DataLoader(Numbers(32), 4)], changed())
-    assert "allow_changes" not in str(told.value)
+    assert "allow_changes" not in str(failure.value)
 
 
 def test_a_batch_sampler_of_ones_own_keeps_its_batch_size_inside_an_epoch() -> None:
     data = Numbers(32)
-    loaders = [DataLoader(data, batch_sampler=Own(32, size)) for size in (4, 8)]
-    with pytest.raises(DataPositionError, match=r"train: the batch sampler Own, with.*batch_size"):
+    loaders = [DataLoader(data, batch_sampler=UserBatchSampler(32, size)) for size in (4, 8)]
+    with pytest.raises(
+        DataPositionError, match=r"train: the batch sampler UserBatchSampler, with.*batch_size"
+    ):
         taken_up(loaders[:1], loaders[1])
     at_the_end = taken_up(loaders[:1], loaders[1], num_batches=8)
     assert position_of(at_the_end.source) == (1, 0)
@@ -621,7 +625,7 @@ def test_a_loader_that_does_not_batch_follows_another_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "num_ranks", "told"),
+    ("first", "then", "num_ranks", "message"),
     [
         (
             [lambda d: RandomSampler(d), lambda d: RandomSampler(d)],
@@ -657,12 +661,12 @@ def test_a_loader_that_does_not_batch_follows_another_number_of_ranks() -> None:
     ids=["own orders", "weighted ranks", "not shared", "weighted before", "weighted now"],
 )
 def test_ranks_that_did_not_share_an_order_are_refused_inside_an_epoch(
-    first: list[Any], then: Any, num_ranks: int, told: str
+    first: list[Any], then: Any, num_ranks: int, message: str
 ) -> None:
     data = Numbers(32)
     loaders = [DataLoader(data, 4, sampler=make(data)) for make in first]
     now = DataLoader(data, 4, sampler=then(data))
-    with pytest.raises(DataPositionError, match=f"train: .*{told}.*Restore"):
+    with pytest.raises(DataPositionError, match=f"train: .*{message}.*Restore"):
         taken_up(loaders, now, num_ranks=num_ranks)
     at_the_end = taken_up(loaders, now, num_ranks=num_ranks, num_batches=8)
     assert position_of(at_the_end.source)[0] == 1
@@ -703,7 +707,7 @@ def _with_seed(seed: int) -> DataLoader[Any]:
     return DataLoader(data, 4, sampler=sampler)
 
 
-def test_ranks_that_stood_at_different_places_cannot_be_sharded_again() -> None:
+def test_ranks_that_were_at_different_positions_cannot_be_sharded_again() -> None:
     ranks = start("distributed", Launch(2, 4), 80)
     states = []
     for num_batches, rank in zip((2, 3), ranks, strict=True):
@@ -737,25 +741,25 @@ def test_every_epoch_is_announced_and_the_same_call_by_the_user_is_harmless() ->
 def test_a_batch_sampler_a_sampler_inside_it_and_the_dataset_are_reported_each_epoch_once() -> None:
     calls: list[tuple[str, int]] = []
 
-    class TellsData(Numbers):
+    class RecordsData(Numbers):
         def set_epoch(self, epoch: int) -> None:
             calls.append(("dataset", epoch))
 
-    class TellsSampler(SequentialSampler):
+    class RecordsSampler(SequentialSampler):
         def set_epoch(self, epoch: int) -> None:
             calls.append(("sampler", epoch))
 
-    class TellsBatchSampler(BatchSampler):
+    class RecordsBatchSampler(BatchSampler):
         def set_epoch(self, epoch: int) -> None:
             calls.append(("batch sampler", epoch))
 
-    data = TellsData(8)
-    batch_sampler = TellsBatchSampler(TellsSampler(data), 4, drop_last=False)
+    data = RecordsData(8)
+    batch_sampler = RecordsBatchSampler(RecordsSampler(data), 4, drop_last=False)
     rank = Rank(DataLoader(data, batch_sampler=batch_sampler))
     for epoch in range(3):
         rank.train(None, epoch=epoch)
-    told = ("batch sampler", "sampler", "dataset")
-    assert calls == [(who, epoch) for epoch in range(3) for who in told]
+    objects = ("batch sampler", "sampler", "dataset")
+    assert calls == [(who, epoch) for epoch in range(3) for who in objects]
 
 
 def test_around_a_framework_every_epoch_is_announced_and_the_same_call_is_harmless() -> None:
@@ -785,12 +789,12 @@ def test_in_the_middle_of_an_epoch_too(kind: str, when: str) -> None:
             rank.train(None)
             rank.train(3, epoch=1)
         states = [rank.state() for rank in whole]
-        told, untold = (start(kind, launch, 64, states)[0] for _ in range(2))
-        sampler: Any = told.loader.sampler
+        after_call, without_call = (start(kind, launch, 64, states)[0] for _ in range(2))
+        sampler: Any = after_call.loader.sampler
         if when == "before":
             sampler.set_epoch(1)
-        told.source.begin(1)
+        after_call.source.begin(1)
         if when == "after":
             sampler.set_epoch(1)
-        rest = [told.source.next_batch().tolist() for _ in range(5)]
-        assert rest == untold.train(5, epoch=1)
+        rest = [after_call.source.next_batch().tolist() for _ in range(5)]
+        assert rest == without_call.train(5, epoch=1)

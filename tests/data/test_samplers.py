@@ -62,21 +62,21 @@ def test_chunks_agree_with_single_access_at_any_length(
     length: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     order = Permutation(length, seed=seed, epoch=epoch)
-    places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20))
-    together = order[np.asarray(places)]
-    alone = [int(order[np.asarray([place])][0]) for place in places]
+    positions = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20))
+    together = order[np.asarray(positions)]
+    alone = [int(order[np.asarray([position])][0]) for position in positions]
     assert together.tolist() == alone
-    assert len(set(alone)) == len(set(places))
+    assert len(set(alone)) == len(set(positions))
     assert all(0 <= index < length for index in alone)
 
 
-def network(place: int, length: int, seed: int, epoch: int) -> int:
+def network(position: int, length: int, seed: int, epoch: int) -> int:
     """The same permutation, written plainly and with whole numbers of any size."""
     high_size = math.isqrt(max(length - 1, 0)) + 1
     low_size = -(-length // high_size)
     name = f"resumekit permutation 1: {length} {seed} {epoch}"
     while True:
-        high, low = divmod(place, low_size)
+        high, low = divmod(position, low_size)
         for number in range(24 if length < 2**16 else 8):
             key = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
             mixed = (low, high)[number % 2] ^ int.from_bytes(key, "little")
@@ -86,9 +86,9 @@ def network(place: int, length: int, seed: int, epoch: int) -> int:
                 low = (low + (mixed >> 32) * low_size // 2**32) % low_size
             else:
                 high = (high + (mixed >> 32) * high_size // 2**32) % high_size
-        place = high * low_size + low
-        if place < length:
-            return place
+        position = high * low_size + low
+        if position < length:
+            return position
 
 
 @quick
@@ -96,13 +96,13 @@ def network(place: int, length: int, seed: int, epoch: int) -> int:
 def test_it_is_the_network_that_is_described(
     length: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
-    place = data.draw(st.integers(0, length - 1))
-    index = Permutation(length, seed=seed, epoch=epoch)[np.asarray([place])]
-    assert index.tolist() == [network(place, length, seed, epoch)]
+    position = data.draw(st.integers(0, length - 1))
+    index = Permutation(length, seed=seed, epoch=epoch)[np.asarray([position])]
+    assert index.tolist() == [network(position, length, seed, epoch)]
 
 
 @pytest.mark.parametrize(
-    ("name", "places", "indices"),
+    ("name", "positions", "indices"),
     [
         ((10, 0, 0), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 0, 4, 5, 3, 8, 7, 9, 6, 2]),
         ((10, 0, 1), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 8, 6, 7, 9, 3, 1, 0, 2, 4]),
@@ -118,11 +118,11 @@ def test_it_is_the_network_that_is_described(
     ],
 )
 def test_the_same_name_gives_the_same_order_on_every_machine(
-    name: tuple[int, int, int], places: list[int], indices: list[int]
+    name: tuple[int, int, int], positions: list[int], indices: list[int]
 ) -> None:
     length, seed, epoch = name
     order = Permutation(length, seed=seed, epoch=epoch)
-    assert order[np.asarray(places)].tolist() == indices
+    assert order[np.asarray(positions)].tolist() == indices
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
@@ -140,9 +140,9 @@ def test_every_order_of_few_indices_is_as_likely_as_any_other(length: int) -> No
 @pytest.mark.parametrize("length", [100, 70_000])
 def test_an_order_looks_drawn_and_those_of_two_epochs_unrelated(length: int) -> None:
     first, second = (Permutation(length, epoch=epoch)[np.arange(length)] for epoch in (0, 1))
-    places = np.arange(length)
+    positions = np.arange(length)
     limit = 5 / math.sqrt(length)
-    for one, other in ((first, places), (first[1:], first[:-1]), (first, second)):
+    for one, other in ((first, positions), (first[1:], first[:-1]), (first, second)):
         assert abs(np.corrcoef(one, other)[0, 1]) < limit
         assert np.count_nonzero(one == other) < 10
 
@@ -172,7 +172,7 @@ def test_an_epoch_begun_in_the_middle_is_its_second_half(
 @pytest.mark.parametrize("shuffle", [True, False])
 @quick
 @given(length=st.integers(1, 200), num_replicas=st.integers(1, 9), drop_last=st.booleans())
-def test_ranks_share_an_order_as_torch_shares_it(
+def test_ranks_partition_an_order_as_torch_does(
     shuffle: bool, length: int, num_replicas: int, drop_last: bool
 ) -> None:
     order = list(ResumableSampler(range(length), shuffle=shuffle, seed=4))
@@ -184,7 +184,7 @@ def test_ranks_share_an_order_as_torch_shares_it(
         }
         ours = DistributedResumableSampler(range(length), shuffle=shuffle, seed=4, **settings)
         stock: Any = DistributedSampler(range(length), shuffle=False, **settings)  # type: ignore[arg-type]
-        assert list(ours) == [order[place] for place in stock]
+        assert list(ours) == [order[position] for position in stock]
         assert len(ours) == len(stock) == len(list(ours))
 
 
@@ -253,10 +253,10 @@ def test_the_middle_of_a_hundred_million_samples_is_found_without_reading_or_dra
     batch = again.next_batch().tolist()
     assert data.num_reads == 2
     assert num_computed < 10_000
-    places = np.asarray(
+    positions = np.asarray(
         [state["samples"] + getattr(sampler, "rank", 0) + i * replicas for i in (0, 1)]
     )
-    assert batch == Permutation(HUNDRED_MILLION, epoch=1)[places].tolist()
+    assert batch == Permutation(HUNDRED_MILLION, epoch=1)[positions].tolist()
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -272,7 +272,7 @@ def test_another_seed_is_refused_and_named(which: int) -> None:
         other.begin(0)
 
 
-def test_a_sampler_of_ones_own_with_random_access_is_begun_at_its_place() -> None:
+def test_a_custom_sampler_with_random_access_begins_at_its_position() -> None:
     class Backwards:
         """Counts down, and says from where it was asked to begin."""
 
@@ -312,12 +312,12 @@ def test_a_sampler_of_ones_own_with_random_access_is_begun_at_its_place() -> Non
 
 @quick
 @given(st.integers(1, 200), st.integers(0, 199), st.integers(1, 8), st.integers(1, 5))
-def test_ranks_that_take_turns_over_batches_use_up_what_is_left(
+def test_ranks_that_alternate_over_batches_use_up_what_is_left(
     length: int, position: int, size: int, ranks: int
 ) -> None:
     position = min(position, length - 1)
     per_rank = -(-math.ceil((length - position) / size) // ranks)
-    turns = [
+    alternating = [
         list(
             shard_by_batches(
                 InOrder(length),
@@ -330,7 +330,7 @@ def test_ranks_that_take_turns_over_batches_use_up_what_is_left(
         )
         for rank in range(ranks)
     ]
-    batches = [turns[n % ranks][n // ranks * size :][:size] for n in range(per_rank * ranks)]
+    batches = [alternating[n % ranks][n // ranks * size :][:size] for n in range(per_rank * ranks)]
     together = [index for batch in batches for index in batch]
     num_left = length - position
     assert together[:num_left] == list(range(position, length))

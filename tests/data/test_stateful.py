@@ -66,7 +66,7 @@ class NoisyStream(IterableDataset[Any]):
 
 
 class StatefulStream(IterableDataset[Any]):
-    """Keeps its own place, which continues from epoch to epoch, and draws for each sample."""
+    """Keeps its own position, which continues from epoch to epoch, and draws for each sample."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -118,7 +118,7 @@ class SizedOwnLoader(OwnLoader):
 
 
 class Placed(IterableDataset[int]):
-    """Each worker keeps its own place; nothing is drawn."""
+    """Each worker keeps its own position; nothing is drawn."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -337,15 +337,15 @@ def test_a_state_with_one_part_left_out_does_not_continue(kind: str, left_out: s
 
 
 def test_a_loader_that_draws_to_continue_does_not_continue_exactly_as_its_condition_says() -> None:
-    class DrawsToGoOn(OwnLoader):
+    class DrawsToContinue(OwnLoader):
         def __iter__(self) -> Iterator[Any]:
             torch.rand(())
             yield from super().__iter__()
 
-    expected, stops = uninterrupted(lambda: DrawsToGoOn(knows_its_length=False))
+    expected, stops = uninterrupted(lambda: DrawsToContinue(knows_its_length=False))
     used, saved = stops[3]
-    assert continued(lambda: DrawsToGoOn(knows_its_length=False), saved) != expected[used:]
-    reason = open_source(DrawsToGoOn(knows_its_length=False), "train").fidelity[1]
+    assert continued(lambda: DrawsToContinue(knows_its_length=False), saved) != expected[used:]
+    reason = open_source(DrawsToContinue(knows_its_length=False), "train").fidelity[1]
     assert "as long as it draws nothing to continue" in reason
 
 
@@ -364,7 +364,7 @@ def test_the_users_loader_stays_as_it_is(kind: str) -> None:
     assert loader._iterator is None
 
 
-def test_a_stream_of_datasets_is_not_trusted_with_its_own_place() -> None:
+def test_a_stream_of_datasets_is_not_trusted_with_its_own_position() -> None:
     for loader in (hugging_face(buffered=True), LOADERS["stateful streaming through a buffer"]()):
         source = open_source(loader, "train")
         assert isinstance(source, ReplaySource)

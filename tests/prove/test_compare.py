@@ -141,13 +141,13 @@ def test_every_field_of_a_step_is_compared(
     assert verdict.is_reproducible
 
 
-@pytest.mark.parametrize(("place", "event"), [(0, "resumed"), (3, "checkpoint"), (4, "end")])
+@pytest.mark.parametrize(("index", "event"), [(0, "resumed"), (3, "checkpoint"), (4, "end")])
 def test_every_kind_of_state_is_compared(
-    reference: Path, tmp_path: Path, place: int, event: str
+    reference: Path, tmp_path: Path, index: int, event: str
 ) -> None:
     relaunch = good_relaunch()
-    record = relaunch[place]
-    relaunch[place] = state(event, record["step"], optimizer={"0.weight.exp_avg": "dd"})
+    record = relaunch[index]
+    relaunch[index] = state(event, record["step"], optimizer={"0.weight.exp_avg": "dd"})
     found = compare(reference, killed_then(tmp_path, *relaunch)).divergence
     assert found is not None
     assert (found.event, found.component, found.leaf) == (event, "optimizer", "0.weight.exp_avg")
@@ -267,7 +267,7 @@ def test_a_fresh_start_over_a_checkpoint_is_not_exact(reference: Path, tmp_path:
     assert found.expected == "a resume from the checkpoint of step 4"
 
 
-def test_a_checkpoint_the_reference_has_not_is_held_against_the_run_itself(
+def test_a_checkpoint_the_reference_has_not_is_compared_with_the_run_itself(
     reference: Path, tmp_path: Path
 ) -> None:
     first = [*reference_records()[:4], state("checkpoint", 3, model={"0.weight": "own"})]
@@ -318,7 +318,7 @@ def test_a_generator_that_is_never_drawn_from_may_start_anywhere(tmp_path: Path)
     assert str(verdict).endswith("(each run has its own constant rng: python, extras: run_id)")
 
 
-def test_what_is_the_run_s_own_must_still_come_back(tmp_path: Path) -> None:
+def test_what_each_run_has_of_its_own_must_still_be_restored(tmp_path: Path) -> None:
     write_idle_runs(tmp_path, after_the_kill="a third")
     found = compare(tmp_path / "reference", tmp_path / "candidate").divergence
     assert found is not None
@@ -328,7 +328,7 @@ def test_what_is_the_run_s_own_must_still_come_back(tmp_path: Path) -> None:
 
 
 def test_before_the_first_checkpoint_nothing_is_the_run_s_own(tmp_path: Path) -> None:
-    """Killed after the commit, before it was traced: what came back has no witness of its own."""
+    """Killed after the commit, before it was traced: nothing confirms what was restored."""
     write_launch(tmp_path / "reference", 0, with_idle_state(reference_records(), "one"))
     write_launch(tmp_path / "candidate", 0, with_idle_state([step(1), step(2)], "another"))
     rest = [state("resumed", 2), *reference_records()[3:]]
@@ -388,7 +388,7 @@ def test_equal_losses_blame_the_update_and_other_losses_the_weights(
     assert (found.step, found.component) == (3, component)
 
 
-def test_records_of_one_step_are_told_apart_by_their_order(tmp_path: Path) -> None:
+def test_records_of_one_step_are_distinguished_by_their_order(tmp_path: Path) -> None:
     micro_steps = [step(1, samples=[1]), step(1, samples=[2]), step(2)]
     write_launch(tmp_path / "reference", 0, micro_steps)
     write_launch(tmp_path / "candidate", 0, [step(1, samples=[9]), *micro_steps[1:]])

@@ -130,14 +130,14 @@ def test_a_cold_start_gives_the_same_verdicts(tmp_path: Path) -> None:
 
 
 def walk(directory: str) -> None:
-    """A seeded random walk that saves its place after every second step."""
-    saved = Path(directory) / "place.json"
-    done, place = json.loads(saved.read_text()) if saved.exists() else (0, 0)
+    """A seeded random walk that saves its position after every second step."""
+    saved = Path(directory) / "position.json"
+    done, position = json.loads(saved.read_text()) if saved.exists() else (0, 0)
     for step in range(done + 1, 9):
-        place += random.Random(step).choice([-1, 1, 5])
-        resumekit.trace(step, place=place)
+        position += random.Random(step).choice([-1, 1, 5])
+        resumekit.trace(step, position=position)
         if step % 2 == 0:
-            saved.write_text(json.dumps([step, place]))
+            saved.write_text(json.dumps([step, position]))
 
 
 def train_on(directory: str) -> None:
@@ -195,7 +195,7 @@ def test_a_function_that_fails_is_a_typed_error_with_its_traceback(kit: Kit) -> 
         kit.run_uninterrupted(Cell(fail))
 
 
-def test_a_function_that_hangs_is_killed_and_told(tmp_path: Path) -> None:
+def test_a_function_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
     began = time.monotonic()
     with (
         Kit(tmp_path, preload=(), timeout_seconds=0.5) as impatient,

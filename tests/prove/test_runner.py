@@ -61,7 +61,7 @@ def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
     assert trial.digests.keys() == {"model", "optimizer"}
 
 
-def test_a_script_that_forgets_its_optimizer_is_told_so() -> None:
+def test_a_script_that_forgets_its_optimizer_is_reported() -> None:
     result = prove([*PLAIN, "--wrong", "optimizer"], kills=1, seed=3)
     (trial,) = result.trials
     assert (trial.outcome, result.ok) == (Outcome.DIVERGED, False), text_of(result)
@@ -127,7 +127,7 @@ def test_no_kills_compare_two_uninterrupted_runs() -> None:
     assert [launch.exit_status for launch in result.trials[0].launches] == [0]
 
 
-def test_a_script_that_does_not_repeat_itself_is_told_apart_from_a_bad_resume(
+def test_a_script_that_does_not_repeat_itself_is_distinguished_from_a_bad_resume(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "job.py"
@@ -155,10 +155,10 @@ def test_a_relaunch_that_fails_before_it_traces_anything_is_not_called_irreprodu
     assert (trial.verdict.divergence.launch, trial.verdict.is_reproducible) == (1, True)
 
 
-# -------------------------------------------------------------------------------- chosen places
+# -------------------------------------------------------------------------------- chosen points
 
 
-def test_each_launch_is_killed_at_the_next_chosen_place(tmp_path: Path) -> None:
+def test_each_launch_is_killed_at_the_next_chosen_point(tmp_path: Path) -> None:
     result = tiny(at=("step:5", "checkpoint:9", "step:11"), json_path=tmp_path / "answer.json")
     (trial,) = result.trials
     assert trial.outcome is Outcome.EXACT, text_of(result)
@@ -172,13 +172,13 @@ def test_each_launch_is_killed_at_the_next_chosen_place(tmp_path: Path) -> None:
     assert (answer["seed"], answer["num_kills_asked"]) == (None, 3)
 
 
-def test_one_place_may_be_chosen_twice() -> None:
+def test_one_point_may_be_chosen_twice() -> None:
     trial = tiny(at=("step:5", "step:5")).trials[0]
     assert (trial.outcome, trial.num_kills) == (Outcome.EXACT, 2)
 
 
-def test_a_process_that_does_not_kill_itself_is_killed_soon_after_the_place() -> None:
-    """The trace is watched too, as a launcher may outlive the process that came to the place."""
+def test_a_process_that_does_not_kill_itself_is_killed_soon_after_the_point() -> None:
+    """The trace is watched too, as a launcher may outlive the process that came to the point."""
     result = tiny("--lives-on", "--pause-seconds", "0.05", at=("step:4",))
     (launch, _) = result.trials[0].launches
     assert (result.trials[0].outcome, launch.was_killed) == (Outcome.EXACT, True)
@@ -186,7 +186,7 @@ def test_a_process_that_does_not_kill_itself_is_killed_soon_after_the_place() ->
     assert 4 <= launch.killed_after_step < 12
 
 
-def test_a_launcher_goes_with_the_process_that_came_to_the_place() -> None:
+def test_a_launcher_goes_with_the_process_that_came_to_the_point() -> None:
     words = f"{sys.executable} {SCRIPTS / 'tiny_job.py'} {{dir}} || sleep 60"
     began = time.monotonic()
     result = prove(["sh", "-c", words], at=("step:5",), timeout_seconds=30)
@@ -194,7 +194,7 @@ def test_a_launcher_goes_with_the_process_that_came_to_the_place() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_all_ranks_go_when_one_comes_to_a_chosen_place(tmp_path: Path) -> None:
+def test_all_ranks_go_when_one_comes_to_a_chosen_point(tmp_path: Path) -> None:
     result = tiny("--pause-seconds", "0.05", at=("checkpoint:6",), world=2, keep=tmp_path / "runs")
     (trial,) = result.trials
     assert trial.outcome is Outcome.EXACT, text_of(result)
@@ -203,23 +203,23 @@ def test_all_ranks_go_when_one_comes_to_a_chosen_place(tmp_path: Path) -> None:
     assert marked_processes(str(tmp_path)) == []
 
 
-def test_a_component_is_left_out_at_chosen_places_too() -> None:
+def test_a_component_is_left_out_at_chosen_points_too() -> None:
     result = tiny(at=("step:8",), inject="optimizer")
     assert (result.trials[0].outcome, result.ok) == (Outcome.CAUGHT, True), text_of(result)
     assert result.trials[0].launches[0].at == "step:8"
 
 
-def test_a_place_that_no_run_comes_to_is_an_error_of_its_own() -> None:
+def test_a_point_that_no_run_comes_to_is_an_error_of_its_own() -> None:
     with pytest.raises(KillPointNotReachedError, match=r"never comes to step:13, .* to step:12"):
         tiny(at=("step:5", "step:13"))
 
 
-def test_a_place_that_lies_before_the_resume_is_an_error_and_not_exact() -> None:
+def test_a_point_that_lies_before_the_resume_is_an_error_and_not_exact() -> None:
     with pytest.raises(KillPointNotReachedError, match="the killed run never came to step:5"):
         tiny(at=("step:8", "step:5"))
 
 
-def test_a_run_that_diverged_stays_so_when_a_later_place_is_never_reached() -> None:
+def test_a_run_that_diverged_stays_so_when_a_later_point_is_never_reached() -> None:
     result = tiny("--deaf-to", "model", at=("step:8", "step:5"), inject="optimizer")
     assert (result.trials[0].outcome, result.trials[0].num_kills) == (Outcome.CAUGHT, 1)
 
@@ -229,36 +229,36 @@ def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at() -> No
         prove(PLAIN, at=("checkpoint:4",))
 
 
-@pytest.mark.parametrize("place", ["step:2", "step:3"])
-def test_a_place_before_everything_that_is_saved_is_refused(place: str) -> None:
+@pytest.mark.parametrize("point", ["step:2", "step:3"])
+def test_a_point_before_everything_that_is_saved_is_refused(point: str) -> None:
     with pytest.raises(ProveError, match=r"has saved nothing .* checkpoint:3 or later"):
-        tiny(at=(place,))
+        tiny(at=(point,))
 
 
-def test_of_several_places_the_first_may_lie_before_everything_that_is_saved() -> None:
+def test_of_several_points_the_first_may_lie_before_everything_that_is_saved() -> None:
     trial = tiny(at=("step:2", "checkpoint:3")).trials[0]
     assert (trial.outcome, trial.num_kills) == (Outcome.EXACT, 2)
 
 
 @pytest.mark.parametrize("random", [{"kills": 2}, {"seed": 0}])
-def test_places_exclude_random_instants(random: dict[str, int]) -> None:
+def test_points_exclude_random_instants(random: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError, match=f"given together with {next(iter(random))}"):
         prove(["anything"], at=("step:5",), **random)
 
 
-@pytest.mark.parametrize("place", ["", "step", "step:", "step:x", "step:-1", "epoch:1", "step:1 "])
-def test_what_is_no_place_is_refused(place: str) -> None:
+@pytest.mark.parametrize("point", ["", "step", "step:", "step:x", "step:-1", "epoch:1", "step:1 "])
+def test_what_is_no_point_is_refused(point: str) -> None:
     with pytest.raises(ConfigurationError, match="expected 'step:<n>' or 'checkpoint:<n>'"):
-        prove(["anything"], at=(place,))
+        prove(["anything"], at=(point,))
 
 
-def test_places_are_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_are_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     job = [sys.executable, str(SCRIPTS / "tiny_job.py"), "{dir}"]
     with pytest.raises(SystemExit, match="0"):
         main(["prove", "--at", "step:5", "--at", "checkpoint:9", "--", *job])
-    told = capsys.readouterr()
-    assert "killed at checkpoint:9" in told.err
-    assert "EXACT: 12 steps, 2 resumes" in told.out
+    output = capsys.readouterr()
+    assert "killed at checkpoint:9" in output.err
+    assert "EXACT: 12 steps, 2 resumes" in output.out
     with pytest.raises(SystemExit, match="2"):
         main(["prove", "--at", "step:5", "--kills", "1", "--", *job])
     assert "given together with kills" in capsys.readouterr().err
@@ -330,29 +330,29 @@ def test_a_command_that_fails_by_itself_is_an_error_with_its_last_words() -> Non
         tiny("--fail-at", "4")
 
 
-def test_a_command_that_never_traces_is_told_how_to() -> None:
+def test_a_command_that_never_traces_is_reported_with_the_remedy() -> None:
     with pytest.raises(ProveError, match=r"resumekit\.trace\("):
         prove([sys.executable, "-c", "pass"])
 
 
-def test_a_command_that_trains_too_few_steps_is_told_so() -> None:
+def test_a_command_that_trains_too_few_steps_is_reported() -> None:
     with pytest.raises(ProveError, match=r"trained 3 steps, expected more than 3"):
         tiny("--steps", "3")
 
 
-def test_a_command_that_saves_nothing_before_its_end_is_told_so() -> None:
+def test_a_command_that_saves_nothing_before_its_end_is_reported() -> None:
     with pytest.raises(ProveError, match="saved nothing before its last step, 12"):
         tiny("--save-every", "100")
 
 
-def test_a_command_that_hangs_is_killed_and_told() -> None:
+def test_a_command_that_hangs_is_killed_and_reported() -> None:
     began = time.monotonic()
     with pytest.raises(CommandTimeoutError, match="did not end within 1 seconds"):
         tiny("--hang-at", "5", timeout_seconds=1)
     assert time.monotonic() - began < 20
 
 
-def test_a_command_that_ends_before_a_kill_is_told_so(tmp_path: Path) -> None:
+def test_a_command_that_ends_before_a_kill_is_reported(tmp_path: Path) -> None:
     """Everything is traced at once in the last moment, and only then could a kill be timed."""
     script = tmp_path / "job.py"
     source = (SCRIPTS / "tiny_job.py").read_text()
@@ -363,7 +363,7 @@ def test_a_command_that_ends_before_a_kill_is_told_so(tmp_path: Path) -> None:
         prove([sys.executable, str(script), "{dir}", "--pause-seconds", "0.1"], kills=1, seed=2)
 
 
-def test_a_program_that_is_not_there_is_told_so() -> None:
+def test_a_program_that_is_not_there_is_reported() -> None:
     with pytest.raises(ConfigurationError, match="cannot be started"):
         prove(["no-such-program-anywhere", "train.py"])
 
@@ -402,7 +402,7 @@ def test_children_that_leave_the_group_die_with_it(tmp_path: Path, child: str) -
         assert (running, trial.num_left_behind) == ([], 1)
         assert "outlived the command and were killed: 1" in text_of(result)
     else:
-        # The last launch ended by itself, and nothing tells any more whose child this is.
+        # The last launch ended by itself, and nothing shows any more whose child this is.
         assert (running, trial.num_left_behind) == (children[2:], 0)
 
 
@@ -442,8 +442,8 @@ def marked_processes(word: str) -> list[int]:
 )
 def test_several_ranks_go_through_torchrun(command: list[str], expected: list[str]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    place = expected.index("+")
-    whole = [*expected[:place], *launcher, *expected[place + 1 :]]
+    split = expected.index("+")
+    whole = [*expected[:split], *launcher, *expected[split + 1 :]]
     assert prepared(command, world=2, directory=Path("d")) == whole
 
 

@@ -39,7 +39,7 @@ def test_a_run_of_the_right_length_has_nothing_wrong(tmp_path: Path) -> None:
     assert wrong_length(tmp_path, num_steps=4, save_every=2) == ""
 
 
-def test_a_step_or_a_save_too_few_on_any_rank_is_told(tmp_path: Path) -> None:
+def test_a_step_or_a_save_too_few_on_any_rank_is_reported(tmp_path: Path) -> None:
     whole_run(tmp_path)
     whole_run(tmp_path, saves=(4,), rank=1)
     found = wrong_length(tmp_path, num_steps=4, save_every=2)
@@ -48,7 +48,7 @@ def test_a_step_or_a_save_too_few_on_any_rank_is_told(tmp_path: Path) -> None:
     assert found == "rank 0 counted 4 steps, from 1 to 4, expected 1 to 6"
 
 
-def test_a_run_that_counts_nothing_is_told(tmp_path: Path) -> None:
+def test_a_run_that_counts_nothing_is_reported(tmp_path: Path) -> None:
     write(tmp_path, 0)
     found = wrong_length(tmp_path, num_steps=4, save_every=2)
     assert found == "rank 0 counted no step, expected 1 to 4"
@@ -60,7 +60,7 @@ def test_a_launch_that_finds_the_end_again_did_nothing(tmp_path: Path) -> None:
     assert work_of_launch(tmp_path, 1) == ""
 
 
-def test_a_step_a_save_or_no_end_after_the_end_is_told(tmp_path: Path) -> None:
+def test_a_step_a_save_or_no_end_after_the_end_is_reported(tmp_path: Path) -> None:
     whole_run(tmp_path)
     whole_run(tmp_path, rank=1)
     write(tmp_path, 1, ("end", 4, {}))

@@ -1,4 +1,4 @@
-"""Where runs are killed: each place is what its name says, whatever the length of an epoch."""
+"""Where runs are killed: each point is what its name says, whatever the length of an epoch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ LENGTHS = [(3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (10, 5), (12, 1), (12, 3), (1
 
 
 @pytest.mark.parametrize(("epoch", "every"), LENGTHS)
-def test_every_place_is_what_its_name_says(epoch: int, every: int) -> None:
-    places = kill_points(epoch, every)
-    assert tuple(places) == KILL_POINTS
-    at = {name: [kill.number for kill in kills] for name, kills in places.items()}
-    saved = {name: [kill.newest_save(every) for kill in kills] for name, kills in places.items()}
+def test_every_point_is_what_its_name_says(epoch: int, every: int) -> None:
+    points = kill_points(epoch, every)
+    assert tuple(points) == KILL_POINTS
+    at = {name: [kill.number for kill in kills] for name, kills in points.items()}
+    saved = {name: [kill.newest_save(every) for kill in kills] for name, kills in points.items()}
 
     (first,), (second,) = at["mid-epoch 0"], at["mid-epoch 1"]
     assert every < first < epoch < epoch + every < second < 2 * epoch
     assert first % every or every == 1, "a kill between two saves"
-    assert places["on the boundary"] == (KillPoint.checkpoint(epoch),)
-    assert places["on the last step"] == (KillPoint.step(2 * epoch),)
-    assert places["after the last save"] == (KillPoint.checkpoint(2 * epoch),)
+    assert points["on the boundary"] == (KillPoint.checkpoint(epoch),)
+    assert points["on the last step"] == (KillPoint.step(2 * epoch),)
+    assert points["after the last save"] == (KillPoint.checkpoint(2 * epoch),)
     assert saved["after the last save"] == [2 * epoch]
     assert saved["on the last step"] == [2 * epoch - every]
 
@@ -53,6 +53,6 @@ def test_a_longer_run_ends_later() -> None:
 @pytest.mark.parametrize(
     ("epoch", "every", "num_epochs"), [(2, 1, 2), (12, 5, 2), (3, 3, 2), (12, 0, 2), (12, 3, 1)]
 )
-def test_an_epoch_without_these_places_is_refused(epoch: int, every: int, num_epochs: int) -> None:
+def test_an_epoch_without_these_points_is_refused(epoch: int, every: int, num_epochs: int) -> None:
     with pytest.raises(ConfigurationError, match="expected"):
         kill_points(epoch, every, num_epochs=num_epochs)

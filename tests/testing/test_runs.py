@@ -42,7 +42,7 @@ def cell(*steps: int) -> Cell:
 def test_runs_that_begin_alike_have_one_first_launch(kit: Kit) -> None:
     launcher = kit._launcher = Counting(kit._launcher)
     kit.assert_exact(cell(8))
-    assert launcher.num_started == 3  # one uninterrupted, one killed, one that goes on
+    assert launcher.num_started == 3  # one uninterrupted, one killed, one that continues
     kit.assert_caught(cell(8), "model")
     kit.assert_exact(cell(8))
     assert launcher.num_started == 5
@@ -52,7 +52,7 @@ def test_runs_that_begin_alike_have_one_first_launch(kit: Kit) -> None:
     assert launcher.num_started == 9
 
 
-def test_what_one_run_did_is_gone_when_the_next_goes_on(kit: Kit) -> None:
+def test_what_one_run_did_is_gone_when_the_next_continues(kit: Kit) -> None:
     first = kit.assert_exact(cell(8))
     kit.assert_caught(cell(8), "rng")
     again = kit.assert_exact(cell(8))
@@ -60,7 +60,7 @@ def test_what_one_run_did_is_gone_when_the_next_goes_on(kit: Kit) -> None:
     assert again.resumes == first.resumes
 
 
-def test_a_kill_point_that_is_never_reached_is_told_each_time(kit: Kit) -> None:
+def test_a_kill_point_that_is_never_reached_is_reported_each_time(kit: Kit) -> None:
     for _ in range(2):
         with pytest.raises(AssertionError, match="never came to the kill point step:99"):
             kit.assert_exact(cell(99))

@@ -19,18 +19,18 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("returns", ""), ("raises", "RuntimeError: on purpose"), ("exits", "line")]
+    ("how", "message"), [("returns", ""), ("raises", "RuntimeError: on purpose"), ("exits", "line")]
 )
 def test_handlers_run_threads_are_waited_for_and_output_is_there(
-    kit: Kit, how: str, told: str
+    kit: Kit, how: str, message: str
 ) -> None:
     run = kit.run_again(kit.new_run(Cell(END, {"how": how})))
     marks = {path.name for path in (run.directory / "training").iterdir()}
     assert marks == {"exit handler", "thread"}
     (log,) = run.directory.glob("*.log")
     assert log.read_text().startswith("not a whole line")
-    assert bool(run.failure) == bool(told)
-    assert told in run.failure
+    assert bool(run.failure) == bool(message)
+    assert message in run.failure
 
 
 def test_the_status_is_the_tasks_own(kit: Kit) -> None:

@@ -70,22 +70,22 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
         ("end", {"after the last save"}),
     ],
 )
-def test_a_wrong_resume_fails_at_the_places_that_show_it(
+def test_a_wrong_resume_fails_at_the_points_that_show_it(
     warm: Kit, how: str, fails: set[str]
 ) -> None:
     suite = is_wrong(how)
-    for place in ("mid-epoch 0", "on the boundary", "after the last save"):
-        if place not in fails:
-            suite.test_a_killed_run_continues_exactly(warm, place, 1)
+    for point in ("mid-epoch 0", "on the boundary", "after the last save"):
+        if point not in fails:
+            suite.test_a_killed_run_continues_exactly(warm, point, 1)
             continue
         with pytest.raises(AssertionError, match="DIVERGED"):
-            suite.test_a_killed_run_continues_exactly(warm, place, 1)
+            suite.test_a_killed_run_continues_exactly(warm, point, 1)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("goes on", "launched again after its end, rank 0 made a step record of step 13"),
+        ("trains on", "launched again after its end, rank 0 made a step record of step 13"),
         ("end", "DIVERGED: step 12, rank 0: model: value"),
         ("starts over", "launched again after its end, rank 0 made a step record of step 1"),
     ],
@@ -216,11 +216,11 @@ def test_a_test_of_ones_own_may_choose_its_values(pytester: pytest.Pytester) -> 
         ("    matrices = {'fed': {'a': (1,)}}", "matrices['fed']: no test with an argument"),
     ],
 )
-def test_what_a_subclass_forgets_is_told_before_anything_runs(
+def test_what_a_subclass_forgets_is_reported_before_anything_runs(
     pytester: pytest.Pytester, rest: str, message: str
 ) -> None:
-    _, told = collected(pytester, rest)
-    assert message in told
+    _, output = collected(pytester, rest)
+    assert message in output
 
 
 def test_pytest_fails_for_a_function_that_is_wrong(pytester: pytest.Pytester) -> None:
@@ -245,5 +245,8 @@ def test_without_pytest_the_kit_can_be_used_and_the_suite_says_what_is_missing()
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 1
-    told = done.stderr.splitlines()[-1]
-    assert "MissingDependencyError: resumekit.testing.ConformanceSuite: pytest is not inst" in told
+    last_line = done.stderr.splitlines()[-1]
+    assert (
+        "MissingDependencyError: resumekit.testing.ConformanceSuite: pytest is not inst"
+        in last_line
+    )

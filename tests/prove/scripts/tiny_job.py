@@ -1,7 +1,7 @@
 """A job of the standard library alone, so that a launch takes a moment.
 
 It "trains" an integer, keeps its state in a JSON file, writes its own trace lines, dies at a chosen
-place, and goes wrong on request. Its components are ``model``, ``optimizer`` and ``extras``, the
+point, and goes wrong on request. Its components are ``model``, ``optimizer`` and ``extras``, the
 last of which is the same from the first step to the last.
 """
 
@@ -25,7 +25,7 @@ parser.add_argument("--save-every", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=0)
 parser.add_argument("--fail-on-relaunch", action="store_true")
 parser.add_argument("--hang-at", type=int, default=0)
-parser.add_argument("--lives-on", action="store_true", help="chosen places do not kill it")
+parser.add_argument("--lives-on", action="store_true", help="chosen points do not kill it")
 parser.add_argument("--leave-child", choices=["marked", "unmarked"])
 parser.add_argument("--deaf-to", default="", help="a component whose injection is ignored")
 parser.add_argument("--breaks", default="", help="a component that every injection breaks")
@@ -39,8 +39,8 @@ file = os.open(trace / f"{time.time_ns():020d}-{os.getpid()}.jsonl", os.O_CREAT 
 def write(kind: str, **fields: Any) -> None:
     line = json.dumps({"kind": kind, "time_ns": time.time_ns(), **fields})
     os.write(file, line.encode() + b"\n")
-    place = f"{kind}:{fields.get('step')}"
-    if os.environ.get("RESUMEKIT_TRACE_KILL") == place and not args.lives_on:
+    point = f"{kind}:{fields.get('step')}"
+    if os.environ.get("RESUMEKIT_TRACE_KILL") == point and not args.lives_on:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -50,8 +50,8 @@ def train(
         save_every: as for a ``Checkpointer``.
         wrong: ``model`` or ``optimizer`` (not restored), ``rng`` (a generator that nobody saves),
             ``epochs`` (what happened in the epochs before is forgotten), ``end`` (the state of a
-            finished run does not come back), ``starts over``, ``loses the newest`` (checkpoint),
-            ``goes on`` (after its end) or ``hashes`` (depends on the seed of string hashes).
+            finished run is not restored), ``starts over``, ``loses the newest`` (checkpoint),
+            ``trains on`` (after its end) or ``hashes`` (depends on the seed of string hashes).
         count_samples: keep a count in the extras.
         num_epochs: how long.
     """
@@ -75,7 +75,7 @@ def train(
     if wrong == "loses the newest" and newest is not None and not is_finished:
         shutil.rmtree(newest)
     horizon = num_epochs
-    if wrong == "goes on" and is_finished:
+    if wrong == "trains on" and is_finished:
         horizon += 1
     checkpointer = Checkpointer(
         directory,
@@ -96,8 +96,8 @@ def train(
         gradient = batch.sum().double()
         if world_size > 1:
             dist.all_reduce(gradient)
-        place = names.index("name 7") + (len(epochs_seen) if wrong == "epochs" else 0)
-        optimizer.value = 0.9 * optimizer.value + float(gradient) * (1 + noise.random()) + place
+        offset = names.index("name 7") + (len(epochs_seen) if wrong == "epochs" else 0)
+        optimizer.value = 0.9 * optimizer.value + float(gradient) * (1 + noise.random()) + offset
         model.value -= 0.01 * optimizer.value
         model.is_last = progress.step + 1 == last_step
         if count_samples:
