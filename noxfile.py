@@ -64,6 +64,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Types, by two checkers that disagree now and then."""
     session.run(PYTHON, "-m", "mypy")
+    session.run(PYTHON, "-m", "mypy", "--config-file", "tests/mypy.ini")
     session.run(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)
 
 

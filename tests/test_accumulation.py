@@ -265,8 +265,10 @@ def brought_back(before: nn.Module, after: nn.Module) -> None:
 
 
 def test_gradients_keep_their_bits_their_layout_and_their_absence() -> None:
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 2), nn.Linear(5, 5))
+    def make() -> Any:
+        model: Any = nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 2), nn.Linear(5, 5)
+        )
         return model.to(memory_format=torch.channels_last)
 
     before, after = make(), make()

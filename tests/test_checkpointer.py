@@ -398,8 +398,8 @@ def test_a_callback_that_keeps_nothing_stops_no_run(tmp_path: Path) -> None:
 )
 def test_frameworks_that_count_otherwise_agree_in_what_both_count(
     tmp_path: Path,
-    then: dict[str, int],
-    now: dict[str, int],
+    then: dict[str, Any],
+    now: dict[str, Any],
     frameworks: tuple[str, str],
     is_same: bool,
 ) -> None:
@@ -464,6 +464,7 @@ def test_a_schedule_planned_for_another_horizon_is_refused(tmp_path: Path) -> No
         Job(tmp_path, make_scheduler=cosine(80)).train()
     changed = Job(tmp_path, make_scheduler=cosine(80), allow_changes={"horizon"})
     changed.checkpointer.resume()
+    assert changed.scheduler is not None
     assert changed.scheduler.T_max == 80
     changed.checkpointer.close()
     Job(tmp_path, make_scheduler=cosine(8)).train()
@@ -634,7 +635,7 @@ def test_step_without_a_loop_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"epochs": 1, "steps": 2}], ids=str)
-def test_batches_take_one_horizon(tmp_path: Path, arguments: dict[str, int]) -> None:
+def test_batches_take_one_horizon(tmp_path: Path, arguments: dict[str, Any]) -> None:
     job = Job(tmp_path)
     with pytest.raises(TypeError, match="epochs="):
         job.checkpointer.batches(job.loader, **arguments)

@@ -270,7 +270,7 @@ def test_steps_that_the_framework_counts_need_no_call(tmp_path: Path, loop: str)
             for _ in checkpointer.batches(framework.loader):
                 checkpointer.micro_steps += 1
     else:
-        horizon = {"epochs": 2} if loop == "batches" else {"steps": 4}
+        horizon: Any = {"epochs": 2} if loop == "batches" else {"steps": 4}
         for _ in checkpointer.batches(framework.loader, **horizon):
             checkpointer.micro_steps += 1
     assert checkpointer.progress.step == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
 
 
-def saved(directory: Path, model: object) -> None:
-    with Checkpointer(directory, model=model, optimizer=None) as checkpointer:
+def saved(directory: Path, model: Any) -> None:
+    no_optimizer: Any = None
+    with Checkpointer(directory, model=model, optimizer=no_optimizer) as checkpointer:
         checkpointer.save()
 
 

@@ -457,7 +457,7 @@ def test_without_the_position_or_the_random_state_the_same_check_fails(
 def test_a_loop_under_a_name_that_the_checkpoint_does_not_know_is_refused(
     tmp_path: Path, crash_at: int
 ) -> None:
-    def under(**name: str) -> Loop:
+    def under(**name: Any) -> Loop:
         def loop(training: Training) -> None:
             for batch in training.checkpointer.batches(loader(8), epochs=2, **name):
                 training.on(batch)
@@ -638,8 +638,8 @@ def endless_with_a_length(training: Training) -> None:
 
 
 def endless_with_a_finite_one(training: Training) -> None:
-    others = DataLoader(Noisy(3, first=100), 2, sampler=EndlessWithLength(3))
-    others = training.checkpointer.batches(others, name="others", repeat=True)
+    endless = DataLoader(Noisy(3, first=100), 2, sampler=EndlessWithLength(3))
+    others = training.checkpointer.batches(endless, name="others", repeat=True)
     for batch in training.checkpointer.batches(loader(6), epochs=2):
         training.on(batch, next(others))
 

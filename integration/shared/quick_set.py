@@ -14,12 +14,8 @@ from fnmatch import fnmatchcase
 
 # Of these files the quick set has these tests alone.
 KEPT: dict[str, tuple[str, ...]] = {
-    "transformers/test_transformers_script": (
-        "test_it_is_*",
-    ),
-    "torch/test_restarts": (
-        "*[checkpoint:6]",
-    ),
+    "transformers/test_transformers_script": ("test_it_is_*",),
+    "torch/test_restarts": ("*[checkpoint:6]",),
     "golden/test_golden": (
         "test_an_earlier_*",
         "*[rng]",
@@ -31,9 +27,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "*[torch]",
         "test_without_what_*",
     ),
-    "shared/test_commands": (
-        "test_a_command_*",
-    ),
+    "shared/test_commands": ("test_a_command_*",),
     "accelerate/test_accelerate_elastic": (
         "test_the_rest_*[shuffle-ranks0-4]",
         "test_the_rest_*[generator-ranks5-12]",
@@ -101,9 +95,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed/test_zero": ("*[fewer and more ranks]", "test_a_component_*", "test_parameters_*"),
     "deepspeed/test_zero_export": ("*_gathers[*fp16*", "*_writes[*'stage': 2*", "*_needs_no_*"),
-    "deepspeed/test_zero_lost": (
-        "*[stage 3]",
-    ),
+    "deepspeed/test_zero_lost": ("*[stage 3]",),
     "lightning/test_fabric": ("*[2]",),
     "lightning/test_lightning_rows": (
         "*[what its steps gave in a list, and a layer that anneals]",
@@ -236,9 +228,7 @@ KEPT: dict[str, tuple[str, ...]] = {
         "test_from_pretrained_*[FSDP2]",
     ),
     "user_scripts/test_ddp_evaluation": ("*[inside]",),
-    "user_scripts/test_journal_threads": (
-        "test_a_*_the_same_*",
-    ),
+    "user_scripts/test_journal_threads": ("test_a_*_the_same_*",),
     "user_scripts/test_scripts_engines": ("*[1]", "*_differs[D]", "test_strict_*"),
     "user_scripts/test_scripts_loops": ("*[nanogpt*", "test_a_second_*"),
     "user_scripts/test_scripts_objects": (

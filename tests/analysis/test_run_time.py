@@ -297,7 +297,7 @@ def test_a_comprehension_belongs_to_the_function_that_has_it(tmp_path: Path) -> 
     parts = Parts(tmp_path)
     scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
 
-    def step(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> Any:
         parts.update(LOSS(parts.model(inputs), labels))
         scheduler.step()
 

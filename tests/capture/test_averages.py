@@ -53,7 +53,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_averaged_model_continues(kind: str, stored: Any, assert_same: Any) -> None:
-    model = net()
+    model: Any = net()
     # Averages of equal whole numbers of buffers cannot be taken by torch for integer buffers.
     model[1].num_batches_tracked = model[1].num_batches_tracked.float()
     running = average(model, **KINDS[kind])

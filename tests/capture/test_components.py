@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_one_object_has_the_key_of_its_slot() -> None:
     keys = [component.key for component in components]
     shared = ["model", "optimizer", "lr_scheduler", "grad_scaler", "ema"]
     assert keys == [*shared, "model/attributes"]
-    assert {component.stateful.key for component in components} == set(keys)
+    assert {cast(Any, component.stateful).key for component in components} == set(keys)
     patterns = {component.key: component.sharing_pattern for component in components}
     assert patterns.pop("model/attributes") is SharingPattern.PER_RANK
     assert set(patterns.values()) == {SharingPattern.REPLICATED}

@@ -76,7 +76,7 @@ def test_objects_containers_and_tensors_that_others_hold_are_filled_in_place(sto
         "table": {},
         "mean": torch.zeros(2),
     }
-    saved_state = dict(live)
+    saved_state: dict[str, Any] = dict(live)
     Extras(live).load_state_dict(saved)
     for name, value in saved_state.items():
         assert live[name] is value, name
@@ -218,8 +218,8 @@ def test_anything_else_is_refused_with_its_position(value: Any) -> None:
 
 
 def test_an_enum_and_a_class_of_a_known_name_are_refused_unless_they_are_the_known_ones() -> None:
-    other = IntEnum("Stage", {"FIRST": 1})
-    for value in (other.FIRST, type("Scaler", (), {})()):
+    Stage = IntEnum("Stage", {"FIRST": 1})  # noqa: N806 - a class
+    for value in (Stage.FIRST, type("Scaler", (), {})()):
         with pytest.raises(UnsupportedValueError, match="an object of class"):
             KNOWN.plain(value, where="state")
 

@@ -47,10 +47,11 @@ def _one_rank_of_three(request: pytest.FixtureRequest) -> Iterator[None]:
 class Model(nn.Module):
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6, bias=False))
+        first, second = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
+        self.body = nn.Sequential(first, second)
         self.again = nn.Linear(6, 6, bias=False)
         if tied:
-            self.again.weight = self.body[1].weight
+            self.again.weight = second.weight
         self.norm = nn.BatchNorm1d(6)
         self.seen = 0
 
@@ -103,7 +104,7 @@ def test_a_whole_state_is_loaded_into_the_shard_that_the_optimizer_steps_on() ->
     torch.manual_seed(0)
     model = flattened(Model())
     torch.manual_seed(1)
-    other = Model()
+    other: Any = Model()
     other.seen = 7
     other.norm.running_mean += 1
     saved = whole_state(other)
@@ -126,7 +127,7 @@ def test_wrappers_inside_and_outside_change_no_name() -> None:
     expected = whole_state(bare)
     bare.body[0] = flattened(bare.body[0])
     bare.body[1] = checkpoint_wrapper(bare.body[1])
-    model = torch.compile(flattened(bare))
+    model: Any = torch.compile(flattened(bare))
     state = FlatModelState(model).state_dict()
     assert set(state) == set(expected)
     for name, part in flat_parts("", model).items():

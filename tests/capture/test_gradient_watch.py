@@ -176,7 +176,7 @@ def test_an_optimizer_that_calls_a_closure_clears_inside_its_step() -> None:
 
     found = []
     for _ in range(3):
-        optim.step(closure)  # type: ignore[arg-type]  # torch wants a float
+        optim.step(closure)
         watch.observe()
         found.append(watch.must_save)
     assert found == [True, False, False]
@@ -210,8 +210,8 @@ def test_gradients_that_no_step_needed_stop_no_model_that_keeps_them_elsewhere(
         StateComponent("model", Engine(other)),
         StateComponent("optimizer", optimizer),
     ]
-    options = {"exclude": {"model/attributes"}}
-    with BaseCheckpointer(tmp_path, components=components, **options) as loader:
+    excluded = {"model/attributes"}
+    with BaseCheckpointer(tmp_path, components=components, exclude=excluded) as loader:
         report = loader.resume()
     assert report.resumed
     assert torch.equal(other.weight, model.weight)

@@ -101,8 +101,9 @@ def stored(stored: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def test_extra_state_is_restored_and_is_not_shared(stored: Any) -> None:
-    running, live = nn.Sequential(Counting()), nn.Sequential(Counting())
-    running[0].seen["batches"] = [1, 2]
+    counting = Counting()
+    running, live = nn.Sequential(counting), nn.Sequential(Counting())
+    counting.seen["batches"] = [1, 2]
     saved = stored(ModelState(running))
     ModelState(live).check_state_dict(saved)
     ModelState(live).load_state_dict(saved)

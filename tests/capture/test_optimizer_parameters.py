@@ -49,7 +49,8 @@ def test_a_parameter_outside_every_module_is_named_by_its_position() -> None:
         torch.ones(1, requires_grad=True),
         nn.Parameter(torch.ones(())),
     )
-    optimizer = SGD([{"params": [*model.parameters(), scale]}, {"params": [shift]}], lr=0.1)
+    groups: Any = [{"params": [*model.parameters(), scale]}, {"params": [shift]}]
+    optimizer = SGD(groups, lr=0.1)
     expected = ["group0.param2", "group1.param0"]
     assert found(model, optimizer) == {"optimizer/parameters": expected}
 
@@ -63,7 +64,7 @@ def test_it_has_the_name_that_the_optimizer_was_given() -> None:
 def test_a_model_that_contains_everything_has_no_such_component() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     assert found(compiled, SGD(model.parameters(), lr=0.1)) == {}
 
 
@@ -122,10 +123,11 @@ def test_another_shape_or_dtype_is_refused_and_changes_nothing(
     scale = torch.ones(1, requires_grad=True)
     components = state_components(model=nn.Linear(1, 1), optimizer=SGD([scale], lr=0.1))
     (component,) = parameter_components(components)
+    stateful: Any = component.stateful
     with pytest.raises(StateMismatchError, match=words):
-        component.stateful.check_state_dict({"group0.param0": other})
+        stateful.check_state_dict({"group0.param0": other})
     with pytest.raises(StateMismatchError, match="not in the checkpoint"):
-        component.stateful.check_state_dict({})
+        stateful.check_state_dict({})
     assert scale.item() == 1.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,6 +36,11 @@ def adam_state(model: nn.Module | None = None, **arguments: Any) -> OptimizerSta
     return OptimizerState(stepped(Adam(model.parameters(), **arguments), model), {"model": model})
 
 
+def first_weight(state: OptimizerState) -> Any:
+    model: Any = state.modules["model"]
+    return model.first.weight
+
+
 def refused(live: OptimizerState, saved: Any) -> str:
     with pytest.raises(StateMismatchError) as caught:
         live.check_state_dict(saved)
@@ -51,7 +56,7 @@ def test_state_and_groups_are_keyed_by_the_names_of_torchs_distributed_state_dic
 
     model = TwoLayers()
     optimizer = stepped(AdamW(model.parameters()), model)
-    theirs = get_optimizer_state_dict(model, optimizer)
+    theirs: Any = get_optimizer_state_dict(model, optimizer)
     ours = OptimizerState(optimizer, {"model": model}).state_dict()
     assert list(ours["state"]) == list(theirs["state"])
     for name, moments in theirs["state"].items():
@@ -64,7 +69,7 @@ def test_state_and_groups_are_keyed_by_the_names_of_torchs_distributed_state_dic
 def test_the_state_holds_the_live_tensors_themselves() -> None:
     live = adam_state()
     moments = live.state_dict()["state"]["first.weight"]
-    parameter = live.modules["model"].first.weight
+    parameter = first_weight(live)
     assert moments["exp_avg"] is live.optimizer.state[parameter]["exp_avg"]
 
 
@@ -95,7 +100,7 @@ def test_a_parameter_outside_every_module_is_named_by_its_position(
     stored: Any, assert_same: Any
 ) -> None:
     def state_of(temperature: nn.Parameter, model: nn.Module) -> OptimizerState:
-        groups = [{"params": model.parameters()}, {"params": [temperature]}]
+        groups: Any = [{"params": model.parameters()}, {"params": [temperature]}]
         return OptimizerState(Adam(groups), {"model": model})
 
     temperature, model = nn.Parameter(torch.ones(())), TwoLayers()
@@ -112,7 +117,7 @@ def test_a_parameter_outside_every_module_is_named_by_its_position(
 
 def test_two_parameters_with_one_name_are_refused() -> None:
     inner = TwoLayers()
-    clash = nn.Module()
+    clash: Any = nn.Module()
     clash.register_module("group0", nn.Module())
     clash.group0.register_parameter("param1", nn.Parameter(torch.ones(1)))
     optimizer = SGD([clash.group0.param1, inner.first.bias])
@@ -128,14 +133,14 @@ def test_groups_lr_tensors_and_existing_moments_keep_their_identity(stored: Any)
     live = adam_state(lr=torch.tensor(0.1), foreach=False)
     group = live.optimizer.param_groups[0]
     lr, groups, state = group["lr"], live.optimizer.param_groups, live.optimizer.state
-    moment = live.optimizer.state[live.modules["model"].first.weight]["exp_avg"]
+    moment = live.optimizer.state[first_weight(live)]["exp_avg"]
     live.load_state_dict(saved)
     assert live.optimizer.param_groups is groups
     assert live.optimizer.state is state
     assert live.optimizer.param_groups[0] is group
     assert group["lr"] is lr
     assert lr.item() == 0.5
-    assert live.optimizer.state[live.modules["model"].first.weight]["exp_avg"] is moment
+    assert live.optimizer.state[first_weight(live)]["exp_avg"] is moment
     assert torch.equal(moment, saved["state"]["first.weight"]["exp_avg"])
 
 
@@ -218,7 +223,7 @@ def test_state_that_is_created_with_the_optimizer_is_filled_in_place(stored: Any
     stepped(running.optimizer, running.modules["model"])
     saved = stored(running.state_dict())
     live = state_of(TwoLayers())
-    parameter = live.modules["model"].first.weight
+    parameter = first_weight(live)
     total = live.optimizer.state[parameter]["sum"]
     live.load_state_dict(saved)
     assert live.optimizer.state[parameter]["sum"] is total
@@ -242,7 +247,7 @@ def test_values_of_any_shape_are_restored(stored: Any, assert_same: Any) -> None
         return OptimizerState(Odd(model.parameters(), lr=0.1), {"model": model})
 
     running = state_of(TwoLayers())
-    parameter = running.modules["model"].first.weight
+    parameter = first_weight(running)
     running.optimizer.state[parameter] = {
         "name": "text",
         "pair": (torch.ones(2), None),
@@ -265,9 +270,11 @@ def test_further_keys_of_an_optimizers_state_are_restored(stored: Any) -> None:
 
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
-            self.register_state_dict_post_hook(lambda it, state: {**state, "count": it.count})
+            self.register_state_dict_post_hook(
+                lambda optimizer, state: {**state, "count": cast(Counting, optimizer).count}
+            )
             self.register_load_state_dict_pre_hook(
-                lambda optimizer, state: optimizer.take(state["count"])
+                lambda optimizer, state: cast(Counting, optimizer).take(state["count"])
             )
 
         def take(self, count: int) -> None:

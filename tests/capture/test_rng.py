@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import time
 import timeit
@@ -27,14 +28,17 @@ BIT_GENERATORS = [
     np.random.Philox,
     np.random.SFC64,
 ]
+
+
+def bit_generator(kind: Any, seed: int) -> np.random.Generator:
+    return np.random.Generator(kind(seed))
+
+
 MAKERS: dict[str, Callable[[int], Any]] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),
     "random": random.Random,
     "RandomState": np.random.RandomState,
-    **{
-        kind.__name__: lambda seed, kind=kind: np.random.Generator(kind(seed))
-        for kind in BIT_GENERATORS
-    },
+    **{kind.__name__: functools.partial(bit_generator, kind) for kind in BIT_GENERATORS},
 }
 
 

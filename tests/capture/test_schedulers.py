@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ MORE: dict[str, Make] = {
     "LambdaLR with a callable object": lambda o: schedulers.LambdaLR(o, WarmUp(6)),
     "LambdaLR with a partial": lambda o: schedulers.LambdaLR(o, functools.partial(decay, rate=0.9)),
     "CyclicLR with a callable object": lambda o: schedulers.CyclicLR(
-        o, 0.01, 0.5, step_size_up=3, scale_fn=WarmUp(4), scale_mode="iterations"
+        o, 0.01, 0.5, step_size_up=3, scale_fn=cast(Any, WarmUp(4)), scale_mode="iterations"
     ),
     "SWALR linear": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=9, anneal_strategy="linear"),
     "OneCycleLR in three phases": lambda o: schedulers.OneCycleLR(
@@ -91,7 +91,7 @@ BASES = {"LRScheduler", "_LRScheduler"}
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     layers = list(model.children())
-    groups = [
+    groups: Any = [
         {"params": [p for layer in layers[:2] for p in layer.parameters()]},
         {"params": [p for layer in layers[2:] for p in layer.parameters()], "lr": 0.2},
     ]
@@ -195,7 +195,7 @@ def test_another_class_is_refused_with_both_names(stored: Any) -> None:
 
 def test_another_part_of_a_composed_schedule_is_refused(stored: Any) -> None:
     def other(optimizer: torch.optim.Optimizer) -> schedulers.SequentialLR:
-        parts = [schedulers.LinearLR(optimizer) for _ in range(3)]
+        parts: Any = [schedulers.LinearLR(optimizer) for _ in range(3)]
         return schedulers.SequentialLR(optimizer, parts, milestones=[3, 7])
 
     saved = stored(fresh(sequential).state_dict())
@@ -274,6 +274,13 @@ def linear(step: int, *, num_training_steps: int) -> float:
     return 1 - step / num_training_steps
 
 
+def with_default(num_steps: int) -> Callable[[int], float]:
+    def factor(step: int, last: int = num_steps) -> float:
+        return 1 - step / last
+
+    return factor
+
+
 LENGTHS: dict[str, Callable[[int], Make]] = {
     "T_max": lambda n: lambda o: schedulers.CosineAnnealingLR(o, T_max=n),
     "T_0": lambda n: lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=n),
@@ -298,7 +305,7 @@ LENGTHS: dict[str, Callable[[int], Make]] = {
     "a partial": lambda n: (
         lambda o: schedulers.LambdaLR(o, functools.partial(linear, num_training_steps=n))
     ),
-    "a default": lambda n: lambda o: schedulers.LambdaLR(o, lambda step, last=n: 1 - step / last),
+    "a default": lambda n: lambda o: schedulers.LambdaLR(o, with_default(n)),
     "a callable object": lambda n: lambda o: schedulers.LambdaLR(o, WarmUp(n)),
 }
 

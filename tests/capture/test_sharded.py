@@ -38,9 +38,10 @@ def _a_job_of_one_rank() -> Iterator[None]:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.body = nn.Sequential(first, second)
         self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.body[1].weight
+        self.tied.weight = second.weight
         self.norm = nn.BatchNorm1d(6)
         self.unused = nn.Linear(6, 2)
 
@@ -73,6 +74,7 @@ def on_meta(state: Any) -> Any:
 def test_the_names_are_those_of_get_state_dict() -> None:
     model = sharded()
     optimizer = stepped(model)
+    of_optimizer: Any
     of_model, of_optimizer = get_state_dict(model, optimizer)
     ours = OptimizerState(optimizer, {"model": model}).state_dict()
     assert list(ModelState(model).state_dict()) == list(of_model)

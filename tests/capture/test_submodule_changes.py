@@ -101,7 +101,7 @@ class Tracker(nn.ModuleList):
 def test_copies_of_a_submodule_are_made_again(
     num_saved: int, num_before: int, is_component: bool, stored: Any
 ) -> None:
-    def made(num_copies: int) -> tuple[Tracker, UserState]:
+    def made(num_copies: int) -> tuple[Any, UserState]:
         tracker = Tracker()
         holder = Holder(tracker, is_component=True) if is_component else {"tracker": tracker}
         state = UserState({"it": holder}, key="attributes")

@@ -7,7 +7,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -30,6 +30,12 @@ class Holder:
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 class Tally:
@@ -288,7 +294,7 @@ def test_a_module_that_refers_to_the_model_keeps_what_is_its_own() -> None:
             self.mean = torch.zeros(())
 
     model = nn.Linear(2, 1)
-    loss = Loss(model)
+    loss: Any = Loss(model)
     saved = UserState({"loss": loss}, key=KEY, foreign=lambda: [model, *loss.head.parameters()])
     with torch.no_grad():
         model.weight += 1

@@ -41,6 +41,7 @@ class Annealed(nn.Module):
         self.seen = deque([1.0], maxlen=3)
         self.mean = torch.zeros(2)  # no buffer
         self.handle = Handle()
+        self.total: Tensor
         self.register_buffer("total", torch.zeros(2), persistent=False)
         self.register_buffer("mask", torch.ones(2), persistent=False)
 
@@ -101,7 +102,7 @@ def test_what_is_as_the_script_made_it_is_not_saved() -> None:
 
 
 def test_buffers_that_no_state_dict_holds_are_saved_by_the_component_of_a_model() -> None:
-    model = Annealed()
+    model: Any = Annealed()
     (component,) = attribute_components(model, others=[torch.optim.SGD(model.parameters())])
     model.total += 1
     assert "model.total" in paths(component.stateful.state_dict())
@@ -124,7 +125,7 @@ def test_what_went_back_to_its_start_goes_back_though_the_launch_has_changed_it(
 
 
 def test_another_wrapper_does_not_change_a_name(stored: Any) -> None:
-    model = nn.Sequential(Annealed())
+    model: Any = nn.Sequential(Annealed())
     wrapped = nn.DataParallel(model)
     attributes = state_of(wrapped)
     model[0].train_on(1.0)
@@ -132,7 +133,7 @@ def test_another_wrapper_does_not_change_a_name(stored: Any) -> None:
     assert {"model.0.calls", "model.0.dropout.p", "model.0.norm.momentum", "model.0.total"} < paths(
         state
     )
-    live = nn.Sequential(Annealed())
+    live: Any = nn.Sequential(Annealed())
     resumed(model, state, live).restore_now()
     assert live[0].calls == 1
 
@@ -144,7 +145,7 @@ def test_values_next_to_something_that_cannot_be_saved_are_lost_and_reported() -
             self.is_ready = False
             self.source: Any = None
 
-    model = nn.Sequential(Cached(), nn.Dropout(0.5))
+    model: Any = nn.Sequential(Cached(), nn.Dropout(0.5))
     attributes = state_of(model)
     model[0].source, model[0].is_ready, model[1].p = iter([1]), True, 0.1
     unknown, lost = attributes.findings()
@@ -154,7 +155,7 @@ def test_values_next_to_something_that_cannot_be_saved_are_lost_and_reported() -
     assert 'transient={"model.0.is_ready"}' in lost.reason
     state = attributes.state_dict()
     assert state["lost"] == ["model.0.is_ready"]
-    live = nn.Sequential(Cached(), nn.Dropout(0.5))
+    live: Any = nn.Sequential(Cached(), nn.Dropout(0.5))
     found = state_of(live)
     found.load_state_dict(state)
     live[0].is_ready = True  # by the script itself
@@ -164,21 +165,21 @@ def test_values_next_to_something_that_cannot_be_saved_are_lost_and_reported() -
 
 
 def test_an_object_that_training_made_is_made_again(stored: Any) -> None:
-    model = Annealed()
+    model: Any = Annealed()
     attributes = state_of(model)
     model.helper = Handle()
-    model.helper.step = 3  # type: ignore[attr-defined]
+    model.helper.step = 3
     model.also = model.helper
-    live = Annealed()
+    live: Any = Annealed()
     resumed(model, stored(attributes.state_dict()), live).restore_now()
+    assert live.helper.step == 3
     assert type(live.helper) is Handle
-    assert live.helper.step == 3  # type: ignore[attr-defined]
     assert live.also is live.helper
 
 
 @pytest.mark.parametrize("size", [2, 1 << 18])
 def test_what_a_layer_has_computed_is_no_reason_to_worry(size: int) -> None:
-    model = nn.Linear(1, 1)
+    model: Any = nn.Linear(1, 1)
     model.calls = 0
     attributes = state_of(model)
     model.features = model(torch.ones(size, 1))
@@ -206,8 +207,8 @@ def test_what_the_script_begins_otherwise_stays_the_scripts_and_is_reported(
 
 
 def test_a_tensor_that_is_another_attribute_too_is_replaced(stored: Any) -> None:
-    def aliased() -> nn.Module:
-        model = nn.Linear(1, 1)
+    def aliased() -> Any:
+        model: Any = nn.Linear(1, 1)
         model.default = torch.zeros(1)
         model.total = model.default
         return model
@@ -222,11 +223,11 @@ def test_a_tensor_that_is_another_attribute_too_is_replaced(stored: Any) -> None
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_lay_on_a_device_goes_back_there(stored: Any) -> None:
-    model = Annealed().cuda()
+    model: Any = Annealed().cuda()
     attributes = state_of(model)
     model.recent, model.mean = [torch.ones(1, device="cuda")], torch.ones(2, device="cuda")
     model.on_host = [torch.ones(1)]
-    live = Annealed().cuda()
+    live: Any = Annealed().cuda()
     resumed(model, stored(attributes.state_dict()), live).restore_now()
     assert live.recent[0].is_cuda
     assert live.mean.is_cuda
@@ -251,8 +252,8 @@ def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
 
 
 def test_a_container_that_holds_itself_is_restored(stored: Any) -> None:
-    def cyclic() -> nn.Module:
-        model = nn.Linear(1, 1)
+    def cyclic() -> Any:
+        model: Any = nn.Linear(1, 1)
         model.graph = {}
         model.graph["self"] = model.graph
         return model
@@ -267,7 +268,7 @@ def test_a_container_that_holds_itself_is_restored(stored: Any) -> None:
 
 
 def test_a_module_that_is_gone_is_left_out() -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    model: Any = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     attributes = state_of(model)
     model[1].p = 0.1
     found = state_of(nn.Sequential(nn.Dropout(0.5)))

@@ -440,7 +440,7 @@ def test_another_batch_size_may_come_with_it() -> None:
 def test_another_number_of_ranks_may_come_with_it() -> None:
     def ranks(num_ranks: int, rank: int, *, ahead: bool) -> Any:
         data: Any = Numbers()
-        sampler = DistributedSampler(data, num_replicas=num_ranks, rank=rank, seed=3)
+        sampler: Any = DistributedSampler(data, num_replicas=num_ranks, rank=rank, seed=3)
         loader = DataLoader(data, BATCH_SIZE, sampler=sampler)
         return FetchesAhead(loader) if ahead else loader
 

@@ -430,7 +430,7 @@ def test_what_collating_draws_does_not_depend_on_what_its_samples_drew(kind: Any
 
 
 def test_an_index_that_comes_twice_in_an_epoch_draws_other_numbers_the_second_time() -> None:
-    loader = DataLoader(Noisy(), 2, sampler=[5, 5, 3, 5, 3, 5])  # type: ignore[arg-type]
+    loader = DataLoader(Noisy(), 2, sampler=[5, 5, 3, 5, 3, 5])
     loop = Loop(loader)
     loop.run()
     first, second = loop.seen[:3], loop.seen[3:]
@@ -701,7 +701,7 @@ def test_a_loaders_generator_continues_although_the_user_named_it(
     # Two steps before the end of an epoch workers have come to it, where torch draws once more.
     def trained(name: str, num_workers: int, **more: Any) -> list[str]:
         order = generator()
-        named = {"generators": {"mine": order}, "generator": order}
+        named: dict[str, Any] = {"generators": {"mine": order}, "generator": order}
         return train(tmp_path / name, num_workers=num_workers, save_every=4, **named, **more)
 
     whole = trained("whole", then)

@@ -84,7 +84,7 @@ class TwoParts(Halves):
     """A sampler that draws the second part of its order only when the first one is used up."""
 
     def __init__(self) -> None:
-        self.rng = np.random.default_rng(7)
+        self.rng: Any = np.random.default_rng(7)
 
     def __iter__(self) -> Iterator[int]:
         yield from self.rng.permutation(12).tolist()
@@ -317,7 +317,7 @@ def test_the_loop_draws_what_a_stock_loop_draws(kind: str) -> None:
         watched, _ = uninterrupted(kind, workers)
         seed_everything(1)
         loader = LOADERS[kind](Noisy(), WORKERS[workers])
-        stock = []
+        stock: list[Any] = []
         for epoch in range(EPOCHS):
             if hasattr(loader.sampler, "set_epoch"):
                 loader.sampler.set_epoch(epoch)

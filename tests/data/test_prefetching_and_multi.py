@@ -159,8 +159,12 @@ def train(
     feed = position.feed(given)
     seen: list[Any] = []
     stops: list[dict[str, Any]] = []
+
+    def restore() -> None:
+        rng.restore()
+
     while feed.epoch < EPOCHS:
-        rng.begin(feed, feed.epoch, rng.restore)
+        rng.begin(feed, feed.epoch, restore)
         while feed.batch < num_steps:
             used_up = feed.used_up
             try:

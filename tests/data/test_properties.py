@@ -243,7 +243,8 @@ class Launch:
 
 def random_state() -> str:
     """A digest of the three global generators' states, their halves of pairs too."""
-    _, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    _, keys, *rest = state
     states = random.getstate(), bytes(keys), rest, bytes(torch.get_rng_state().numpy())
     return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
 

@@ -369,7 +369,9 @@ def test_the_users_loader_and_dataset_stay_as_they_are() -> None:
 
 def test_in_workers_the_dataset_is_what_the_user_made_of_it() -> None:
     def shard(worker: int) -> None:
-        dataset = get_worker_info().dataset
+        info = get_worker_info()
+        assert info is not None
+        dataset = info.dataset
         assert isinstance(dataset, Sharded)
         assert not hasattr(dataset, "missing")
         dataset.mine = 10 * worker
@@ -449,7 +451,11 @@ def test_a_dataset_shaped_by_something_else_is_found_out_and_reported(
 
 
 def draw(name: str, times: int) -> list[float]:
-    numbers = {"python": random.gauss, "numpy": np.random.normal, "torch": torch.normal}
+    numbers: dict[str, Any] = {
+        "python": random.gauss,
+        "numpy": np.random.normal,
+        "torch": torch.normal,
+    }
     size = ((1,),) if name == "torch" else ()
     return [float(numbers[name](0.0, 1.0, *size)) for _ in range(times)]
 

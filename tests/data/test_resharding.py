@@ -407,7 +407,8 @@ class FetchesAhead:
 def test_around_a_framework_that_fetches_ahead_the_epoch_continues_as_without(
     kind: str, depth: int, length: int, plan: list[Launch]
 ) -> None:
-    used, states = [], None
+    used: list[Any] = []
+    states: list[Any] | None = None
     for launch in plan:
         ranks = []
         for rank in range(launch.num_ranks):
@@ -609,7 +610,7 @@ def test_torchs_batch_sampler_handed_over_as_such_follows() -> None:
 def test_a_loader_that_does_not_batch_follows_another_number_of_ranks() -> None:
     def loader(launch: Launch, rank: int) -> DataLoader[Any]:
         data = Numbers(32)
-        sampler: Any = DistributedSampler(data, launch.num_ranks, rank)  # type: ignore[arg-type]
+        sampler: Any = DistributedSampler(data, launch.num_ranks, rank)
         return DataLoader(data, batch_size=None, sampler=sampler)
 
     begun = [Rank(loader(Launch(2, 1), rank)) for rank in range(2)]
@@ -703,7 +704,7 @@ def test_another_seed_is_refused() -> None:
 
 def _with_seed(seed: int) -> DataLoader[Any]:
     data = Numbers(80)
-    sampler: Any = DistributedSampler(data, 1, 0, seed=seed)  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(data, 1, 0, seed=seed)
     return DataLoader(data, 4, sampler=sampler)
 
 

@@ -294,7 +294,7 @@ def test_a_custom_sampler_with_random_access_begins_at_its_position() -> None:
 
     def opened(sampler: Backwards) -> tuple[DataPosition, Any]:
         position = DataPosition()
-        return position, DataLoader(Counting(50), 4, sampler=sampler)  # type: ignore[arg-type]
+        return position, DataLoader(Counting(50), 4, sampler=sampler)
 
     position, loader = opened(Backwards())
     source = position.open(loader, "train")

@@ -27,7 +27,7 @@ class Outer(DataLoader[Any]):
         super().__init__(inner.dataset)
         self.base_dataloader = inner
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         yield from self.base_dataloader
 
 

@@ -124,7 +124,7 @@ class Placed(IterableDataset[int]):
         self.used = 0
 
     def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
+        info: Any = get_worker_info()
         mine = range(info.id, NUM_SAMPLES, info.num_workers)
         while self.used < len(mine):
             self.used += 1
@@ -179,8 +179,8 @@ def augmented(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "noise": random.random() + float(np.random.rand())}
 
 
-FRESH = {"num_workers": 2}
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+FRESH: dict[str, Any] = {"num_workers": 2}
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 LOADERS: dict[str, Callable[[], Any]] = {
     "own": lambda: OwnLoader(knows_its_length=False),
     "own with a length": lambda: OwnLoader(knows_its_length=True),

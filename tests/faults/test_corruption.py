@@ -153,7 +153,7 @@ def test_a_file_is_never_opened_through_a_link_or_a_directory_of_links(
     run: Path, tmp_path: Path
 ) -> None:
     class Watched(LocalFileSystem):
-        def open(self, path: Path):  # type: ignore[no-untyped-def]
+        def open(self, path: Path):
             assert path.resolve() == path
             return super().open(path)
 

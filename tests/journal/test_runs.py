@@ -49,7 +49,7 @@ def train(
             for inputs, labels in checkpointer.batches(loader, epochs=2):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
                 scheduler.step()
                 checkpointer.step(loss=loss)

@@ -45,7 +45,7 @@ def test_every_pair_that_is_allowed_meets_and_none_else_is_chosen(factors: Facto
 
 
 def test_the_choice_is_small_and_repeats_itself() -> None:
-    factors = {
+    factors: dict[str, Any] = {
         "kill": ["mid", "boundary", "last", "between", "first"],
         **{name: [False, True] for name in ("dropout", "ema", "workers", "scheduler", "amp")},
         "world_size": [1, 2],

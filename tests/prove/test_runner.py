@@ -241,7 +241,7 @@ def test_of_several_points_the_first_may_lie_before_everything_that_is_saved() -
 
 
 @pytest.mark.parametrize("random", [{"kills": 2}, {"seed": 0}])
-def test_points_exclude_random_instants(random: dict[str, int]) -> None:
+def test_points_exclude_random_instants(random: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"given together with {next(iter(random))}"):
         prove(["anything"], at=("step:5",), **random)
 

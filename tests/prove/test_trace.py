@@ -116,7 +116,8 @@ def test_one_line_in_a_script_traces_values_states_rates_and_generators(
     monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path))
     assert Trace.from_environment() is Trace.from_environment(0)
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 2.0}])
+    groups: Any = [{"params": [model.weight]}, {"params": [model.bias], "lr": 2.0}]
+    optimizer = torch.optim.SGD(groups)
     trace(7, loss=torch.tensor(0.25), model=model, optimizer=optimizer, samples=[4], epoch=1)
     (record,) = records_of(tmp_path)
     assert (record["kind"], record["step"], record["epoch"]) == ("step", 7, 1)

@@ -93,9 +93,11 @@ def test_every_cut_reads_its_ranges_of_every_other(checkpoints: Any, ranks: Any,
     others = {name: cuts(seed + 9, w.numel(), 2) for name, w in whole.items()}
     for rank in range(2):
         live = state_of(whole, others, rank)
-        found, _ = read_sharded(
-            source, lambda state, live=live: [(state[n], live[n]) for n in live]
-        )
+
+        def onto(state: Any, live: dict[str, Any] = live) -> list[tuple[Any, Any]]:
+            return [(state[name], live[name]) for name in live]
+
+        found, _ = read_sharded(source, onto)
         for name, part in live.items():
             assert torch.equal(found[name].local, part.local)
     with ranks.rank(1, 3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from resumekit.errors import CorruptCheckpointError, UnreadableCheckpointError
 from resumekit.serialization import Payload, read_payload
 from resumekit.serialization.fetching import read_pieces
 from resumekit.serialization.index import Index
-from resumekit.storage import BLOCK_BYTES, FileEntry, Staging
+from resumekit.storage import BLOCK_BYTES, FileEntry, FileReader, Staging
 
 
 def states(num_elements: int = 10) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_a_long_range_is_read_in_two_pieces_that_meet_between_blocks(
     sizes = [7, 0, num_bytes // 3, 1, num_bytes - num_bytes // 3 - 8]
     buffers = [memoryview(bytearray(size)) for size in sizes]
     calls: list[tuple[int, int]] = []
-    read_pieces(lambda: BytesReader(content, calls), buffers, offset, ())
+    read_pieces(lambda: cast(FileReader, BytesReader(content, calls)), buffers, offset, ())
     assert b"".join(buffers) == content[offset : offset + num_bytes]
     calls.sort()
     assert len(calls) == (1 if num_blocks < 16 else 2)
@@ -167,5 +167,5 @@ def test_an_error_in_one_part_is_raised_after_both_are_done() -> None:
 
     buffers = [memoryview(bytearray(20 * BLOCK_BYTES))]
     with pytest.raises(CorruptCheckpointError, match="damage"):
-        read_pieces(lambda: Failing(b"", []), buffers, 0, ())
+        read_pieces(lambda: cast(FileReader, Failing(b"", [])), buffers, 0, ())
     assert len(closed) == 2

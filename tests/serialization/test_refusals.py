@@ -34,7 +34,7 @@ class MyInt(int):
     pass
 
 
-class MyDict(dict):  # type: ignore[type-arg]
+class MyDict(dict):
     pass
 
 

@@ -128,7 +128,7 @@ def test_any_ranges_are_read_in_one_call_or_many(
 class _CountingReads(LocalFileSystem):
     num_bytes = 0
 
-    def read_into(self, handle, offset, buffer):  # type: ignore[no-untyped-def]
+    def read_into(self, handle, offset, buffer):
         num_bytes = super().read_into(handle, offset, buffer)
         self.num_bytes += num_bytes
         return num_bytes

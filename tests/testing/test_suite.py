@@ -35,7 +35,7 @@ class TestTiny(Tiny):
     """What a third party writes, run as pytest runs it."""
 
     matrices = MATRICES
-    test_a_cold_start_continues_exactly = None  # seconds; the integration tests make one each
+    test_a_cold_start_continues_exactly: Any = None  # seconds; the integration tests make one each
 
     def test_every_cadence_continues_exactly(self, kit: Kit, saved: dict[str, Any]) -> None:
         kit.assert_exact(self.cell(saved["kill"], {"save_every": saved["save_every"]}))

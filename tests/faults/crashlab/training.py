@@ -54,7 +54,7 @@ class Live:
             for inputs, labels in self.checkpointer.batches(loader, epochs=4):
                 loss = nn.functional.cross_entropy(self.model(inputs), labels)
                 self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 self.optimizer.step()
                 self.lr_scheduler.step()
                 self.extras["phase"] = f"step {self.checkpointer.progress.step}"

@@ -54,7 +54,7 @@ args.directory.mkdir(parents=True, exist_ok=True)
 if args.leave_child:
     # Away from the process group; unmarked: without the environment of the launch as well.
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    environment = None if args.leave_child == "marked" else {}
+    environment: dict[str, str] | None = None if args.leave_child == "marked" else {}
     child = subprocess.Popen(command, start_new_session=True, env=environment)
     with (args.directory / "children").open("a") as children:
         children.write(f"{child.pid}\n")
