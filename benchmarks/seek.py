@@ -254,7 +254,7 @@ HEADINGS = ("samples", "", "seconds", "read", "of drawing once", "of ours")
 
 def rows_of(results: Results) -> list[tuple[str, ...]]:
     """Medians, and the medians of the ratios round by round."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for length, by_name in results.items():
         seconds = {name: [each["seconds"] for each in got] for name, got in by_name.items()}
         for name, times in seconds.items():

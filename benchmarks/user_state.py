@@ -90,7 +90,7 @@ def measure(name: str, model: nn.Module, width: int, repeats: int, buffer: Any =
     check, encode = best_of(state.findings, repeats), best_of(state.state_dict, repeats)
     bare_step, bare_save = best_of(step, repeats), best_of(save, repeats)
     num_bytes = sum(p.nbytes for p in model.parameters()) if buffer is None else 10**8
-    raw = np.zeros(num_bytes, np.uint8)
+    raw = bytes(num_bytes)
     limit = best_of(lambda: xxhash.xxh3_128_digest(raw), repeats)
     num_modules = sum(1 for _ in model.modules())
     print(

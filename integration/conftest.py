@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_left_out(file, test):
             item.add_marker("full")
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            params = item.callspec.params
+            params: dict[str, Any] = item.callspec.params
             component = params.get("component", OF_EACH_RANK[0])
             if params.get("world_size", 1) > 1 and component not in OF_EACH_RANK:
                 item.add_marker("full")

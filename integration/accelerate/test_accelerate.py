@@ -121,7 +121,7 @@ def test_a_prepared_loader_is_one_batch_ahead_of_what_it_holds_as_base_dataloade
             reads.append(index)
             return super().__getitem__(index)
 
-    loader = accelerator.prepare(DataLoader(Read(range(6)), batch_size=2))
+    loader = accelerator.prepare(DataLoader(Read(range(6)), batch_size=2))  # type: ignore[arg-type]
     assert type(loader.base_dataloader) is DataLoader, PINNED
     next(iter(loader))
     assert reads == [0, 1, 2, 3], PINNED
@@ -200,7 +200,7 @@ def test_a_schedule_or_an_average_that_nobody_gave_is_named_in_the_report(
     )
     assert prepared.scheduler is both
     assert all(each.state_dict() for each in (forgotten, follower, average, second))
-    options = {"lr_scheduler": {"second": given}}
+    options: dict[str, Any] = {"lr_scheduler": {"second": given}}
     with Checkpointer(accelerator, tmp_path / "warned", **options) as checkpointer:
         next(checkpointer.batches(loader, epochs=1))
     log = capsys.readouterr().err
@@ -258,7 +258,7 @@ def test_objects_registered_in_another_order_are_restored_by_class(tmp_path: Pat
 def test_step_counts_only_when_the_gradients_are_synchronised(tmp_path: Path) -> None:
     accelerator = fresh_accelerator(gradient_accumulation_steps=3)
     model = nn.Linear(2, 2)
-    loader = DataLoader([torch.ones(2)] * 8)
+    loader = DataLoader([torch.ones(2)] * 8)  # type: ignore[arg-type]
     model, loader = accelerator.prepare(model, loader)
     steps = []
     with Checkpointer(accelerator, tmp_path) as checkpointer:

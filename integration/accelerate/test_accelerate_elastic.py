@@ -101,6 +101,6 @@ def test_pin_what_names_the_order_of_a_seeded_sampler() -> None:
     sampler = SeedableRandomSampler(range(20), data_seed=5)
     sampler.set_epoch(3)
     name = order_name(sampler, {})
-    assert list(sampler) == list(redraw_order(name, None))
+    assert list(sampler) == list(redraw_order(name, None))  # type: ignore[call-overload]
     assert order_name(SeedableRandomSampler(range(20), replacement=True), {})["kind"] == "unknown"
     assert order_name(RandomSampler(range(20)), {})["kind"] == "drawn"

@@ -53,7 +53,7 @@ class Job:
             torch.distributed.init_process_group("gloo")
             torch.manual_seed(torch.distributed.get_rank() + 1)  # other dropout masks
         self.digits = Digits(160, augment=True)
-        self.workers = {
+        self.workers: dict[str, Any] = {
             "num_workers": 0 if workers == "0" else 1,
             "persistent_workers": workers == "persistent",
         }
@@ -161,7 +161,7 @@ def accumulate(
     In the middle of each accumulation window it asks for a save. Each rank sums up its gradients
     until the last micro-batch (``no_sync``).
     """
-    settings = {"save_every": None, "mid_accumulation": mid_accumulation}
+    settings: dict[str, Any] = {"save_every": None, "mid_accumulation": mid_accumulation}
     job = Job(directory, bucket_view=bucket_view, **settings)
     checkpointer = job.checkpointer
     batches = job.loader(0, 80 * job.num_ranks)  # 10 batches on each rank

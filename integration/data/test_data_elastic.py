@@ -245,7 +245,7 @@ def test_with_the_global_batch_kept_by_accumulation_its_sequence_is_the_same(kit
         Launch(3, {"batch_size": 4, "accumulate": 2}, KillPoint.checkpoint(9)),
         Launch(2, {"batch_size": 2, "accumulate": 6}),
     ]
-    common = {"num_samples": 96, "save_every": 1}
+    common: dict[str, Any] = {"num_samples": 96, "save_every": 1}
     whole = launched(kit, [plan[0]._replace(kill=None)], **common)
     assert global_batches(launched(kit, plan, **common)) == global_batches(whole)
     assert len(global_batches(whole)) == 12

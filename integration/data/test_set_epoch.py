@@ -172,7 +172,7 @@ def with_accelerate_as_one_of_two(directory: Path, model: Model, heard: Heard) -
 
 
 def with_transformers(directory: Path, model: Model, heard: Heard) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers: Any = pytest.importorskip("transformers")
     from resumekit.adapters.transformers import ResumeCallback
 
     class Trainer(transformers.Trainer):
@@ -194,7 +194,7 @@ def with_transformers(directory: Path, model: Model, heard: Heard) -> None:
 
 
 def with_lightning(directory: Path, model: Model, heard: Heard) -> None:
-    lightning = pytest.importorskip("lightning")
+    lightning: Any = pytest.importorskip("lightning")
     from lightning_workloads import QUIET
 
     from resumekit.adapters.lightning import ResumeCallback

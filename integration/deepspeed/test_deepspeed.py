@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def make_engine(
     stage: int = 1,
     *,
     model: nn.Module | None = None,
-    optimizer: type[torch.optim.Optimizer] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     zero: Any = None,
     **settings: Any,
 ) -> Any:
@@ -281,7 +281,7 @@ def test_a_checkpoint_without_zero_is_that_of_plain_pytorch(alone: None, tmp_pat
 @pytest.mark.parametrize("calls", [0, 1, 3])
 @pytest.mark.parametrize("horizon", [{"steps": 3}, {"epochs": 1}], ids=["steps", "epochs"])
 def test_every_step_of_the_engine_is_counted_once_however_often_it_is_marked(
-    alone: None, tmp_path: Path, calls: int, horizon: dict[str, int]
+    alone: None, tmp_path: Path, calls: int, horizon: dict[str, Any]
 ) -> None:
     engine = make_engine(0, gradient_accumulation_steps=2)
     counted = []

@@ -50,7 +50,7 @@ class Model(nn.Module):
         self.calls = 0
 
     def forward(self, inputs: torch.Tensor, **ignored: Any) -> dict[str, torch.Tensor]:
-        self.num_batches += 1
+        self.num_batches += 1  # type: ignore[operator, assignment]
         self.calls += 1
         loss = (self.dropout(inputs) * self.weight).sum(1).mean() + self.small.float().mean()
         return {"loss": loss}
@@ -159,7 +159,8 @@ def train_sharded(directory: Path, records: Records) -> None:
             whole = nn.Module()
             for number, parameter in enumerate(model.parameters()):
                 whole.register_parameter(
-                    str(number), nn.Parameter(parameter.full_tensor().detach())
+                    str(number),
+                    nn.Parameter(parameter.full_tensor().detach()),  # type: ignore[attr-defined]
                 )
             value = batch["inputs"].sum()
             dist.all_reduce(value)

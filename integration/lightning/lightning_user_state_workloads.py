@@ -191,7 +191,7 @@ def train(directory: str, *, module: str, save_every: int = 3, anneals_rate: boo
     if anneals_rate:
         callbacks.append(AnnealsRate())
     callbacks.append(ResumeCallback(directory, save_every=save_every, strict=True))
-    model = MODULES[module]()
+    model: Any = MODULES[module]()
     data = TensorDataset(torch.randn(NUM_BATCHES * 4, 4))
     trainer = Trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=False, **QUIET)
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))

@@ -388,8 +388,12 @@ def test_a_sized_loader_is_asked_for_a_batch_when_all_code_of_the_step_before_ha
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             order.append("epoch")
 
-    data = Read((torch.rand(64), 1) for _ in range(6))
-    settings = {"num_sanity_val_steps": 0, "val_check_interval": 2, "val": validation()}
+    data: Any = Read((torch.rand(64), 1) for _ in range(6))
+    settings: dict[str, Any] = {
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 2,
+        "val": validation(),
+    }
     fit(Listener(), loader=DataLoader(data, batch_size=2), **settings)
     validated = [f"validated, fetched {fetched}" for fetched in (2, 2)]
     epoch = ["epoch", *["fetch"] * 4, validated[0], *["fetch"] * 2]
@@ -482,7 +486,11 @@ def test_lightnings_own_saving_still_works_with_the_callback(tmp_path: Path) -> 
         folder = tmp_path / "own"
         return ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, every_n_train_steps=5)
 
-    settings = {"enable_checkpointing": True, "val_check_interval": 5, "val": validation()}
+    settings: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "val_check_interval": 5,
+        "val": validation(),
+    }
     crashed(tmp_path / "run", 17, best_models(), **settings)
     saving = best_models()
     fit(ResumeCallback(tmp_path / "run"), saving, **settings)
@@ -648,7 +656,7 @@ class PlannedAndDraws(Planned):
     """Draws between the first request for its loader and the first batch."""
 
     def on_fit_start(self) -> None:
-        self.layers[0].bias.data.add_(torch.rand(()))
+        self.layers[0].bias.data.add_(torch.rand(()))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
@@ -668,8 +676,8 @@ def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
             return recorder.losses
         finders = [LearningRateFinder(num_training_steps=5, attr_name="rate")]
         others = finders if finder == "in fit" else []
-        module = WithRate if finder == "in fit" else PlannedAndDraws
-        fit(*others, recorder, *saving, module=module, max_epochs=1)
+        kind = WithRate if finder == "in fit" else PlannedAndDraws
+        fit(*others, recorder, *saving, module=kind, max_epochs=1)
         return recorder.losses
 
     assert losses(ResumeCallback(tmp_path / "run")) == losses()
@@ -781,7 +789,7 @@ def test_more_epochs_for_a_finished_run_are_those_of_a_longer_one(tmp_path: Path
 
 class ChangesAtEnd(Classifier):
     def on_train_end(self) -> None:
-        self.layers[4].bias.data.zero_()
+        self.layers[4].bias.data.zero_()  # type: ignore[operator]
 
 
 def test_what_the_module_does_when_the_training_ends_is_saved(tmp_path: Path) -> None:
@@ -819,7 +827,7 @@ class Clocked(Callback):
 def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
     tmp_path: Path, left_out: tuple[str, ...]
 ) -> None:
-    settings = {"max_time": timedelta(seconds=1.5), "max_epochs": 10_000}
+    settings: dict[str, Any] = {"max_time": timedelta(seconds=1.5), "max_epochs": 10_000}
     with pytest.raises(CrashError):
         fit(Clocked(1.0), ResumeCallback(tmp_path, save_every=1), **settings)
     rest = Clocked()

@@ -21,6 +21,7 @@ class Annealed(nn.Module):
         self.calls = 0
         self.recent: list[Tensor] = []
         self.deviation = torch.ones(())
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(width), persistent=False)
 
     def forward(self, hidden: Tensor) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,14 @@ def train(
     torch.manual_seed(seed)
     options: dict[str, Any] = {"save_every": save_every, "randomness": randomness}
     data = Images(augment=augment)
-    run = {
+    launch: dict[str, Callable[..., None]] = {
         "torch": in_plain_pytorch,
         "accelerate": in_accelerate,
         "transformers": in_the_trainer,
         "lightning": in_lightning,
-    }[framework]
+    }
     more = {"seedable": seedable} if framework == "accelerate" else {}
-    run(directory, data, workers, epochs, options, **more)
+    launch[framework](directory, data, workers, epochs, options, **more)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -205,7 +205,7 @@ def test_samples_that_draw_are_exact_with_keys_and_in_workers(kit: Kit) -> None:
 
 
 def test_else_they_draw_other_numbers_and_it_is_reported(kit: Kit) -> None:
-    options = {"augment": True, "epochs": 1}
+    options: dict[str, Any] = {"augment": True, "epochs": 1}
     uninterrupted = kit.run_uninterrupted(Cell(train, {**PLAIN, **options}))
     run = launched(kit, [Launch(PLAIN, 5), Launch(ACCELERATE)], **options)
     assert order(run) == order(uninterrupted)

@@ -74,6 +74,7 @@ class Outside:
         """The mean over the ranks, which no wrapper takes here."""
         for parameter in self.parameters():
             if dist.is_initialized() and not isinstance(parameter, DTensor):
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
 

@@ -101,7 +101,7 @@ class Pipeline:
         """Forward and backward; the loss, which is zero on ranks that do not see it."""
         losses: list[torch.Tensor] = []
         given = (images,) if self.stage == 0 else ()
-        wanted = {"target": labels, "losses": losses} if self.is_last else {}
+        wanted: dict[str, Any] = {"target": labels, "losses": losses} if self.is_last else {}
         self._schedule.step(*given, **wanted)
         if self._style == "ddp":
             # torch 2.13: DistributedDataParallel itself breaks on a second micro-batch.

@@ -143,7 +143,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     frozen = [p for n, p in model.named_parameters() if n.endswith("unused.weight")]
     for parameter in frozen:
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad_(False)
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     rest = [p for n, p in model.named_parameters() if n.endswith("weight") and p.requires_grad]
     return torch.optim.Adam(

@@ -41,7 +41,7 @@ def test_a_signal_at_any_instant_to_any_rank_loses_nothing(kit: Kit, trials: int
     assert not whole.failure
     num_late = 0
     for trial in range(trials):
-        when = {
+        when: dict[str, Any] = {
             "after_seconds": chance.uniform(0.0, 0.6),
             "rank": chance.randrange(2),
             "name": chance.choice(["SIGTERM", "SIGUSR1", "SIGINT"]),

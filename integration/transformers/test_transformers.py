@@ -56,7 +56,7 @@ def test_the_callback_changes_no_bit_of_the_training(tmp_path: Path, workers: in
 
 
 def test_what_the_trainer_returns_and_logs_is_that_of_the_whole_run(tmp_path: Path) -> None:
-    arguments = {"eval_strategy": "epoch", "logging_steps": 7}
+    arguments: dict[str, Any] = {"eval_strategy": "epoch", "logging_steps": 7}
     whole = make_trainer(tmp_path / "whole", **arguments)
     attach(whole, tmp_path / "whole", save_every=3)
     expected = whole.train()
@@ -145,7 +145,7 @@ def test_a_run_that_a_callback_stops_early_is_finished(tmp_path: Path) -> None:
     def patient() -> EarlyStoppingCallback:
         return EarlyStoppingCallback(early_stopping_patience=2)
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "metric_for_best_model": "eval_loss",

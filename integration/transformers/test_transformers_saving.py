@@ -102,7 +102,7 @@ def test_an_option_counts_more_than_an_argument(tmp_path: Path) -> None:
 
 
 def test_the_best_model_is_loaded_at_the_end_also_after_a_resume(tmp_path: Path) -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "save_strategy": "steps",
         "save_steps": 3,
         "save_total_limit": 1,

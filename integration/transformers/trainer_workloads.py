@@ -273,7 +273,7 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
         data = unpaired(data) if kind == "unpaired" else data
         # Of a few prompts; each is answered and used several times.
         data = data.select(range(24)) if kind in GENERATING else data
-        model = judge() if kind == "reward" else causal()
+        model: Any = judge() if kind == "reward" else causal()
         return (model, data, None, *trl_classes(TRL[kind]))
     if kind == "weighed":
         return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
@@ -332,13 +332,13 @@ def train(
         log_level="error",
         **{"save_strategy": "no", **settings},
     )
-    known = {
+    known: dict[str, list[Any]] = {
         "averaging": [Averaging()],
         "freezing": [Freezing()],
         "tightening": [Tightening()],
         "two of a class": [Norms("weight"), Norms("bias")],
     }
-    others: list[Any] = list(known.get(callbacks, []))
+    others: list[Any] = known.get(callbacks, [])
     if switch_at:
         others.append(Stance(switch_at=switch_at, eager_first=not compiled))
     if stop_after:

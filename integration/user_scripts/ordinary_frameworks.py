@@ -66,7 +66,7 @@ def accelerate_progress(directory: str) -> None:
         batches = ckpt.batches(loader)
         for index, (inputs, labels) in enumerate(batches, start=batches.initial):
             loss = nn.functional.cross_entropy(model(inputs), labels)
-            total_loss += loss.detach().float()
+            total_loss += loss.detach().float()  # type: ignore[assignment]
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()

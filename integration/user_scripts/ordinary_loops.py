@@ -217,7 +217,7 @@ def accuracy_of(model: nn.Module) -> float:
 def evaluation_and_best(directory: str) -> None:
     """Evaluates inside and after an epoch; the best checkpoint and one of each epoch are kept."""
     model, optimizer, loader = make_parts()
-    best = {"best_metric": "accuracy", "mode": "max"}
+    best: dict[str, Any] = {"best_metric": "accuracy", "mode": "max"}
     ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **best, **SETTINGS)
     for epoch in ckpt.epochs(EPOCHS):
         batches = ckpt.batches(loader)

@@ -67,7 +67,7 @@ def train_classifier(
             record(state.global_step, optimizers=optimizer, **SEEN)
 
     set_seed(0)
-    plain = {"num_train_epochs": 2, "per_device_train_batch_size": BATCH_SIZE}
+    plain: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": BATCH_SIZE}
     plain |= {"save_strategy": "no", "report_to": "none", "use_cpu": True}
     trainer = (kind or Trainer)(
         Classifier(),
@@ -130,7 +130,7 @@ def trainer_accumulating(directory: str) -> None:
             images = torch.stack([row["images"] for row in rows]) * weights
             return {"images": images, "labels": torch.tensor([row["labels"] for row in rows])}
 
-    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     settings |= {"bf16": True, "max_grad_norm": 0.5, "disable_tqdm": True}
     train_classifier(directory, collator=Collator(), **settings)
 
@@ -331,6 +331,10 @@ def lightning_callbacks(directory: str) -> None:
             self.cache[batch_idx] = outputs["loss"].item()
             self.seconds.append(time.time() - self.started)
 
-    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 4}
+    settings: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "max_epochs": 4,
+    }
     settings |= {"precision": "bf16-mixed", "enable_progress_bar": False}
     fit(directory, make_module(), callbacks=[Caching(), Timer()], **settings)

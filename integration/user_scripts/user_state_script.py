@@ -79,7 +79,7 @@ class Samples(torch.utils.data.Dataset[Any]):
 
     def __init__(self) -> None:
         self.used = 0
-        self.curriculum = {"level": 0, "seen": [0]}
+        self.curriculum: dict[str, Any] = {"level": 0, "seen": [0]}
 
     def __len__(self) -> int:
         return 16
