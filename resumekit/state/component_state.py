@@ -26,8 +26,8 @@ class Stateful(Protocol):
 class ComponentState:
     """Base class of the state of one component: two methods to write, the others have defaults.
 
-    A user's object that has only ``state_dict`` and ``load_state_dict`` needs no base class. An
-    object that needs one of the other methods inherits this class.
+    A user's object may have these methods without the base class. An object that inherits it lets a
+    type checker find a misspelt one.
     """
 
     def state_dict(self) -> Any:
