@@ -25,6 +25,7 @@ from resumekit.capture import (
     state_components,
 )
 from resumekit.capture.gradients import named_parameters
+from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import read_payload
 from resumekit.storage import Manifest, Store
@@ -314,6 +315,21 @@ def test_gradients_of_another_model_are_refused_with_its_name() -> None:
     before(torch.ones(1, 2)).sum().backward()
     with pytest.raises(StateMismatchError, match=r"weight: a gradient of shape \(2, 2\)"):
         brought_back(before, after)
+
+
+def test_gradients_that_differ_between_the_ranks_allow_no_other_number_of_ranks() -> None:
+    model = nn.Linear(2, 1)
+    gradients = AccumulatedGradients(named_parameters(model), lambda: True, key="model/gradients")
+    states = []
+    for factor in (1.0, 2.0):
+        model.zero_grad()
+        model(torch.full((1, 2), factor)).sum().backward()
+        states.append(gradients.state_dict())
+    first, second = states
+    change = WorldChange(rank=0, world_size=1, former_world_size=2)
+    assert gradients.resplit_state_dict({0: first, 1: first}, change)[0] is first
+    with pytest.raises(StateMismatchError, match="2 ranks have each summed up"):
+        gradients.resplit_state_dict({0: first, 1: second}, change)
 
 
 def test_every_model_has_its_own_component_and_buffers_have_none() -> None:

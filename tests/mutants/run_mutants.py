@@ -2,7 +2,7 @@
 
 ``python tests/mutants/run_mutants.py [--jobs N] [--only TEXT] [--floor PERCENT] [--record FILE]``.
 A mutant is one replacement in one file. It is caught when a test fails; a session that collects
-nothing or cannot start does not count. Before the mutants, all tests named in the table must pass.
+nothing or cannot start does not count. All tests named in the table must pass without a mutant.
 Each session of pytest is a fork of this process, which has imported torch already.
 """
 
@@ -187,6 +187,7 @@ def preload() -> None:
     """Imports what takes long, and nothing of this repository."""
     import numpy
     import pytest
+    import torch._dynamo  # which the first step of an optimizer imports
     import torch.utils.data
 
     assert all((numpy, pytest, torch))
@@ -218,33 +219,31 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Result]:
             folder = Path(temporary, str(job))
             folder.mkdir()
             copies.append(Copy(folder))
-        _require_passing(copies[0], mutants)
         results = {each.mutant.name: each for each in _results(mutants, copies)}
     return [results[each.name] for each in mutants]
 
 
-def _require_passing(copy: Copy, mutants: Sequence[Mutant]) -> None:
+def _all_tests(mutants: Sequence[Mutant]) -> list[str]:
+    """All tests that the mutants name, each once."""
     selected = {name for each in mutants for name in shlex.split(each.tests)}
-    files = {name for name in selected if "::" not in name}
-    nodes = {name for name in selected if name.split("::")[0] not in files}
-    copy.start(sorted(files | nodes))
-    while (session := copy.ended()) is None:
-        time.sleep(POLL_SECONDS)
-    if session.code != PASSED:
-        raise SystemExit(f"Without a mutant:\nexit code {session.code}\n{session.output[-3000:]}")
-    print(f"without a mutant: passed, {session.seconds:.0f} s", flush=True)
+    return sorted(
+        name for name in selected if "::" not in name or name.split("::")[0] not in selected
+    )
 
 
 def _results(mutants: Sequence[Mutant], copies: Sequence[Copy]) -> Iterator[Result]:
-    waiting, free = deque(mutants), list(copies)
-    running: list[tuple[Mutant, Copy]] = []
+    waiting: deque[Mutant | None] = deque([None, *mutants])  # None: without a mutant
+    free, running = list(copies), list[tuple[Mutant | None, Copy]]()
     num_done = 0
     while waiting or running:
         while waiting and free:
             mutant, copy = waiting.popleft(), free.pop()
-            source = (ROOT / mutant.file).read_text(encoding="utf-8")
-            copy.write(mutant.file, source.replace(mutant.before, mutant.after))
-            copy.start(shlex.split(mutant.tests))
+            if mutant is None:
+                copy.start(_all_tests(mutants))
+            else:
+                source = (ROOT / mutant.file).read_text(encoding="utf-8")
+                copy.write(mutant.file, source.replace(mutant.before, mutant.after))
+                copy.start(shlex.split(mutant.tests))
             running.append((mutant, copy))
         time.sleep(POLL_SECONDS)
         for mutant, copy in list(running):
@@ -252,14 +251,23 @@ def _results(mutants: Sequence[Mutant], copies: Sequence[Copy]) -> Iterator[Resu
             if session is None:
                 continue
             running.remove((mutant, copy))
-            copy.write(mutant.file, (ROOT / mutant.file).read_text(encoding="utf-8"))
             free.append(copy)
+            if mutant is None:
+                _require_passing(session)
+                continue
+            copy.write(mutant.file, (ROOT / mutant.file).read_text(encoding="utf-8"))
             result = judge(mutant, session)
             num_done += 1
             word = "caught  " if result.caught else "SURVIVES"
             count = f"{num_done:3d}/{len(mutants)} {result.seconds:4.0f} s"
             print(f"{count} {word} [{mutant.area}] {mutant.name}: {result.detail}", flush=True)
             yield result
+
+
+def _require_passing(session: Session) -> None:
+    if session.code != PASSED:
+        raise SystemExit(f"Without a mutant, exit code {session.code}:\n{session.output[-3000:]}")
+    print(f"without a mutant: passed, {session.seconds:.0f} s", flush=True)
 
 
 def table_of(results: list[Result]) -> str:
