@@ -109,6 +109,12 @@ def test_no_superseded_revision_stays(
     assert len({name.step for name in left}) == len(left)
 
 
+def test_of_several_revisions_of_a_step_the_last_one_stays() -> None:
+    checkpoints = [_with_metric(5, 1.0, revision=number) for number in (1, 2, 0)]
+    gone = select_deletions(checkpoints, RetentionPolicy())
+    assert gone == {StepName(5, 0), StepName(5, 1)}
+
+
 def test_the_default_keeps_the_latest_two_and_the_best() -> None:
     checkpoints = [_with_metric(step, value) for step, value in ((1, 3), (2, 1), (3, 2), (4, 5))]
     assert _kept(checkpoints, RetentionPolicy()) == [2, 3, 4]
