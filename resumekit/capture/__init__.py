@@ -50,6 +50,7 @@ from resumekit.capture.restore import (
     require_fields,
 )
 from resumekit.capture.rng import (
+    GENERATOR_TYPES,
     RngState,
     generator_state,
     set_generator_state,
@@ -67,6 +68,7 @@ from resumekit.capture.user_state import (
 )
 
 __all__ = [
+    "GENERATOR_TYPES",
     "GRADIENT_BUCKETS",
     "IN_FP32",
     "PYTHON_WORDS",

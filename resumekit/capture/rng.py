@@ -21,7 +21,7 @@ _REMEDY = "Hand over the same generators under the same names as when the checkp
 AnyGenerator: TypeAlias = (
     torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 )
-GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -48,7 +48,7 @@ class RngState(ComponentState):
         self.key = key
         self._python, self._numpy = PythonState(), NumpyState()
         for name, generator in self.generators.items():
-            kinds = GENERATOR_KINDS
+            kinds = GENERATOR_TYPES
             if not isinstance(generator, kinds) or isinstance(generator, random.SystemRandom):
                 raise DeclarationError(
                     f"{key}: {name}",

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from resumekit.capture import GENERATOR_TYPES
+
 
 def announce_epoch(loader: Any, epoch: int) -> None:
     """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
@@ -171,7 +173,6 @@ def _public(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # The attributes by which loaders and samplers of torch and DeepSpeed hold one another.
 _NESTED = ("batch_sampler", "sampler", "data_sampler")
 # What the names of generators begin with from which samples draw, and not their order.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.rng import GENERATOR_KINDS
+from resumekit.capture.rng import GENERATOR_TYPES
 from resumekit.serialization import is_sharded
 from resumekit.state import Stateful
 
@@ -150,7 +150,7 @@ _EXACT: dict[Any, Kind] = {
 _DERIVED: tuple[tuple[Any, Kind], ...] = (
     ((Enum, np.generic), Kind.SCALAR),
     (Tensor, Kind.TENSOR),
-    (GENERATOR_KINDS, Kind.GENERATOR),
+    (GENERATOR_TYPES, Kind.GENERATOR),
     (nn.Module, Kind.MODULE),
 )
 
