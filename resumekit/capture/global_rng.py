@@ -1,8 +1,14 @@
 """The state of Python's and NumPy's global generators, read in full only after a change.
 
-``random.getstate`` and ``np.random.get_state`` return 624 numbers one by one: 60 microseconds
-together, 100 after a training step has evicted the caches. The journal reads both at every step. To
-compare the memory of the state with that of the last read takes 1 microsecond, 30 after a step.
+``random.getstate`` and ``np.random.get_state`` return 624 numbers one by one. The data order reads
+both at every batch that it records; the journal at every tenth step, and at the first ten after a
+save or a resume. So the memory of the state is compared with that of the last read first. One read
+of both generators takes, each after a training step, which evicts the caches:
+
+- nothing was drawn since the last read: 23.5 microseconds; 121 without the comparison;
+- a number was drawn: 132 microseconds; 95 without the comparison.
+
+Source: one run, with both variants interleaved, on a loaded machine.
 
 The memory layout is verified: once on a new generator, and against the state at each full read.
 Where either check fails, every read is a full one.
