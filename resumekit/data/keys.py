@@ -26,6 +26,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from resumekit.capture import require_fields
 from resumekit.data.order import OrderDigest
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.errors import DriftError, UnsupportedValueError
@@ -60,6 +61,9 @@ class RunSeed(ComponentState):
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.value}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_fields(SEED, state, {"seed": int})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.value = state["seed"]

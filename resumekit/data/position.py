@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from resumekit.capture import require_fields
 from resumekit.data.discovery import (
     INNER,
     ExistingObjects,
@@ -18,6 +19,7 @@ from resumekit.data.discovery import (
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
 from resumekit.data.keys import RunSeed
+from resumekit.data.loader_changes import require_position
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
@@ -26,7 +28,7 @@ from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
 from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, DataPositionError
-from resumekit.state import ComponentState, Fidelity
+from resumekit.state import ComponentState, Fidelity, Slot
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
@@ -206,6 +208,11 @@ class DataPosition(ComponentState):
         states = {name: source.comparable_state() for name, source in self.sources.items()}
         return {name: without_history(state) for name, state in {**self._pending, **states}.items()}
 
+    def check_state_dict(self, state: Any) -> None:
+        require_fields(Slot.DATA.value, state, {})
+        for name, position in state.items():
+            require_position(position, name)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = dict(state)
         self._in_checkpoint = frozenset(state)
@@ -228,6 +235,8 @@ class DataPosition(ComponentState):
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        for state in states.values():
+            self.check_state_dict(state)
         return resplit_positions(states, change)
 
 
@@ -260,8 +269,10 @@ def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | Non
 
     Raises:
         DataPositionError: the loader does not fit the position.
+        StateMismatchError: the position lacks a field.
     """
     trial = saved.empty_copy()
+    trial.check_state_dict(state or {})
     trial.load_state_dict(state or {})
     source = trial.open(loader, DEFAULT_NAME)
     is_within = source.continues
