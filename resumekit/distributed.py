@@ -73,7 +73,7 @@ class DataRanks:
 
 @dataclass(frozen=True)
 class WorldChange:
-    """A checkpoint of one number of ranks is taken up by another number of them.
+    """A checkpoint is resumed on another number of ranks.
 
     Ranks that take the same data count as one; so do the ranks of a group that has one state.
 
@@ -94,7 +94,7 @@ class WorldChange:
 
     @property
     def model_rank(self) -> int:
-        """The former rank that this one is made after: itself, where it existed."""
+        """The former rank whose state this rank starts from: its own, where it existed."""
         return self.rank % self.former_world_size
 
     @property

@@ -67,7 +67,7 @@ class ObjectState(ComponentState):
         refuse(
             self.key,
             [
-                Mismatch(name, describe(saved.get(name)), f"{describe(value)}, as here")
+                Mismatch(name, describe(saved.get(name)), f"{describe(value)}, as in this run")
                 for name, value in live.items()
                 if not fits(value, saved.get(name))
             ],
@@ -116,6 +116,6 @@ class ObjectState(ComponentState):
             raise StateMismatchError(
                 self.key,
                 found=f"the checkpoint has the state of a {state['class']}",
-                expected=f"a {class_name(self.given)}, as here",
+                expected=f"a {class_name(self.given)}, as in this run",
                 remedy=_REMEDY,
             )

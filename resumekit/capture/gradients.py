@@ -173,7 +173,7 @@ class AccumulatedGradients(ComponentState):
                 then, now = _shard(gradient), _shard_of(parameters[name])
                 if then != now:
                     found = f"a gradient of {_shape_text(then)} in the checkpoint"
-                    yield Mismatch(name, found, f"{_shape_text(now)}, as here")
+                    yield Mismatch(name, found, f"{_shape_text(now)}, as in this run")
 
 
 def _encoded(gradient: Any, parameter: Tensor) -> Any:
@@ -328,7 +328,7 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
             raise ConfigurationError(
                 "mid_accumulation",
                 found=f"'gradients', and {component.key} is a {type(component.stateful).__name__}",
-                expected="a model whose gradients stand in the .grad of its parameters",
+                expected="a model whose gradients are in the .grad of its parameters",
                 remedy="Leave mid_accumulation at 'boundary'",
             )
         if any(map(is_sharded, module.parameters())):

@@ -188,7 +188,9 @@ def _tensor_mismatches(name: str, saved: Any, live: Any) -> Iterator[Mismatch]:
     elif not isinstance(live, Tensor) or is_lazy(live):
         return
     elif saved.shape != live.shape or saved.dtype != live.dtype:
-        yield Mismatch(name, f"{describe(saved)} in the checkpoint", f"{describe(live)}, as here")
+        yield Mismatch(
+            name, f"{describe(saved)} in the checkpoint", f"{describe(live)}, as in this run"
+        )
     elif live.is_meta and not saved.is_meta:
         yield Mismatch(
             name,
@@ -207,7 +209,7 @@ def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
             yield Mismatch(second, f"its own values, other than {first!r}", f"tied to {first!r}")
     for first, second in _ties(saved):
         if not _is_one(live[first], live[second]):
-            yield Mismatch(second, f"tied to {first!r} in the checkpoint", "no tie, as here")
+            yield Mismatch(second, f"tied to {first!r} in the checkpoint", "no tie, as in this run")
 
 
 def _ties(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ class OptimizerState(ComponentState):
             raise StateMismatchError(
                 self.key,
                 found=f"the checkpoint has the state of a {state['class']}",
-                expected=f"a {class_name(self.optimizer)}, as here",
+                expected=f"a {class_name(self.optimizer)}, as in this run",
                 remedy=f'{_REMEDY}, or pass exclude={{"optimizer"}} to start it afresh',
             )
         live = self.state_dict()
@@ -284,7 +284,10 @@ def optimizer_mismatches(
     yield from description_mismatches(saved["parameters"], live["parameters"])
     groups_then, groups_now = saved["param_groups"], live["param_groups"]
     if len(groups_then) != len(groups_now):
-        then, now = f"{len(groups_then)} groups in the checkpoint", f"{len(groups_now)}, as here"
+        then, now = (
+            f"{len(groups_then)} groups in the checkpoint",
+            f"{len(groups_now)}, as in this run",
+        )
         yield Mismatch("param_groups", then, now)
         return
     yield from _membership_mismatches(groups_then, groups_now)
@@ -313,7 +316,7 @@ def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Itera
         for name in group["params"]:
             here = group_of.get(name, index)
             if here != index:
-                yield Mismatch(name, f"in param group {index}", f"in group {here}, as here")
+                yield Mismatch(name, f"in param group {index}", f"in group {here}, as in this run")
 
 
 def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
@@ -321,7 +324,7 @@ def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
     if isinstance(then, Tensor) or isinstance(now, Tensor):
         if not fits(now, then):
             yield Mismatch(
-                where, f"{describe(then)} in the checkpoint", f"{describe(now)}, as here"
+                where, f"{describe(then)} in the checkpoint", f"{describe(now)}, as in this run"
             )
     elif isinstance(then, dict) and isinstance(now, dict):
         for name in then:

@@ -134,7 +134,9 @@ def name_mismatches(
             twin = _likely_twin(name, alike[:_MOST_CANDIDATES])
         if twin is None:
             found.append(
-                Mismatch(name, f"this {noun} is not in the checkpoint", f"{live[name]}, as here")
+                Mismatch(
+                    name, f"this {noun} is not in the checkpoint", f"{live[name]}, as in this run"
+                )
             )
             continue
         unexpected.remove(twin)
@@ -175,7 +177,7 @@ def description_mismatches(saved: Mapping[str, str], live: Mapping[str, str]) ->
     for name, now in live.items():
         then = saved.get(name, now)
         if then != now:
-            yield Mismatch(name, f"{then} in the checkpoint", f"{now}, as here")
+            yield Mismatch(name, f"{then} in the checkpoint", f"{now}, as in this run")
 
 
 def _likely_twin(name: str, candidates: Iterable[str]) -> str | None:

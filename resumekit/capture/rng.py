@@ -75,7 +75,7 @@ class RngState(ComponentState):
         live = self.state_dict()
         saved_names, live_names = list(state["generators"]), list(self.generators)
         mismatches = [
-            Mismatch(name, "the checkpoint has no such generator", "one, as here")
+            Mismatch(name, "the checkpoint has no such generator", "one, as in this run")
             for name in live_names
             if name not in saved_names
         ]
@@ -91,7 +91,7 @@ class RngState(ComponentState):
         for name, (then, now) in pairs.items():
             kind_then, kind_now = _kind(then), _kind(now)
             if kind_then != kind_now:
-                mismatches.append(Mismatch(name, kind_then, f"{kind_now}, as here"))
+                mismatches.append(Mismatch(name, kind_then, f"{kind_now}, as in this run"))
         refuse(self.key, mismatches, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class ScalerState(ComponentState):
         absent = [name for name in live if name not in saved] if saved else []
         refuse(
             self.key,
-            [Mismatch(name, "not in the checkpoint", "a value, as here") for name in absent],
+            [Mismatch(name, "not in the checkpoint", "a value, as in this run") for name in absent],
             remedy=_REMEDY,
         )
 

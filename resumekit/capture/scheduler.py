@@ -132,7 +132,7 @@ def _class_mismatches(then: Mapping[str, Any], now: Mapping[str, str]) -> Iterat
     for where in [*now, *(where for where in then if where not in now)]:
         saved, live = str(then.get(where, "nothing")), now.get(where, "nothing")
         if not is_same_class(saved, live):
-            yield Mismatch(where, f"{saved} in the checkpoint", f"{live}, as here")
+            yield Mismatch(where, f"{saved} in the checkpoint", f"{live}, as in this run")
 
 
 def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
@@ -153,7 +153,7 @@ def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
             yield Mismatch(
                 f"{where}lr_lambdas",
                 "a callable object" if saved else "a plain function or one without attributes",
-                "the other, as here",
+                "a plain function or one without attributes" if saved else "a callable object",
             )
     parts = zip(_listed(then.get(_PARTS)), _listed(now.get(_PARTS)), strict=False)
     for index, (part, partner) in enumerate(parts):

@@ -172,7 +172,7 @@ def inherited_order_message(
 
 
 def _sampler_noun(name: Mapping[str, Any]) -> str:
-    sampler = name.get("sampler") or "a batch sampler of one's own"
+    sampler = name.get("sampler") or "a custom batch sampler"
     return _SAMPLERS.get(name["kind"], sampler)
 
 

@@ -74,7 +74,7 @@ class Zipped:
         return any(source.used_up for source in self.sources)
 
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the checkpoint stood.
+        """Starts the epoch, or continues it at the checkpoint's position.
 
         Raises:
             DataPositionError: the checkpoint holds a position in some of the loaders only.

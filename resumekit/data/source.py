@@ -67,7 +67,7 @@ class Source(ABC):
 
     @abstractmethod
     def begin(self, epoch: int) -> None:
-        """Starts the epoch, or continues it where the checkpoint stood."""
+        """Starts the epoch, or continues it at the checkpoint's position."""
 
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""

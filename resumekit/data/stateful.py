@@ -115,7 +115,7 @@ class StatefulSource(Source):
 
 
 def restores_itself(loader: Any) -> bool:
-    """Whether a loader's own state brings back its position exactly, by its own word at least."""
+    """Whether a loader claims that its ``state_dict`` restores its position exactly."""
     if hasattr(loader, INNER) or not has_own_state(loader) or is_hugging_face(loader):
         return False
     if not is_stateful_data_loader(loader):

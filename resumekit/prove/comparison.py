@@ -2,7 +2,7 @@
 
 Every execution of every step is judged, also one that a later resume repeated: each of them is
 determined to the bit by the reference run. Besides, the logical run (the last execution of each
-step) must be complete, and somebody must have resumed.
+step) must be complete, and at least one launch must have resumed.
 """
 
 from __future__ import annotations

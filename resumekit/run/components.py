@@ -219,7 +219,7 @@ class RunComponents:
         return [each for each in given if hasattr(each, "param_groups")]
 
     def recorded_generators(self) -> dict[str, Any]:
-        """The generators whose states the journal digests: workers run ahead of the loaders'."""
+        """The generators that the journal digests; those of loaders depend on prefetching."""
         sources = self.position.sources.values()
         others = {id(each) for source in sources for each in source.private.values()}
         return {name: each for name, each in self.rng.generators.items() if id(each) not in others}

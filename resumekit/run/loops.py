@@ -207,7 +207,7 @@ class Epochs:
         return epoch
 
     def _horizon(self, epoch: int) -> str | None:
-        """Why the run is over before this epoch, or None."""
+        """The option that ends the run before this epoch; None if the epoch runs."""
         if self._num_epochs is not None and epoch >= self._num_epochs:
             return f"epochs={self._num_epochs}"
         return None

@@ -37,7 +37,7 @@ class UncapturedError(Exception):
 
 
 class Walker(Protocol):
-    """What a digest asks the walk that it belongs to."""
+    """The methods of a walk that its digests call."""
 
     @property
     def has_generators(self) -> bool:

@@ -167,7 +167,7 @@ def require_resumable(engine: Any, *, name: str = "engine") -> None:
         raise ConfigurationError(
             name,
             found=f"a {type(engine).__name__}",
-            expected="what deepspeed.initialize returns first",
+            expected="the first value that deepspeed.initialize returns",
         )
     if engine.optimizer is None:
         raise ConfigurationError(name, found="no optimizer", expected="an engine that trains")
@@ -314,7 +314,9 @@ class _Optimizer(OptimizerState):
         require_fields(self.key, state, {"layout": dict, "files": dict})
         then, now = state["layout"], self._layout()
         mismatches = [
-            Mismatch(name, f"{then.get(name)} in the checkpoint", f"{now.get(name)}, as here")
+            Mismatch(
+                name, f"{then.get(name)} in the checkpoint", f"{now.get(name)}, as in this run"
+            )
             for name in {**now, **then}
             if then.get(name) != now.get(name)
         ]
