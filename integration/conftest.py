@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
-from quick_set import is_left_out, is_sampled
+from quick_set import COLLECTED, is_left_out, is_sampled
 from script_judge import ScriptJudge
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
@@ -41,9 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as `full` what the quick set leaves out."""
+    COLLECTED.clear()
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
         file, _, test = item.nodeid.removeprefix("integration/").partition(".py::")
+        COLLECTED.setdefault(file, []).append(test)
         if is_left_out(file, test):
             item.add_marker("full")
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):

@@ -10,6 +10,7 @@ stand. Files are given by their path in ``integration/``, without ``.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 # Of these files the quick set has these tests alone.
@@ -303,6 +304,9 @@ SAMPLED = (
     "TestDeepSpeed::test_every_stage_continues_exactly*",
 )
 
+# Every test of this run by its file, also those that a mark or an option deselects.
+COLLECTED: dict[str, list[str]] = {}
+
 
 def is_left_out(file: str, test: str) -> bool:
     """Whether a test, with its cell, runs in ``nox -s full`` only."""
@@ -314,6 +318,12 @@ def is_left_out(file: str, test: str) -> bool:
 def is_sampled(test: str) -> bool:
     """Whether only a sample of the cells of a test is in the quick set."""
     return _matches(test, SAMPLED)
+
+
+def unmatched(patterns: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """The patterns that match no test: what they named has another name now."""
+    listed = list(tests)
+    return [each for each in patterns if not any(_matches(test, (each,)) for test in listed)]
 
 
 def _matches(test: str, patterns: tuple[str, ...]) -> bool:
