@@ -20,12 +20,8 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from findings import Findings, machine
+from measuring import (
+    Findings,
+    drop_page_cache,
+    fsync_all,
+    machine,
+    parser_for,
+    run_child,
+    timed,
+)
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -69,21 +73,6 @@ class Run:
             self.optimizer.zero_grad()
 
 
-def timed(function: Callable[[], Any]) -> float:
-    """Seconds."""
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
-
-
-def flush(directory: Path) -> None:
-    """What a durable save does at its end."""
-    for path in [directory, *directory.rglob("*")]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def save_child(name: str, directory: Path, num_layers: int) -> float:
     """Seconds for which a save holds training up."""
     run = Run(num_layers)
@@ -95,7 +84,7 @@ def save_child(name: str, directory: Path, num_layers: int) -> float:
             run.train(batches, NUM_USED)
             os.sync()
             checkpointer.save()
-            seconds = timed(lambda: next(batches))
+            seconds, _ = timed(lambda: next(batches))
         checkpointer.__exit__(KeyboardInterrupt, None, None)  # leaves without a second save
         return seconds
     batches = iter(run.loader)
@@ -103,7 +92,7 @@ def save_child(name: str, directory: Path, num_layers: int) -> float:
     def save() -> None:
         run.accelerator.save_state(str(directory))
         if name == FLUSHED:
-            flush(directory)
+            fsync_all(directory)
         next(batches)
 
     for _ in range(2):
@@ -111,7 +100,7 @@ def save_child(name: str, directory: Path, num_layers: int) -> float:
         if directory.exists():  # ours keeps the checkpoint before, too, and writes to other blocks
             directory.rename(directory.with_name(f"{directory.name}-before"))
         os.sync()
-        seconds = timed(save)
+        seconds, _ = timed(save)
     return seconds
 
 
@@ -128,22 +117,7 @@ def resume_child(name: str, directory: Path, num_layers: int) -> float:
         run.accelerator.load_state(str(directory))
         next(iter(run.accelerator.skip_first_batches(run.loader, 2 * NUM_USED)))
 
-    return timed(resume_ours if name == OURS else resume_theirs)
-
-
-def in_child(what: str, name: str, directory: Path, num_layers: int) -> float:
-    """What a fresh process measured."""
-    arguments = [what, name, "--directory", str(directory), "--layers", str(num_layers)]
-    command = [sys.executable, __file__, "--child", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
-
-
-def drop_page_cache() -> None:
-    """Makes the next read come from the disk, where we may."""
-    os.sync()
-    with suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1")
+    return timed(resume_ours if name == OURS else resume_theirs)[0]
 
 
 Seconds = dict[str, dict[str, list[float]]]
@@ -157,9 +131,10 @@ def measure(directory: Path, num_rounds: int, num_layers: int, console: Console)
         for name in contenders[:: 1 if number % 2 else -1]:
             path = directory / name.replace(" ", "-") / "saved"
             path.parent.mkdir()
-            save = in_child("save", name, path, num_layers)
-            drop_page_cache()
-            resume = in_child("resume", name, path, num_layers)
+            options = ("--directory", str(path), "--layers", str(num_layers))
+            save = run_child(__file__, "--child", "save", name, *options)
+            drop_page_cache(path)
+            resume = run_child(__file__, "--child", "resume", name, *options)
             shutil.rmtree(path.parent)
             if number:
                 seconds["save"][name].append(save)
@@ -183,11 +158,9 @@ def rows_of(seconds: Seconds) -> list[tuple[str, str, str, str]]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser = parser_for(__doc__, rounds=5)
     parser.add_argument("--layers", type=int, default=12, help="of 4.2 million parameters each")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -206,20 +179,18 @@ def main() -> None:
         rows_of(seconds),
         machine("torch", "numpy", "accelerate"),
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "accelerate",
-            heading="Saving and resuming beside Accelerate's own",
-            before=[
-                "`python benchmarks/accelerate_states.py --record`: float32 linear layers with",
-                f"AdamW, {size}, in the middle of an epoch over a shuffled map dataset. Medians of",
-                f"{arguments.rounds} interleaved rounds; a ratio is the median of the rounds'",
-                "ratios. Ours is durable, under digests and verified; `save_state` is neither, and",
-                "flushes nothing.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "accelerate",
+        heading="Saving and resuming beside Accelerate's own",
+        before=[
+            "`python benchmarks/accelerate_states.py --record`: float32 linear layers with",
+            f"AdamW, {size}, in the middle of an epoch over a shuffled map dataset. Medians of",
+            f"{arguments.rounds} interleaved rounds; a ratio is the median of the rounds'",
+            "ratios. Ours is durable, under digests and verified; `save_state` is neither, and",
+            "flushes nothing.",
+        ],
+    )
 
 
 if __name__ == "__main__":

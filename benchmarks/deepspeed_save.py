@@ -22,20 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from findings import Findings, machine
-from rich.console import Console
+from measuring import Findings, fsync_all, machine, parser_for
 
 STAGES = (1, 2, 3)
 WIDTH, NUM_LAYERS = 2048, 8
 HEADINGS = ("ZeRO", "resumekit", "engine.save_checkpoint + fsync", "ratio")
-
-
-def fsync_all(folder: Path) -> None:
-    """What DeepSpeed leaves to the page cache, on the disk."""
-    for path in folder.rglob("*"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def rank_main(directory: Path, stage: int, num_rounds: int) -> None:
@@ -104,10 +95,8 @@ def measure(stage: int, num_ranks: int, num_rounds: int) -> list[list[float]]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__, rounds=5)
     parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
-    parser.add_argument("--record", action="store_true", help="write a dated file in results/")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -127,16 +116,15 @@ def main() -> None:
         rows,
         machine("torch", "deepspeed"),
     )
-    found.show(Console())
-    if arguments.record:
-        found.record(
-            "deepspeed-save",
-            heading="Saves of a ZeRO engine",
-            before=[
-                f"`python benchmarks/deepspeed_save.py --record`: {found.title},",
-                f"medians of {arguments.rounds} rounds, ratios too.",
-            ],
-        )
+    found.publish(
+        arguments.record,
+        "deepspeed-save",
+        heading="Saves of a ZeRO engine",
+        before=[
+            f"`python benchmarks/deepspeed_save.py --record`: {found.title},",
+            f"medians of {arguments.rounds} rounds, ratios too.",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ does.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -18,8 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from findings import Findings, machine
-from rich.console import Console
+from measuring import Findings, bytes_of, machine, parser_for
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,16 +74,13 @@ def num_bytes(num_parameters: int, clears: bool | None) -> int:
                 train_step(model, optimizer, clears)
                 run.step()
         newest = max(Path(directory).glob("step-*"), key=lambda path: path.name)
-        return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        return bytes_of(newest)
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200, help="measured steps (default 200)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
+    parser = parser_for(__doc__, rounds=200)
     arguments = parser.parse_args()
-    console = Console()
     rows = [
         (
             str(number),
@@ -99,18 +94,16 @@ def main() -> None:
     found = Findings(
         f"the watch of gradients, {arguments.rounds} steps", HEADINGS, rows, machine("torch")
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "gradient-watch",
-            heading="What it costs to know whether gradients outlive their step",
-            before=[
-                "`python benchmarks/gradient_watch.py --record`: the time of a step boundary and,",
-                "where it stays, of the hook; medians after the first ten steps. The checkpoint of",
-                "AdamW at step 6.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "gradient-watch",
+        heading="What it costs to know whether gradients outlive their step",
+        before=[
+            "`python benchmarks/gradient_watch.py --record`: the time of a step boundary and,",
+            "where it stays, of the hook; medians after the first ten steps. The checkpoint of",
+            "AdamW at step 6.",
+        ],
+    )
 
 
 if __name__ == "__main__":

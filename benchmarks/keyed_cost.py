@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import Findings, machine, parser_for
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,7 +28,6 @@ from resumekit.adapters.torch import Checkpointer
 
 BATCH_SIZE = 32
 NUM_BATCHES = 300
-ROUNDS = 9
 MODES = ("stock", "tape", "keyed")
 
 
@@ -108,21 +106,35 @@ def _nothing() -> None:
 
 
 def main() -> None:
-    """Prints the table."""
-    table = Table("samples", *(f"{mode} µs" for mode in MODES), "tape / stock", "keyed / stock")
+    """Measures and prints."""
+    arguments = parser_for(__doc__, rounds=9).parse_args()
+    rows = []
     for name, (make, num_batches) in DATASETS.items():
         data = make()
         rounds = [
-            [seconds_per_batch(data, mode, num_batches) for mode in MODES] for _ in range(ROUNDS)
+            [seconds_per_batch(data, mode, num_batches) for mode in MODES]
+            for _ in range(arguments.rounds)
         ]
         medians = [statistics.median(column) * 1e6 for column in zip(*rounds, strict=True)]
         ratios = [statistics.median(each[i] / each[0] for each in rounds) for i in (1, 2)]
-        table.add_row(
-            name,
-            *(f"{median:.0f}" for median in medians),
-            *(f"{ratio:.2f}x" for ratio in ratios),
-        )
-    Console().print(table)
+        shown = (*(f"{median:.0f}" for median in medians), *(f"{ratio:.2f}x" for ratio in ratios))
+        rows.append((name, *shown))
+    found = Findings(
+        f"a batch of {BATCH_SIZE} samples, {arguments.rounds} rounds",
+        ("samples", *(f"{mode} µs" for mode in MODES), "tape / stock", "keyed / stock"),
+        rows,
+        machine("torch", "numpy"),
+    )
+    found.publish(
+        arguments.record,
+        "keyed-cost",
+        heading="What keyed randomness costs",
+        before=[
+            "`python benchmarks/keyed_cost.py --record`: the wait for a batch from a stock loader,",
+            'through a Checkpointer with `randomness="tape"` and with `"keyed"`, without workers.',
+            f"Medians of {arguments.rounds} rounds, also of their ratios.",
+        ],
+    )
 
 
 if __name__ == "__main__":

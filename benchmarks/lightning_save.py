@@ -11,21 +11,17 @@ What the callback adds to a step is measured by ``overheads.py``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import logging
-import statistics
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Findings, machine
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from rich.console import Console
+from measuring import Findings, Timed, bytes_of, machine, paired_row, parser_for, timed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,22 +58,17 @@ class SavesToo(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         checkpointer: Any = self.callback._checkpointer
-        save = checkpointer._run.save
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            result = save(*args, **kwargs)
-            self.ours.append(time.perf_counter() - began)
-            return result
-
-        checkpointer._run.save = timed
+        save = checkpointer._run.save = Timed(checkpointer._run.save)
+        self.ours = save.seconds
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         former = self.folder / f"{trainer.global_step - 2}.ckpt"
-        began = time.perf_counter()
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-        former.unlink(missing_ok=True)
-        self.times.append(time.perf_counter() - began)
+
+        def save() -> None:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+            former.unlink(missing_ok=True)
+
+        self.times.append(timed(save)[0])
 
 
 def fit(num_steps: int, *callbacks: Any) -> None:
@@ -102,31 +93,14 @@ def save_times(num_saves: int, folder: Path) -> tuple[list[float], list[float], 
     both = SavesToo(folder, callback)
     fit(num_saves + WARM_UP, callback, both)
     newest = max((folder / "run").glob("step-*"))
-    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    return both.times[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], size
-
-
-def row(what: str, stock: list[float], ours: list[float]) -> tuple[str, ...]:
-    """Medians, of pairs the difference and the ratio too."""
-    median = statistics.median
-    pairs = list(zip(stock, ours, strict=True))
-    milliseconds = [median(stock), median(ours), median([b - a for a, b in pairs])]
-    ratio = median([b / a for a, b in pairs])
-    return (what, *map(ms, milliseconds), f"{ratio:.2f}x")
-
-
-def ms(seconds: float) -> str:
-    """In milliseconds."""
-    return f"{seconds * 1e3:,.1f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:,.0f}"
+    return both.times[WARM_UP:], both.ours[WARM_UP : num_saves + WARM_UP], bytes_of(newest)
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--saves", type=int, default=12, help="measured saves (default 12)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
-    console = Console()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -139,22 +113,20 @@ def main() -> None:
     found = Findings(
         f"saves of Lightning, its own and the callback's, {arguments.saves} of each",
         ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
-        [row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves)],
+        [paired_row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves)],
         machine("torch", "lightning"),
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "lightning-save",
-            heading="Saves of Lightning",
-            before=[
-                "`python benchmarks/lightning_save.py --record`: a module of 6 layers of width",
-                f"{WIDTH} with AdamW is saved every step by `trainer.save_checkpoint` into a new",
-                "file and by the callback; Lightning asks for no `fsync` and takes no digest.",
-                "Medians, also of differences and ratios.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "lightning-save",
+        heading="Saves of Lightning",
+        before=[
+            "`python benchmarks/lightning_save.py --record`: a module of 6 layers of width",
+            f"{WIDTH} with AdamW is saved every step by `trainer.save_checkpoint` into a new",
+            "file and by the callback; Lightning asks for no `fsync` and takes no digest.",
+            "Medians, also of differences and ratios.",
+        ],
+    )
 
 
 if __name__ == "__main__":

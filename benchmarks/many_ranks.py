@@ -14,7 +14,6 @@ machine is next to it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import pickle
 import statistics
@@ -28,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Findings, machine
-from rich.console import Console
+from measuring import Findings, machine, parser_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -272,13 +270,10 @@ def row_of(num_ranks: int, num_tensors: int, saves: Sequence[Save]) -> tuple[str
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__, rounds=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--tensors", type=int, nargs="+", default=TENSORS)
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
-    console = Console()
     rows = []
     for num_ranks in arguments.ranks:
         for num_tensors in arguments.tensors:
@@ -290,22 +285,20 @@ def main() -> None:
     found = Findings(
         f"a save beside its bytes, {arguments.rounds} rounds", HEADINGS, rows, machine("torch")
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "many-ranks",
-            heading="What a save costs beside its bytes, with many ranks",
-            before=[
-                "`python benchmarks/many_ranks.py --record`: simulated ranks, tiny tensors,",
-                f"medians of {arguments.rounds} saves. What each rank does beside the others",
-                "(encode, propose) is timed on one rank; what rank 0 plans, its indices and files,",
-                "and the commit are timed whole. The total is their sum; without the planning it",
-                "is what a save costs whose tensors keep their sharding. Next to it: the files of",
-                "all other ranks, written by this one machine, a thread for each rank. The aim is",
-                f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "many-ranks",
+        heading="What a save costs beside its bytes, with many ranks",
+        before=[
+            "`python benchmarks/many_ranks.py --record`: simulated ranks, tiny tensors,",
+            f"medians of {arguments.rounds} saves. What each rank does beside the others",
+            "(encode, propose) is timed on one rank; what rank 0 plans, its indices and files,",
+            "and the commit are timed whole. The total is their sum; without the planning it",
+            "is what a save costs whose tensors keep their sharding. Next to it: the files of",
+            "all other ranks, written by this one machine, a thread for each rank. The aim is",
+            f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
+        ],
+    )
 
 
 if __name__ == "__main__":

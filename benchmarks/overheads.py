@@ -21,8 +21,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Findings, machine
-from rich.console import Console
+from measuring import Findings, durations, machine, parser_for, run_child
 from same_training import TRAININGS, WIDTH, Model, Training, prepared
 from torch.utils.data import default_collate
 
@@ -231,12 +228,7 @@ def limits(repeats: int) -> list[list[str]]:
 
 def seconds_of(call: Callable[[], Any], repeats: int) -> float:
     """The median of some calls."""
-    took = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - began)
-    return statistics.median(took)
+    return statistics.median(durations(call, repeats))
 
 
 def us(seconds: float) -> str:
@@ -249,26 +241,14 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
 
 
-def in_child(adapter: str, *, is_quick: bool) -> list[list[str]]:
-    """The rows of an adapter, measured by a fresh process."""
-    command = [sys.executable, __file__, "--child", "--adapter", adapter, *["--quick"] * is_quick]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    rows: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
-
-
 HEADINGS = ("adapter", "what", "bare", "resumekit", "added", "journal", "tracker")
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--adapter", nargs="+", choices=list(TRAININGS), help="these adapters")
     parser.add_argument("--quick", action="store_true", help="one round, to see that it runs")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     effort = QUICK if arguments.quick else Effort()
@@ -278,7 +258,9 @@ def main() -> None:
             rows = [row for each in adapters for row in measure(each, effort)]
         print(json.dumps(rows))
         return
-    rows = [row for each in adapters for row in in_child(each, is_quick=arguments.quick)]
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
+    options = ["--child", *["--quick"] * arguments.quick, "--adapter"]
+    rows = [row for each in adapters for row in run_child(__file__, *options, each)]
     rows += limits(1 if arguments.quick else 20)
     found = Findings(
         f"what resumekit adds, {effort.num_rounds} rounds",
@@ -286,29 +268,26 @@ def main() -> None:
         rows,
         machine("torch", "accelerate", "transformers", "lightning", "deepspeed"),
     )
-    console = Console()
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "overheads",
-            heading="What resumekit adds to a step and to a save",
-            before=[
-                "`python benchmarks/overheads.py --record`: the same training of linear layers",
-                f"with AdamW on a map-style dataset, bare and with resumekit, {SMALL} modules for",
-                f"steps and {LARGE} for saves, one process for each adapter, by turns. Steps:",
-                f"medians of {effort.num_rounds} rounds, each the median over blocks of",
-                f"{STEPS_PER_BLOCK} steps. The journal and the tracker are timed in a third run of",
-                "each round, by a clock around their methods. The tracker is the gradient watch in",
-                "a step, and in a save the search for state that is not in the checkpoint; after",
-                "steps 1 and 2 that is reported. A save is durable and digested when it returns.",
-                "The machine's rows: the weights copied in memory; weights and moments written",
-                "and fsynced as one file, as they are and by `torch.save`; a record of the journal",
-                f"appended to a file. The aim is at most {AIM} microseconds of CPU time a step for",
-                "the journal. Between training steps caches are cold: `step_overhead.py` measures",
-                "the same in a loop of nothing else.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "overheads",
+        heading="What resumekit adds to a step and to a save",
+        before=[
+            "`python benchmarks/overheads.py --record`: the same training of linear layers",
+            f"with AdamW on a map-style dataset, bare and with resumekit, {SMALL} modules for",
+            f"steps and {LARGE} for saves, one process for each adapter, by turns. Steps:",
+            f"medians of {effort.num_rounds} rounds, each the median over blocks of",
+            f"{STEPS_PER_BLOCK} steps. The journal and the tracker are timed in a third run of",
+            "each round, by a clock around their methods. The tracker is the gradient watch in",
+            "a step, and in a save the search for state that is not in the checkpoint; after",
+            "steps 1 and 2 that is reported. A save is durable and digested when it returns.",
+            "The machine's rows: the weights copied in memory; weights and moments written",
+            "and fsynced as one file, as they are and by `torch.save`; a record of the journal",
+            f"appended to a file. The aim is at most {AIM} microseconds of CPU time a step for",
+            "the journal. Between training steps caches are cold: `step_overhead.py` measures",
+            "the same in a loop of nothing else.",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -19,12 +19,8 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -32,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Findings, machine
+from measuring import Findings, drop_page_cache, machine, parser_for, run_child, timed
 from rich.console import Console
 
 from resumekit.serialization import Payload, read_payload, state_digest
@@ -158,24 +154,6 @@ class Seconds:
         return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    begin = time.perf_counter()
-    result = function()
-    return time.perf_counter() - begin, result
-
-
-def drop_page_cache(directory: Path) -> None:
-    """Makes the next read come from the disk; as root the whole cache goes."""
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-
-
 def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
     """All contenders, interleaved; who comes first changes from round to round.
 
@@ -192,7 +170,7 @@ def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
             os.sync()
             save_seconds, _ = timed(partial(SAVERS[name], states, path))
             drop_page_cache(path)
-            loaded = in_child("--load-child", name, "--directory", str(path))
+            loaded = run_child(__file__, "--load-child", name, "--directory", str(path))
             if loaded["digest"] != expected:
                 raise AssertionError(f"{name} did not give back what was saved")
             shutil.rmtree(path)
@@ -204,13 +182,6 @@ def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
             times = (f"{name} {save:.2f} {load:.2f}" for name, (save, load) in took.items())
             console.print(f"round {number}, save and load: " + ", ".join(times), style="dim")
     return seconds
-
-
-def in_child(*arguments: str) -> Any:
-    """What this script prints as JSON when a fresh process runs it with these arguments."""
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def load_child(name: str, directory: Path) -> dict[str, Any]:
@@ -261,10 +232,8 @@ HEADINGS = ("", "resumekit", "torch + fsync", "ratio", "aim")
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8, help="measured rounds (default 8)")
+    parser = parser_for(__doc__, rounds=8)
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/<date>.md")
     parser.add_argument("--load-child", choices=list(LOADERS), help=argparse.SUPPRESS)
     parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -276,7 +245,7 @@ def main() -> None:
         return
     console = Console()
     with tempfile.TemporaryDirectory(prefix="save-load-", dir=arguments.directory or ".") as name:
-        extra_bytes = in_child("--memory-child", "--directory", name)["extra"]
+        extra_bytes = run_child(__file__, "--memory-child", "--directory", name)["extra"]
         seconds = measure(Path(name), arguments.rounds, console)
     found = Findings(
         f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds",
@@ -284,18 +253,16 @@ def main() -> None:
         rows_of(seconds, extra_bytes),
         machine("torch", "numpy"),
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "",
-            heading="Save and load",
-            before=[
-                "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49",
-                f"GB. Medians of {arguments.rounds} interleaved rounds; a ratio is the median of",
-                "the rounds' ratios.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "",
+        heading="Save and load",
+        before=[
+            "`python benchmarks/save_load.py --record`: GPT-2 124M float32 with AdamW, 1.49",
+            f"GB. Medians of {arguments.rounds} interleaved rounds; a ratio is the median of",
+            "the rounds' ratios.",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -20,10 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Findings, machine, version_of
+from measuring import Findings, machine, parser_for, run_child, timed, version_of
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
@@ -197,9 +194,7 @@ def seek(name: str, length: int, path: Path) -> dict[str, Any]:
     loader = contender.make(length)
     if name in NEEDS:
         import_module(NEEDS[name])
-    began = time.perf_counter()
-    batch = contender.seek(loader, position)
-    seconds = time.perf_counter() - began
+    seconds, batch = timed(lambda: contender.seek(loader, position))
     return {
         "seconds": seconds,
         "num_reads": loader.dataset.num_reads - len(batch),
@@ -207,12 +202,12 @@ def seek(name: str, length: int, path: Path) -> dict[str, Any]:
     }
 
 
-def in_child(what: str, name: str, length: int, path: Path) -> str:
-    """What this script prints when a fresh process runs it with these arguments."""
+def child(what: str, name: str, length: int, path: Path) -> Any:
+    """What a fresh process prepares or measures."""
     # torchdata 0.11 calls something that torch 2.13 has deprecated.
-    command = [sys.executable, "-W", "ignore::UserWarning", __file__, "--child", what, name]
-    command += [str(path), "--lengths", str(length)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    options = ("-W", "ignore::UserWarning")
+    arguments = ("--child", what, name, str(path), "--lengths", str(length))
+    return run_child(__file__, *arguments, options=options)
 
 
 Results = dict[int, dict[str, list[dict[str, Any]]]]
@@ -228,10 +223,10 @@ def measure(
         for length in lengths:
             results[length] = {name: [] for name in names}
             for name in names:
-                in_child("prepare", name, length, paths[name])
+                child("prepare", name, length, paths[name])
             for number in range(num_rounds):
                 for name in names if number % 2 else reversed(names):
-                    result = json.loads(in_child("seek", name, length, paths[name]))
+                    result = child("seek", name, length, paths[name])
                     results[length][name].append(result)
                     seconds, num_reads = result["seconds"], result["num_reads"]
                     line = f"{length:,} {name}: {seconds:.4f} s, {num_reads} read"
@@ -279,18 +274,14 @@ def rows_of(results: Results) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__, rounds=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="samples")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         what, name, path = arguments.child
-        if what == "prepare":
-            prepare(name, arguments.lengths[0], Path(path))
-        else:
-            print(json.dumps(seek(name, arguments.lengths[0], Path(path))))
+        function = prepare if what == "prepare" else seek
+        print(json.dumps(function(name, arguments.lengths[0], Path(path))))
         return
     console = Console()
     names = [name for name in CONTENDERS if version_of(NEEDS.get(name, "torch"))]
@@ -303,19 +294,17 @@ def main() -> None:
         rows_of(results),
         machine("torch", "numpy", "accelerate", "torchdata"),
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "seek",
-            heading="The middle of an epoch, found again",
-            before=[
-                "`python benchmarks/seek.py --record`: from a fresh loader to the next batch,",
-                f"after half an epoch in batches of {BATCH_SIZE}, without workers. Medians of",
-                f"{arguments.rounds} rounds; a ratio is the median of the rounds' ratios. Read:",
-                "samples read before that batch.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "seek",
+        heading="The middle of an epoch, found again",
+        before=[
+            "`python benchmarks/seek.py --record`: from a fresh loader to the next batch,",
+            f"after half an epoch in batches of {BATCH_SIZE}, without workers. Medians of",
+            f"{arguments.rounds} rounds; a ratio is the median of the rounds' ratios. Read:",
+            "samples read before that batch.",
+        ],
+    )
 
 
 if __name__ == "__main__":

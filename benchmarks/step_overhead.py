@@ -14,7 +14,6 @@ its loader is left out. See ``overheads.py`` for steps that train, whose caches 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from findings import Findings, machine, version_of
+from measuring import Findings, machine, parser_for, version_of
 from rich.console import Console
 from torch import nn
 from torch.utils.data import (
@@ -260,10 +259,8 @@ def row_of(name: str, batch_size: int, pairs: Sequence[Turn]) -> tuple[str, ...]
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser = parser_for(__doc__, rounds=3)
     parser.add_argument("--only", nargs="+", choices=list(KINDS), help="these loaders")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
     console = Console()
     rows = []
@@ -280,22 +277,20 @@ def main() -> None:
         rows,
         machine("torch", "numpy", "torchdata"),
     )
-    found.show(console)
-    if arguments.record:
-        num_pairs = arguments.rounds * PAIRS_PER_ROUND
-        path = found.record(
-            "step-overhead",
-            heading="What tracking adds to a batch",
-            before=[
-                "`python benchmarks/step_overhead.py --record`: the next batch and, in ours,",
-                "`step(loss=loss)`, without a save. A third loop has no journal. In pairs of",
-                f"{BATCHES_PER_TURN} batches in one process; medians of {num_pairs} pairs, also of",
-                "their differences and ratios. Samples are ready and not collated. CPU: of the",
-                "main process, which is all that workers cost where a step leaves them time.",
-                f"The aim is to add at most {AIM} microseconds of CPU time to a map-style loader.",
-            ],
-        )
-        console.print(f"written to {path}")
+    num_pairs = arguments.rounds * PAIRS_PER_ROUND
+    found.publish(
+        arguments.record,
+        "step-overhead",
+        heading="What tracking adds to a batch",
+        before=[
+            "`python benchmarks/step_overhead.py --record`: the next batch and, in ours,",
+            "`step(loss=loss)`, without a save. A third loop has no journal. In pairs of",
+            f"{BATCHES_PER_TURN} batches in one process; medians of {num_pairs} pairs, also of",
+            "their differences and ratios. Samples are ready and not collated. CPU: of the",
+            "main process, which is all that workers cost where a step leaves them time.",
+            f"The aim is to add at most {AIM} microseconds of CPU time to a map-style loader.",
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Frameworks that are not installed, and twins that are not there, are reported an
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from findings import Findings, machine, version_of
+from measuring import Findings, machine, parser_for, version_of
 from rich.console import Console
 
 from resumekit.errors import ProveError
@@ -233,10 +232,9 @@ def record(found: Findings) -> Path:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     names = tuple(dict.fromkeys(case.framework for case in CASES))
     parser.add_argument("--only", action="append", choices=names, help="this framework; repeatable")
-    parser.add_argument("--record", action="store_true", help="write the dated results file")
     arguments = parser.parse_args()
     if arguments.only and arguments.record:
         parser.error("--record writes the whole table; leave --only out")

@@ -11,20 +11,14 @@ What the callback adds to a step is measured by ``overheads.py``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from findings import Findings, machine
-from rich.console import Console
+from measuring import Findings, Timed, bytes_of, fsync_all, machine, paired_row, parser_for
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -77,20 +71,6 @@ def make_trainer(directory: str, num_steps: int) -> Trainer:
     return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
 
 
-class Timed:
-    """Calls a function, and keeps how long it took."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self.seconds: list[float] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        result = self._call(*args, **kwargs)
-        self.seconds.append(time.perf_counter() - began)
-        return result
-
-
 class _TimesSaves(TrainerCallback):
     """Watches the callback's saves, once it has something to save with."""
 
@@ -101,14 +81,6 @@ class _TimesSaves(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.callback._checkpointer._run
         self.save = run.save = Timed(run.save)  # type: ignore[method-assign, assignment]
-
-
-def flush(folder: Path) -> None:
-    """Waits until every file in it is on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 class SaveTimes(NamedTuple):
@@ -135,37 +107,20 @@ def save_times(num_saves: int, directory: str) -> SaveTimes:
 
     def save_and_flush(*args: Any, **kwargs: Any) -> None:
         saver(*args, **kwargs)
-        flush(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}"))
+        fsync_all(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}"))
 
     both = trainer._save_checkpoint = Timed(save_and_flush)  # type: ignore[method-assign]
     trainer.train()
     newest = max(Path(directory, "run").glob("step-*"))
-    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ours = watch.save.seconds[1 : num_saves + 1]
-    return SaveTimes(saver.seconds[1:], both.seconds[1:], ours, size)
-
-
-def ms(seconds: float) -> str:
-    """In milliseconds."""
-    return f"{seconds * 1e3:,.1f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def save_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
-    """Medians of the saves, of what ours adds and of the ratios of pairs."""
-    pairs = list(zip(stock, ours, strict=True))
-    added = statistics.median([b - a for a, b in pairs])
-    ratio = statistics.median([b / a for a, b in pairs])
-    medians = (ms(statistics.median(each)) for each in (stock, ours))
-    return (what, *medians, ms(added), f"{ratio:.2f}x")
+    return SaveTimes(saver.seconds[1:], both.seconds[1:], ours, bytes_of(newest))
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--saves", type=int, default=8, help="measured saves (default 8)")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     arguments = parser.parse_args()
-    console = Console()
     with (
         tempfile.TemporaryDirectory() as directory,
         contextlib.redirect_stderr(io.StringIO()),
@@ -177,25 +132,23 @@ def main() -> None:
         f"saves of a Trainer, its own and the callback's, {arguments.saves} of each",
         ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
         [
-            save_row(f"a save of {size}", saves.stock, saves.ours),
-            save_row("the same, the stock one with fsync", saves.flushed, saves.ours),
+            paired_row(f"a save of {size}", saves.stock, saves.ours),
+            paired_row("the same, the stock one with fsync", saves.flushed, saves.ours),
         ],
         machine("torch", "transformers", "accelerate"),
     )
-    found.show(console)
-    if arguments.record:
-        path = found.record(
-            "trainer-save",
-            heading="Saves of a Trainer",
-            before=[
-                "`python benchmarks/trainer_save.py --record`: one Trainer of a GPT-2 of 8 layers",
-                "and 512 dimensions with AdamW saves every step twice, by itself",
-                "(`_save_checkpoint`) and through the callback, which returns when all is on the",
-                "disk and has a digest. The stock save asks for no `fsync`; the last row adds one.",
-                "Medians, also of differences and ratios.",
-            ],
-        )
-        console.print(f"written to {path}")
+    found.publish(
+        arguments.record,
+        "trainer-save",
+        heading="Saves of a Trainer",
+        before=[
+            "`python benchmarks/trainer_save.py --record`: one Trainer of a GPT-2 of 8 layers",
+            "and 512 dimensions with AdamW saves every step twice, by itself",
+            "(`_save_checkpoint`) and through the callback, which returns when all is on the",
+            "disk and has a digest. The stock save asks for no `fsync`; the last row adds one.",
+            "Medians, also of differences and ratios.",
+        ],
+    )
 
 
 if __name__ == "__main__":

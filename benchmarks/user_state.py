@@ -8,10 +8,7 @@ Run: python benchmarks/user_state.py [--quick]
 
 from __future__ import annotations
 
-import argparse
 import io
-import platform
-import time
 from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -19,21 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from measuring import Findings, durations, machine, parser_for
 from torch import nn
 
 from resumekit.capture import Holder, UserState
 
 Transition = namedtuple("Transition", "obs action reward")
-
-
-def best_of(action: Callable[[], Any], repeats: int) -> float:
-    """The shortest time of some runs, in seconds."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return min(times)
+Row = tuple[str, ...]
+HEADINGS = ("workload", "modules", "check ms", "save ms", "check/step", "save/bare", "xxh3 ms")
 
 
 class Block(nn.Module):
@@ -68,10 +58,13 @@ def buffer_of(num_bytes: int, obs_bytes: int) -> deque[Transition]:
     )
 
 
-def measure(name: str, model: nn.Module, width: int, repeats: int, buffer: Any = None) -> None:
-    """Prints one row: a check and the state of a save, compared with the bare step and save."""
+def measure(name: str, model: nn.Module, width: int, repeats: int, buffer: Any = None) -> Row:
+    """One row: a check and the state of a save, compared with the bare step and save."""
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(8, width)
+
+    def best_of(action: Callable[[], Any]) -> float:
+        return min(durations(action, repeats))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -87,35 +80,54 @@ def measure(name: str, model: nn.Module, width: int, repeats: int, buffer: Any =
     state = UserState({"model": Holder(model, is_component=True)}, key="model/attributes")
     if buffer is not None:
         buffer.append(buffer[0])  # it has changed, so a save holds it
-    check, encode = best_of(state.findings, repeats), best_of(state.state_dict, repeats)
-    bare_step, bare_save = best_of(step, repeats), best_of(save, repeats)
+    check, encode = best_of(state.findings), best_of(state.state_dict)
+    bare_step, bare_save = best_of(step), best_of(save)
     num_bytes = sum(p.nbytes for p in model.parameters()) if buffer is None else 10**8
     raw = bytes(num_bytes)
-    limit = best_of(lambda: xxhash.xxh3_128_digest(raw), repeats)
+    limit = best_of(lambda: xxhash.xxh3_128_digest(raw))
     num_modules = sum(1 for _ in model.modules())
-    print(
-        f"{name:<28} {num_modules:>7} {check * 1e3:>9.1f} {encode * 1e3:>9.1f} "
-        f"{check / bare_step:>11.2f} {encode / bare_save:>11.2f} {limit * 1e3:>9.2f}"
+    return (
+        name,
+        str(num_modules),
+        f"{check * 1e3:.1f}",
+        f"{encode * 1e3:.1f}",
+        f"{check / bare_step:.2f}",
+        f"{encode / bare_save:.2f}",
+        f"{limit * 1e3:.2f}",
     )
 
 
 def main() -> None:
     """Measures modules and replay buffers."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_for(__doc__)
     parser.add_argument("--quick", action="store_true", help="one repeat, smaller models")
-    quick = parser.parse_args().quick
+    arguments = parser.parse_args()
+    quick = arguments.quick
     repeats, width = (1, 32) if quick else (5, 128)
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {width=}")
-    print(
-        f"{'workload':<28} {'modules':>7} {'check ms':>9} {'save ms':>9} "
-        f"{'check/step':>11} {'save/bare':>11} {'xxh3 ms':>9}"
-    )
-    measure("BERT-base modules", model_of(12, 18, width), width, repeats)
-    measure("Llama-7B modules", model_of(32, 14, width), width, repeats)
+    rows = [
+        measure("BERT-base modules", model_of(12, 18, width), width, repeats),
+        measure("Llama-7B modules", model_of(32, 14, width), width, repeats),
+    ]
     for obs_bytes in (84 * 84, 1024):
         buffer = buffer_of(10**7 if quick else 10**8, obs_bytes)
         name = f"replay buffer, {obs_bytes} B each"
-        measure(name, model_of(1, 2, width), width, repeats, buffer)
+        rows.append(measure(name, model_of(1, 2, width), width, repeats, buffer))
+    found = Findings(
+        f"the search for user state, width {width}, the best of {repeats}",
+        HEADINGS,
+        rows,
+        machine("torch", "numpy", "xxhash"),
+    )
+    found.publish(
+        arguments.record,
+        "user-state",
+        heading="What the search for user state costs",
+        before=[
+            "`python benchmarks/user_state.py --record`: a check and the state of a save, compared",
+            "with a bare training step and with `torch.save` of the model and AdamW; xxh3 over the",
+            "same bytes is the limit.",
+        ],
+    )
 
 
 if __name__ == "__main__":
