@@ -41,8 +41,6 @@ OLDEST_TESTS = {
     "deepspeed": ("deepspeed", "deepspeed_gan", "zero"),
     "torch": ("torch_exact", "sharded", "optimizer_parameters", "gradients_across_steps"),
 }
-# Builds without CUDA, which are a tenth of the size.
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 # The tests of a file share one warm server of processes, and neighbours in a folder often do.
 PYTEST = (
@@ -71,13 +69,13 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs one process and no framework."""
-    session.run(*PYTEST, "--maxfail=1", "tests", *session.posargs)
+    session.run(*PYTEST, "--maxfail=20", "tests", *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Real frameworks, several ranks, SIGKILL: a sample of each matrix."""
-    session.run(*PYTEST, "--maxfail=1", "integration", *session.posargs)
+    session.run(*PYTEST, "--maxfail=20", "integration", *session.posargs)
 
 
 @nox.session
@@ -143,14 +141,16 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("framework", list(OLDEST_TESTS))
 def oldest(session: nox.Session, framework: str) -> None:
-    """An adapter on the oldest versions that its extra allows; minutes, by name only."""
+    """An adapter on the oldest versions that its extra allows; minutes, by name only.
+
+    For torch let PIP_EXTRA_INDEX_URL name the builds without CUDA, a tenth of the size.
+    """
     project = nox.project.load_toml("pyproject.toml")["project"]
     wanted = project["optional-dependencies"] | {"torch": project["dependencies"][:1]}
     pins = [each.replace(">=", "==") for each in wanted[framework]]
     with tempfile.TemporaryDirectory() as temporary:
         python = _environment(Path(temporary))
-        index = ["--extra-index-url", CPU_INDEX] if framework == "torch" else []
-        session.run(str(python), "-m", "pip", "install", "-q", *pins, *index)
+        session.run(str(python), "-m", "pip", "install", "-q", *pins)
         program = f"import {framework} as f; print('found', f.__version__)"
         found = (session.run(str(python), "-c", program, silent=True) or "").split()[-1]
         release = found.partition("+")[0].removesuffix(".0")

@@ -292,8 +292,8 @@ def noisy_collate(samples: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
 def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(workers: str) -> None:
     def loop(saved: dict[str, Any] | None = None) -> Loop:
-        own = {"worker_init_fn": seed_worker, "collate_fn": noisy_collate}
-        return Loop(DataLoader(Noisy(), 4, shuffle=True, **own, **WORKERS[workers]), saved)
+        functions = {"worker_init_fn": seed_worker, "collate_fn": noisy_collate}
+        return Loop(DataLoader(Noisy(), 4, shuffle=True, **functions, **WORKERS[workers]), saved)
 
     seed_everything(1)
     stops: list[dict[str, Any]] = []
