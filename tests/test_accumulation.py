@@ -317,6 +317,16 @@ def test_gradients_of_another_model_are_refused_with_its_name() -> None:
         brought_back(before, after)
 
 
+def test_gradients_of_an_open_window_are_saved_although_steps_begin_without_any() -> None:
+    model, is_open = nn.Linear(2, 1), [True]
+    gradients = AccumulatedGradients(named_parameters(model), lambda: is_open[0], key="model")
+    gradients.watch.inherit()  # as after steps that were seen to begin without gradients
+    model(torch.ones(1, 2)).sum().backward()
+    assert gradients.state_dict()["reason"] == "window"
+    is_open[0] = False
+    assert gradients.state_dict() == {}
+
+
 def test_gradients_that_differ_between_the_ranks_allow_no_other_number_of_ranks() -> None:
     model = nn.Linear(2, 1)
     gradients = AccumulatedGradients(named_parameters(model), lambda: True, key="model/gradients")

@@ -282,3 +282,14 @@ def test_torch_adds_flat_gradients_in_place() -> None:
     assert "flat_param._saved_grad_shard = flat_param.grad.data" in source
     for name in ("_reset_flat_param_grad_info_if_needed", "_use_sharded_grad_views"):
         assert callable(getattr(_flat_param.FlatParamHandle, name))
+
+
+@pytest.mark.parametrize("what", ["nothing", "is_carried", "keeps_zeros"])
+def test_a_resume_takes_over_what_the_steps_before_it_have_shown(what: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.zeros(2)
+    watch = GradientWatch(lambda: [parameter])
+    watch.inherit(is_carried=what == "is_carried", keeps_zeros=what == "keeps_zeros")
+    watch.look()
+    assert watch.is_carried is watch.must_save is (what == "is_carried")
+    assert watch.keeps_zeros is (what == "keeps_zeros")

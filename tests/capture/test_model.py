@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DataParallel
 
 from resumekit.capture import ModelState
+from resumekit.capture.model import RankBuffers
 from resumekit.errors import StateMismatchError
 
 
@@ -211,6 +212,18 @@ def test_a_tensor_where_the_checkpoint_has_a_value_is_refused(stored: Any) -> No
 def test_what_is_no_model_state_is_refused(state: Any) -> None:
     with pytest.raises(StateMismatchError, match="model"):
         ModelState(Net()).check_state_dict(state)
+
+
+def test_a_rank_gets_the_buffers_that_it_had(stored: Any) -> None:
+    running, live = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    running(torch.arange(8.0).reshape(4, 2))
+    saved = stored(RankBuffers(ModelState(running), key="model/rank_buffers").state_dict())
+    buffers, mean = RankBuffers(ModelState(live), key="model/rank_buffers"), live.running_mean
+    buffers.check_state_dict(saved)
+    buffers.load_state_dict(saved)
+    assert live.running_mean is mean
+    for name, buffer in running.named_buffers():
+        assert torch.equal(live.get_buffer(name), buffer), name
 
 
 def test_the_fingerprint_counts_parameters_once() -> None:

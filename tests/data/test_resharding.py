@@ -349,6 +349,17 @@ def test_a_loader_that_this_launch_does_not_open_follows_two_changes_at_once() -
     assert len(flat([used, rest])) == 52  # 34 are left for 3 ranks
 
 
+def test_two_changes_of_the_ranks_are_one_from_the_first_number_to_the_last() -> None:
+    position = {"train": {"epoch": 1, "batch": 2, "samples": 16}}
+    four = dict.fromkeys(range(4), position)
+    two = {
+        rank: DataPosition().resplit_state_dict(four, WorldChange(rank, 2, 4))[0]
+        for rank in range(2)
+    }
+    one, _ = DataPosition().resplit_state_dict(two, WorldChange(0, 1, 2))
+    assert [state["train"]["ranks"] for state in (*two.values(), one)] == [[4, 2], [4, 2], [4, 1]]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_with_workers_the_rest_is_sharded_as_without(persistent: bool) -> None:
     def job(launch: Launch, states: list[Any] | None = None) -> list[Rank]:
