@@ -360,6 +360,20 @@ def test_two_changes_of_the_ranks_are_one_from_the_first_number_to_the_last() ->
     assert [state["train"]["ranks"] for state in (*two.values(), one)] == [[4, 2], [4, 2], [4, 1]]
 
 
+def test_a_new_rank_has_private_generators_and_workers_of_its_own() -> None:
+    states = {}
+    for rank in range(2):
+        generators = {"loader": torch.Generator().manual_seed(rank).get_state()}
+        counts = {"epoch": 1, "batch": 2, "samples": 16}
+        states[rank] = {"train": {**counts, "generators": generators, "workers": {0: "a state"}}}
+    new, _ = DataPosition().resplit_state_dict(states, WorldChange(2, 3, 2))
+    for former in states.values():
+        then, now = former["train"]["generators"]["loader"], new["train"]["generators"]["loader"]
+        assert then.shape == now.shape
+        assert not torch.equal(then, now)
+    assert new["train"]["workers"] == {}
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_with_workers_the_rest_is_sharded_as_without(persistent: bool) -> None:
     def job(launch: Launch, states: list[Any] | None = None) -> list[Rank]:
