@@ -292,8 +292,8 @@ def noisy_collate(samples: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
 def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(workers: str) -> None:
     def loop(saved: dict[str, Any] | None = None) -> Loop:
-        functions = {"worker_init_fn": seed_worker, "collate_fn": noisy_collate}
-        return Loop(DataLoader(Noisy(), 4, shuffle=True, **functions, **WORKERS[workers]), saved)
+        settings: dict[str, Any] = {"worker_init_fn": seed_worker, "collate_fn": noisy_collate}
+        return Loop(DataLoader(Noisy(), 4, shuffle=True, **settings, **WORKERS[workers]), saved)
 
     seed_everything(1)
     stops: list[dict[str, Any]] = []
@@ -351,15 +351,6 @@ def test_without_the_workers_states_their_random_numbers_do_not_continue() -> No
     saved["data"]["train"]["workers"] = {}
     rest = continued("shuffle", "fresh workers", saved)
     assert rest != expected[len(expected) - len(rest) :]
-
-
-def test_a_loader_that_is_not_opened_before_its_epoch_ends_begins_the_next_one() -> None:
-    _, stops = uninterrupted("shuffle", "no workers")
-    position = DataPosition()
-    position.load_state_dict(stops[2]["data"])
-    position.end_epoch(["train"])
-    source = position.open(LOADERS["shuffle"](Noisy(), {}), "train")
-    assert position_of(source) == (1, 0)
 
 
 def test_used_samples_are_passed_over_without_reading_them() -> None:
