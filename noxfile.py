@@ -63,6 +63,8 @@ def types(session: nox.Session) -> None:
     """Types, by two checkers that disagree now and then."""
     session.run(PYTHON, "-m", "mypy")
     session.run(PYTHON, "-m", "mypy", "--config-file", "tests/mypy.ini")
+    rest = ("--config-file", "integration/mypy.ini", "integration", "benchmarks")
+    session.run(PYTHON, "-m", "mypy", *rest)
     session.run(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)
 
 
