@@ -350,8 +350,10 @@ def test_a_loader_that_this_launch_does_not_open_follows_two_changes_at_once() -
 
 
 def test_two_changes_of_the_ranks_are_one_from_the_first_number_to_the_last() -> None:
-    position = {"train": {"epoch": 1, "batch": 2, "samples": 16}}
-    four = dict.fromkeys(range(4), position)
+    ranks = start("distributed", Launch(4, 2), 50)
+    for rank in ranks:
+        rank.train(2)
+    four = {number: rank.state() for number, rank in enumerate(ranks)}
     two = {
         rank: DataPosition().resplit_state_dict(four, WorldChange(rank, 2, 4))[0]
         for rank in range(2)
@@ -361,11 +363,13 @@ def test_two_changes_of_the_ranks_are_one_from_the_first_number_to_the_last() ->
 
 
 def test_a_new_rank_has_private_generators_and_workers_of_its_own() -> None:
-    states = {}
-    for rank in range(2):
-        generators = {"loader": torch.Generator().manual_seed(rank).get_state()}
-        counts = {"epoch": 1, "batch": 2, "samples": 16}
-        states[rank] = {"train": {**counts, "generators": generators, "workers": {0: "a state"}}}
+    states: dict[int, Any] = {}
+    for number, rank in enumerate(start("distributed", Launch(2, 4), 50)):
+        rank.train(2)
+        states[number] = rank.state()
+        position = states[number]["train"]
+        position["generators"] = {"loader": torch.Generator().manual_seed(number).get_state()}
+        position["workers"] = {0: "a state"}
     new, _ = DataPosition().resplit_state_dict(states, WorldChange(2, 3, 2))
     for former in states.values():
         then, now = former["train"]["generators"]["loader"], new["train"]["generators"]["loader"]
