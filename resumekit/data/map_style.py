@@ -73,7 +73,7 @@ class MapSource(Source):
     """A map-style DataLoader. The user's loader is left as it is; a shallow copy is iterated.
 
     The copy's index sampler is a RecordingSampler. With workers, its collate function and
-    ``worker_init_fn`` carry the workers' RNG states (see ``tape``).
+    ``worker_init_fn`` carry the workers' RNG states (see ``sampling``).
     """
 
     kind = "map"

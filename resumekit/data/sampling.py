@@ -44,7 +44,7 @@ class Seek:
 
     Args:
         start: the RNG state to draw the epoch's order from.
-        way_in: how to get to the position; None is the start of the epoch.
+        seeker: how to get to the position; None is the start of the epoch.
         num_padding: the empty batches to yield first, which keep each worker's turn.
         eager: whether to go there when the iterator is made. A loader without workers asks its
             sampler only for the first batch, when the generators stand at the safe point.

@@ -37,7 +37,7 @@ from resumekit.storage import (
     Store,
 )
 
-# These have a folder of their own, readable by stock tools; the rest data_ranks one file a rank.
+# These have a folder of their own, readable by stock tools; the rest goes into one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 
 Payloads = Sequence[Payload | ShardedPayload | ExtraFiles]
@@ -85,7 +85,7 @@ class Saver:
             for each in components
             if each.sharing_pattern is SharingPattern.SHARDED
         }
-        self._spreader = ShardPlanner(world, sharded)
+        self._shard_planner = ShardPlanner(world, sharded)
         self.parent: str | None = None
 
     def save(self, description: Description) -> StepName:
@@ -117,7 +117,7 @@ class Saver:
     def _payloads(self) -> Payloads:
         encoded: list[Payload | ExtraFiles] = []
         self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
-        return [*encoded, *self._spreader.payloads()]
+        return [*encoded, *self._shard_planner.payloads()]
 
     def _files(self) -> list[ExtraFiles]:
         if not self._world.is_first:
