@@ -224,7 +224,6 @@ KEPT: dict[str, tuple[str, ...]] = {
     "transformers/test_trainer_sharded": (
         "test_a_killed_run_*[FSDP2-twice in one epoch]",
         "test_a_killed_run_*[ZeRO-2-on the boundary]",
-        "test_a_component_left_out_*[optimizer]",
         "test_a_component_left_out_*-optimizer]",
         "test_from_pretrained_*[FSDP2]",
     ),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
@@ -104,8 +105,11 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server, which kills what it has started."""
-        with self._process:  # closes the pipes, then waits
-            pass
+        # A line, because the pipe stays open while a process that was forked meanwhile has it too,
+        # such as a worker of a DataLoader.
+        with self._process, suppress(BrokenPipeError):  # closes the pipes, then waits
+            self._requests.write(b"\n")
+            self._requests.flush()
 
     def _await(self, done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
         deadline = time.monotonic() + timeout_seconds

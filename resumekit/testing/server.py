@@ -62,7 +62,7 @@ class _QuickEnd:
 
 
 def _serve(replies: int) -> Task | None:
-    """Forks until stdin closes. Gives the task in the child that is to run it."""
+    """Forks until stdin closes or gives an empty line; in a child, the task that it is to run."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
@@ -77,10 +77,10 @@ def _serve(replies: int) -> Task | None:
         if 0 not in readable:
             continue
         received = os.read(0, 1 << 16)
-        if not received:
+        *lines, pending = (pending + received).split(b"\n")
+        if not received or b"" in lines:
             _kill(children)
             return None
-        *lines, pending = (pending + received).split(b"\n")
         for line in lines:
             child = os.fork()
             if child == 0:

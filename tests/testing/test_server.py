@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from resumekit.testing import Cell, KillPoint, Kit
+from resumekit.testing.launchers import ForkServer
 
 END = f"{Path(__file__).parent / 'scripts' / 'endings.py'}:end"
 
@@ -39,3 +43,14 @@ def test_the_status_is_the_tasks_own(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(END, {"how": "exits"})), kill=asked)
     assert run.failure
     assert not run.launches[0].was_killed
+
+
+def test_it_ends_while_another_process_has_its_pipe_too() -> None:
+    server = ForkServer(("json",), os.environ)
+    # Like a worker of a DataLoader, which outlives the test that started it.
+    with subprocess.Popen(["sleep", "60"], pass_fds=[server._requests.fileno()]) as other:
+        began = time.monotonic()
+        server.close()
+        seconds = time.monotonic() - began
+        other.kill()
+    assert seconds < 30
