@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
+from resumekit.capture.model import ModelState
 from resumekit.capture.naming import clean_names
 from resumekit.state import (
     ComponentState,
@@ -50,7 +51,7 @@ def bucket_components(components: Sequence[StateComponent]) -> tuple[StateCompon
     seen: set[int] = set()
     for component in components:
         stateful = component.stateful
-        module = stateful if isinstance(stateful, nn.Module) else getattr(stateful, "module", None)
+        module = stateful.module if isinstance(stateful, ModelState) else stateful
         if component.slot != Slot.MODEL.value or not isinstance(module, nn.Module):
             continue
         wrappers = {id(each) for _, each in ddp_modules(module)} - seen
