@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
-    from resumekit.run import ResumeReport
-    from resumekit.state import (
-        Fidelity,
-        Progress,
-        SharingPattern,
-        StateComponent,
-        Stateful,
-    )
+    from resumekit.run import Progress, ResumeReport
+    from resumekit.state import Fidelity, SharingPattern, StateComponent, Stateful
     from resumekit.tracing import trace
 
 __version__ = "0.1.0"
@@ -41,7 +35,7 @@ _HOMES = {
     "BestCheckpoint": "resumekit.checkpointer",
     "Checkpointer": "resumekit.checkpointer",
     "Fidelity": "resumekit.state",
-    "Progress": "resumekit.state",
+    "Progress": "resumekit.run",
     "ResumeReport": "resumekit.run",
     "ResumekitError": "resumekit.errors",
     "SharingPattern": "resumekit.state",

@@ -15,6 +15,7 @@ from resumekit.run.options import (
     require_order,
     run_directory,
 )
+from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming import read_sharded_component
 from resumekit.run.run import Components, Run
@@ -27,6 +28,7 @@ __all__ = [
     "FrameworkLoop",
     "OptionKeywords",
     "Options",
+    "Progress",
     "ResumeReport",
     "Run",
     "StepBoundary",

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.data import EpochUsage
 from resumekit.run.loops import Batches, Epochs
+from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
-from resumekit.state import CaptureLine, Progress
+from resumekit.state import CaptureLine
 
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
-from resumekit.state import BestMetric, ComponentState, Progress
+from resumekit.state import ComponentState
 from resumekit.storage import StepName, Store
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the logical run is. All counts are of the whole run, whatever was restarted.
+
+    Args:
+        step: optimizer-step boundaries passed.
+        micro_step: batches used.
+        epoch: the epoch of the next batch, from 0.
+        batch: the index of the next batch in that epoch.
+        samples: samples used, summed over the data-parallel ranks.
+        tokens: tokens used, summed over the data-parallel ranks.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values for the manifest."""
+        return asdict(self)
 
 
 class Counters(ComponentState):
@@ -122,7 +148,7 @@ class Counters(ComponentState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the counts of a checkpoint."""
-        self._counts = Progress.from_dict(state["progress"]).as_dict()
+        self._counts = {name: int(state["progress"][name]) for name in self._counts}
         self._local_samples = self._local_tokens = 0
         self.horizon = dict(state["horizon"])
         self.finished = state["finished"]
@@ -240,7 +266,8 @@ class BestSelection(ComponentState):
     """
 
     def __init__(self, name: str | None, mode: str) -> None:
-        self.best = BestMetric(name, mode) if name is not None else None
+        self._name, self._mode = name, mode
+        self._best: tuple[int, float] | None = None  # step and value
         self._latest: tuple[int, float] | None = None
 
     @property
@@ -250,34 +277,36 @@ class BestSelection(ComponentState):
 
     def report(self, values: Mapping[str, float], step: int) -> bool:
         """Takes the values reported for a step; whether the best one improved."""
-        if self.best is None or self.best.name not in values:
+        if self._name is None or self._name not in values:
             return False
-        value = values[self.best.name]
-        self._latest = (step, value)
-        improved = self.best.improved_by(value)
+        self._latest = (step, values[self._name])
+        improved = self._is_better(values[self._name], self._best)
         if improved:
-            self.best = self.best.with_value(value, step)
+            self._best = self._latest
         return improved
+
+    def _is_better(self, value: float, best: tuple[Any, float] | None) -> bool:
+        """Whether this value is better; a NaN never is."""
+        if math.isnan(value):
+            return False
+        if best is None:
+            return True
+        return value < best[1] if self._mode == "min" else value > best[1]
 
     def metric_of(self, step: int) -> dict[str, str] | None:
         """The manifest's record of the metric at this step, or None if none was reported."""
-        if self.best is None or self._latest is None or self._latest[0] != step:
+        if self._name is None or self._latest is None or self._latest[0] != step:
             return None
-        return {"name": self.best.name, "mode": self.best.mode, "value": self._latest[1].hex()}
+        return {"name": self._name, "mode": self._mode, "value": self._latest[1].hex()}
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, its step and its metric."""
-        if self.best is None:
+        if self._name is None:
             return {}
-        best = self.best
+        step, value = self._best or (None, None)
         latest = list(self._latest) if self._latest else None
-        return {
-            "name": best.name,
-            "mode": best.mode,
-            "value": best.value,
-            "step": best.step,
-            "latest": latest,
-        }
+        found = {"name": self._name, "mode": self._mode, "value": value, "step": step}
+        return {**found, "latest": latest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Takes the best value over, unless this run selects by another metric.
@@ -285,33 +314,30 @@ class BestSelection(ComponentState):
         Returns:
             What was not restored: the best value of another metric.
         """
-        best = self.best
-        if best is None or not state:
+        if self._name is None or not state:
             return ()
-        if (state["name"], state["mode"]) != (best.name, best.mode):
+        if (state["name"], state["mode"]) != (self._name, self._mode):
             return (
                 f"best_metric: was {state['name']} ({state['mode']}) in the checkpoint, the "
-                f"script's {best.name} ({best.mode}) is used; it has no best value yet",
+                f"script's {self._name} ({self._mode}) is used; it has no best value yet",
             )
-        self.best = BestMetric(best.name, best.mode, state["value"], state["step"])
+        self._best = None if state["value"] is None else (state["step"], state["value"])
         latest = state["latest"]
         self._latest = (int(latest[0]), float(latest[1])) if latest else None
         return ()
 
+    def best_step(self, store: Store) -> tuple[StepName, float] | None:
+        """The committed checkpoint with the best value, and that value; or None."""
+        best: tuple[StepName, float] | None = None
+        for name in store.step_names() if self._name is not None else ():
+            value = self._value(store, name)
+            if value is not None and self._is_better(value, best):
+                best = (name, value)
+        return best
 
-def best_step(store: Store, metric: BestMetric) -> tuple[StepName, float] | None:
-    """The committed checkpoint with the best value of a metric, and that value; or None."""
-    best, metric = None, replace(metric, value=None)
-    for name in store.step_names():
-        value = _value(store, name, metric)
-        if value is not None and metric.improved_by(value):
-            metric, best = metric.with_value(value, name.step), (name, value)
-    return best
-
-
-def _value(store: Store, name: StepName, metric: BestMetric) -> float | None:
-    try:
-        saved = store.open_step(name).manifest.metric
-    except CheckpointError:
-        return None
-    return float.fromhex(saved["value"]) if saved and saved["name"] == metric.name else None
+    def _value(self, store: Store, name: StepName) -> float | None:
+        try:
+            saved = store.open_step(name).manifest.metric
+        except CheckpointError:
+            return None
+        return float.fromhex(saved["value"]) if saved and saved["name"] == self._name else None

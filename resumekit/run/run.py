@@ -35,7 +35,6 @@ from resumekit.run.journaling import RunJournal, attempt_header
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.loop_check import LoopCheck
 from resumekit.run.options import Options
-from resumekit.run.progress import best_step
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Description, Saver
@@ -438,5 +437,4 @@ class Run:
 
     def best(self) -> tuple[StepName, float] | None:
         """The best committed checkpoint and the metric's value in it, or None."""
-        metric = self.selection.best
-        return None if metric is None else best_step(self._store or Store(self.directory), metric)
+        return self.selection.best_step(self._store or Store(self.directory))

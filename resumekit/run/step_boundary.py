@@ -10,10 +10,10 @@ from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.log import logger
 from resumekit.run.loops import Batches
-from resumekit.run.progress import LoopOrder
+from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
 from resumekit.run.save_requests import LeaveSignals, RequestExchange, Requests, parse_cadence
-from resumekit.state import CaptureLine, Progress, Slot
+from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 
 # The first steps of a launch: most user code shows in them what it changes.

@@ -13,15 +13,12 @@ from resumekit.state.components import (
     Validation,
     check_components,
 )
-from resumekit.state.progress import BestMetric, Progress
 
 __all__ = [
-    "BestMetric",
     "CaptureLine",
     "CaptureReport",
     "ComponentState",
     "Fidelity",
-    "Progress",
     "SharingPattern",
     "Slot",
     "StateComponent",

@@ -36,11 +36,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from resumekit import Progress
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.keys import Repeats
 from resumekit.data.order import OrderDigest
-from resumekit.state import Progress
 
 
 @pytest.fixture(autouse=True)
