@@ -1,15 +1,10 @@
-"""Reads wanted boxes of tensors out of data files: which bytes, in which order, to which memory.
-
-torch.distributed.checkpoint plans what to read of which stored chunk. It is imported where it is
-needed, because that takes a second.
-"""
+"""Reads wanted boxes of tensors out of data files: which bytes, in which order, to which memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -82,28 +77,6 @@ def _split(buffers: list[memoryview], num_bytes: int) -> tuple[list[memoryview],
     return buffers, []
 
 
-class Target:
-    """What torch's load planner asks of a tensor: its whole size, and the part wanted here."""
-
-    def __init__(self, shape: tuple[int, ...], box: Box) -> None:
-        self._shape = shape
-        self._box = box
-
-    def size(self) -> torch.Size:
-        """The size of the whole tensor."""
-        return torch.Size(self._shape)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        # torch 2.13 distributed/checkpoint/planner_helpers.py, _create_chunk_list asks for it.
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size(self._box.offsets), sizes=torch.Size(self._box.sizes)
-            )
-        ]
-
-
 @dataclass(frozen=True)
 class Fetch:
     """A box to be copied out of one stored part.
@@ -128,75 +101,26 @@ def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> l
         tensors: where the parts of each tensor are.
         wanted: the part wanted of each, by name.
     """
-    whole = [
-        Fetch(name, chunk, Box.whole(chunk.box.sizes), chunk.box)
-        for name, box in wanted.items()
-        if box == Box.whole(tensors[name].shape)
-        for chunk in tensors[name].chunks
-    ]
-    asked, alike = _different(tensors, wanted)
-    if not asked:
-        return whole
-    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    metadata = Metadata(
-        {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(),
-                size=torch.Size(tensors[name].shape),
-                chunks=[
-                    ChunkStorageMetadata(
-                        offsets=torch.Size(chunk.box.offsets), sizes=torch.Size(chunk.box.sizes)
-                    )
-                    for chunk in tensors[name].chunks
-                ],
-            )
-            for name in asked
-        }
-    )
-    targets = {name: Target(tensors[name].shape, box) for name, box in asked.items()}
-    plan = create_default_local_load_plan(targets, metadata, strict=True)
-    return whole + [
-        _fetch(name, item, tensors[name].chunks)
-        for item in plan.items
-        for name in alike[item.dest_index.fqn]
-    ]
-
-
-def _different(
-    tensors: Mapping[str, Logical], wanted: Mapping[str, Box]
-) -> tuple[dict[str, Box], dict[str, list[str]]]:
-    """One tensor for each distinct chunk list and wanted box, and the names that it stands for.
-
-    torch inspects every chunk of every tensor, and most tensors are sharded like another.
-    """
-    asked: dict[str, Box] = {}
-    alike: dict[str, list[str]] = {}
-    first: dict[Any, str] = {}
+    # Most tensors are sharded like another, and in the index those share one list of chunks.
+    overlaps: dict[tuple[int, Box], list[_Overlap]] = {}
+    fetches = []
     for name, box in wanted.items():
-        if box.num_elements and box != Box.whole(tensors[name].shape):
-            logical = tensors[name]
-            # Tensors with the same layout in the index share one list of chunks.
-            same = first.setdefault((id(logical.chunks), logical.shape, box), name)
-            asked.setdefault(same, box)
-            alike.setdefault(same, []).append(name)
-    return asked, alike
+        chunks = tensors[name].chunks
+        if (id(chunks), box) not in overlaps:
+            overlaps[id(chunks), box] = list(find_overlaps(chunks, box))
+        fetches += [Fetch(name, *overlap) for overlap in overlaps[id(chunks), box]]
+    return fetches
 
 
-def _fetch(name: str, item: Any, chunks: Sequence[Chunk]) -> Fetch:
-    lengths = tuple(item.lengths)
-    return Fetch(
-        name,
-        chunks[item.storage_index.index],
-        Box(tuple(item.storage_offsets), lengths),
-        Box(tuple(item.dest_offsets), lengths),
-    )
+_Overlap = tuple[Chunk, Box, Box]
+
+
+def find_overlaps(chunks: Iterable[Chunk], wanted: Box) -> Iterator[_Overlap]:
+    """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
+    for chunk in chunks:
+        common = chunk.box.intersection(wanted)
+        if common.num_elements:
+            yield chunk, common.relative_to(chunk.box), common.relative_to(wanted)
 
 
 _MAX_RANGE_BYTES = 16 << 20

@@ -374,11 +374,8 @@ class _DataFile:
             memory: of the wanted part; receives the elements.
         """
         record = self._records[_stored_name(fetch)]
-        cut = tuple(
-            slice(begin, begin + size)
-            for begin, size in zip(fetch.wanted.offsets, fetch.wanted.sizes, strict=True)
-        )
-        return byte_ranges(fetch.stored, record.shape, self._begin + record.begin, memory[cut])
+        target = memory[fetch.wanted.slices]
+        return byte_ranges(fetch.stored, record.shape, self._begin + record.begin, target)
 
     def _check_size(self) -> None:
         reader = self._open()

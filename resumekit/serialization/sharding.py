@@ -44,10 +44,25 @@ class Box:
         """The elements in it."""
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its elements as an index of the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def intersection(self, other: Box) -> Box:
+        """The elements in both; without elements where they do not overlap."""
+        pairs = list(zip(self.slices, other.slices, strict=True))
+        begins = tuple(max(a.start, b.start) for a, b in pairs)
+        ends = (min(a.stop, b.stop) for a, b in pairs)
+        return Box(begins, tuple(max(e - b, 0) for b, e in zip(begins, ends, strict=True)))
+
+    def relative_to(self, other: Box) -> Box:
+        """The same elements, counted from the first corner of another box."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
     def __str__(self) -> str:
-        ends = (begin + size for begin, size in zip(self.offsets, self.sizes, strict=True))
-        pairs = zip(self.offsets, ends, strict=True)
-        return "[" + ", ".join(f"{begin}:{end}" for begin, end in pairs) + "]"
+        return "[" + ", ".join(f"{each.start}:{each.stop}" for each in self.slices) + "]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,10 +275,7 @@ def part_like(partner: Any, saved: Any) -> Any:
     box = box_of(partner, "a live tensor")
     if box is None:
         return sharded_like(partner, local_part(partner).detach())
-    cut = tuple(
-        slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)
-    )
-    return sharded_like(partner, saved[cut].clone())
+    return sharded_like(partner, saved[box.slices].clone())
 
 
 def fill(live: Any, saved: Any) -> None:

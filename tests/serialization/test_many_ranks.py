@@ -20,9 +20,9 @@ from resumekit.serialization import (
     ShardedPayload,
     assign,
     encode_local,
+    fetching,
 )
 from resumekit.serialization import planning as plan_module
-from resumekit.serialization.fetching import plan_fetches
 from resumekit.serialization.planning import LocalState
 from resumekit.serialization.sharding import Box, box_of, local_part
 
@@ -143,27 +143,25 @@ def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:
 def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.distributed.checkpoint import default_planner
-
     from resumekit.serialization.index import ShardedIndex
 
     local, _, assignments = planned(ranks, (8,), 30)
     data = ShardedPayload("model", 0, local[0], assignments[0])._small_files["model/index.json"]
     assert data is not None
     tensors = ShardedIndex.from_bytes(data, where="index").tensors
-    asked: list[int] = []
-    original = default_planner.create_default_local_load_plan
+    asked: list[Box] = []
+    original = fetching.find_overlaps
 
-    def counted(targets: Any, *given: Any, **named: Any) -> Any:
-        asked.append(len(targets))
-        return original(targets, *given, **named)
+    def counted(chunks: Any, box: Box) -> Any:
+        asked.append(box)
+        return original(chunks, box)
 
-    monkeypatch.setattr(default_planner, "create_default_local_load_plan", counted)
+    monkeypatch.setattr(fetching, "find_overlaps", counted)
     with ranks.rank(1, 3):
         live = states(ranks, (3,), (0,), 30)
         wanted = {name: box_of(tensor, name) or Box((), ()) for name, tensor in live.items()}
-    fetches = plan_fetches(tensors, wanted)
-    assert asked == [len(SHAPES)]  # the counts of steps, wanted whole, need no plan
+    fetches = fetching.plan_fetches(tensors, wanted)
+    assert len(asked) == len(SHAPES) + 1  # and the counts of steps
     elements = Counter(dict.fromkeys(wanted, 0))
     for fetch in fetches:
         elements[fetch.name] += fetch.wanted.num_elements
