@@ -107,42 +107,29 @@ class CallEffects:
             return False
         return not (isinstance(node.func, ast.Attribute) and is_self(path, context))
 
-    def _has_effect(self, node: ast.Call, context: Context, *, is_statement: bool) -> bool:
+    def _effect(self, node: ast.Call, context: Context, *, is_statement: bool) -> tuple[bool, bool]:
+        """Whether a call has an effect on the training, and whether its arguments count then."""
         name = calls.method(node)
-        return (
-            (isinstance(node.func, ast.Attribute) and name in calls.TRAINING_METHODS)
-            or (is_statement and name == "step" and isinstance(node.func, ast.Attribute))
-            or name in ("train", "eval")
-            or calls.is_saving(node)
+        is_method = isinstance(node.func, ast.Attribute)
+        if is_method and name in calls.TRAINING_METHODS:
+            return True, name != "zero_grad"
+        is_step = is_statement and is_method and name == "step"
+        if is_step or calls.is_saving(node) or calls.trains(node):
+            return True, True
+        if self._calls_model(node, context):
+            return True, not context.no_grad
+        looks = calls.is_query(node)
+        takes = not looks and self._takes_training_object(node, context)
+        acts = is_statement and (
+            self._is_training_method(node, context) or self._is_unknown_function(node, context)
+        )
+        decides = (
+            name in ("train", "eval")
             or calls.is_evaluation(node)
-            or calls.trains(node)
             or calls.is_stopping(node)
             or calls.draws_random_numbers(node)
-            or self._calls_model(node, context)
-            or (is_statement and self._is_training_method(node, context))
-            or (is_statement and self._is_unknown_function(node, context))
-            or (self._takes_training_object(node, context) and not calls.is_query(node))
         )
-
-    def _wants_arguments(self, node: ast.Call, context: Context, *, is_statement: bool) -> bool:
-        name = calls.method(node)
-        if isinstance(node.func, ast.Attribute) and name in calls.TRAINING_METHODS:
-            if name == "backward":
-                return True
-            return name not in ("zero_grad",)
-        if is_statement and name == "step" and isinstance(node.func, ast.Attribute):
-            return True
-        if calls.is_saving(node) or calls.trains(node):
-            return True
-        if self._calls_model(node, context):
-            return not context.no_grad
-        if calls.is_query(node):
-            return False
-        if is_statement and self._is_training_method(node, context):
-            return True
-        if is_statement and self._is_unknown_function(node, context):
-            return True
-        return is_statement and self._takes_training_object(node, context)
+        return decides or acts or takes, not looks and is_statement and (acts or takes)
 
     def _is_unknown_function(self, node: ast.Call, context: Context) -> bool:
         """Whether a function from elsewhere is called for what it does to its arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from resumekit.analysis import calls
 from resumekit.analysis.effects import CallEffects, Context, is_self
@@ -23,8 +24,15 @@ from resumekit.analysis.scopes import (
     without,
 )
 
-# What is relevant before a piece of code, and whether the code has an effect on the training.
-Flow = tuple[Relevant, bool]
+
+class Flow(NamedTuple):
+    """What is relevant before a piece of code, and whether the code has an effect on the training.
+
+    What takes a flow extends that piece by the code before it.
+    """
+
+    relevant: Relevant
+    effect: bool = False
 
 
 class ExpressionSlice(CallEffects, ABC):
@@ -48,8 +56,8 @@ class ExpressionSlice(CallEffects, ABC):
 
     def _store(
         self, target: ast.expr, out: Relevant, before: Relevant, context: Context, *, keeps: bool
-    ) -> tuple[bool, bool]:
-        """A store: whether the stored value is wanted, and whether the store itself matters.
+    ) -> bool:
+        """Whether the value that a store writes is wanted.
 
         Args:
             target: what is stored into.
@@ -59,52 +67,44 @@ class ExpressionSlice(CallEffects, ABC):
             keeps: the store reads the old value.
         """
         if isinstance(target, (ast.Tuple, ast.List)):
-            found = [self._store(t, out, before, context, keeps=keeps) for t in target.elts]
-            return any(w for w, _ in found), any(e for _, e in found)
+            wanted = [self._store(t, out, before, context, keeps=keeps) for t in target.elts]
+            return any(wanted)
         if isinstance(target, ast.Starred):
             return self._store(target.value, out, before, context, keeps=keeps)
-        scope = context.scope
-        if isinstance(target, ast.Subscript):
-            return self._store_item(target, out, before, context)
-        path = scope.path(target)
         matters = self._is_component(target, context)
+        if isinstance(target, ast.Subscript):
+            return matters or self._store_item(target, out, before, context)
+        path = context.scope.path(target)
         if path is None:
-            return matters, matters
-        want = touches_any(path, out)
+            return matters
         drop_guards_on(path, before)
         if not keeps:
             _drop_covered(path, before)
-        if isinstance(target, ast.Name) and self._roles.is_training(path):
-            matters = True
-        return want or matters, matters
+        is_component = isinstance(target, ast.Name) and self._roles.is_training(path)
+        return matters or is_component or touches_any(path, out)
 
     def _store_item(
         self, target: ast.Subscript, out: Relevant, before: Relevant, context: Context
-    ) -> tuple[bool, bool]:
-        if self._is_component(target, context):
-            return True, True
+    ) -> bool:
         path = context.scope.path(base_of(target))
-        if path is None:
-            return False, False
-        want = touches_any(path, out)
-        if want and any(
-            isinstance(each, ast.Name) and context.scope.path_of(each.id) in context.indices
-            for each in ast.walk(target.slice)
-        ):
+        if path is None or not touches_any(path, out):
+            return False
+        names = (each.id for each in ast.walk(target.slice) if isinstance(each, ast.Name))
+        if any(context.scope.path_of(each) in context.indices for each in names):
             _drop_covered(path, before)
-        elif want:
+        else:
             before.update(self._read(target.slice, before, context))
-        return want, False
+        return True
 
     # ---------------------------------------------------------------- expressions
 
     def _read(self, node: ast.expr, before: Relevant, context: Context) -> Relevant:
-        return self._expression(node, before, context, want=True)[0]
+        return self._expression(node, Flow(before), context, want=True).relevant
 
     def _expression(
         self,
         node: ast.expr | None,
-        out: Relevant,
+        after: Flow,
         context: Context,
         *,
         want: bool,
@@ -114,72 +114,77 @@ class ExpressionSlice(CallEffects, ABC):
 
         Args:
             node: the expression.
-            out: what is relevant after it.
+            after: the flow after it.
             context: of the statement.
             want: its value is relevant.
             is_statement: its value is thrown away.
         """
         if node is None or isinstance(node, ast.Constant):
-            return out, False
+            return after
         want = want or self._every_use
-        if isinstance(node, ast.Call):
-            return self._call(node, out, context, want=want, is_statement=is_statement)
-        read = self._program.property_read(node, context.scope)
-        if read is not None:
-            return self._call(read, out, context, want=want, is_statement=False)
+        call = node if isinstance(node, ast.Call) else None
+        call = call or self._program.property_read(node, context.scope)
+        if call is not None:
+            return self._call(call, after, context, want=want, is_statement=is_statement)
         path = context.scope.path(node)
         if path is not None:
             is_known = variable_of(path) in self._program.imported or is_self(path, context)
-            if want and not is_known:
-                out = {**out, path: None}
-            return out, False
+            return (
+                Flow({**after.relevant, path: None}, after.effect)
+                if want and not is_known
+                else after
+            )
         if isinstance(node, ast.NamedExpr):
-            before = dict(out)
-            stored, effect = self._store(node.target, out, before, context, keeps=False)
-            before, also = self._expression(node.value, before, context, want=want or stored)
-            return before, effect or also or stored
+            before = dict(after.relevant)
+            stored = self._store(node.target, after.relevant, before, context, keeps=False)
+            after = Flow(before, after.effect or stored)
+            return self._expression(node.value, after, context, want=want or stored)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            return self._comprehension(node, out, context, want=want)
+            return self._comprehension(node, after, context, want=want)
         if isinstance(node, ast.Lambda):
             hidden = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
-            inside, effect = self._expression(node.body, {}, context, want=want)
-            shown = {p: g for p, g in inside.items() if variable_of(p) not in hidden}
-            return joined(out, shown), effect
+            inside = self._expression(node.body, Flow({}), context, want=want)
+            shown = {p: g for p, g in inside.relevant.items() if variable_of(p) not in hidden}
+            return Flow(joined(after.relevant, shown), after.effect or inside.effect)
         children = [each for each in reversed(children_of(node)) if isinstance(each, ast.expr)]
-        return self._in_turn([(each, want) for each in children], out, context)
+        return self._in_turn([(each, want) for each in children], after, context)
 
     def _in_turn(
-        self, wanted: Iterable[tuple[ast.expr, bool]], out: Relevant, context: Context
+        self, wanted: Iterable[tuple[ast.expr, bool]], after: Flow, context: Context
     ) -> Flow:
         """Before several expressions, the last one first; each with whether it is wanted."""
-        effect = False
         for node, want in wanted:
-            out, also = self._expression(node, out, context, want=want)
-            effect = effect or also
-        return out, effect
+            after = self._expression(node, after, context, want=want)
+        return after
 
     def _comprehension(
-        self, node: ast.expr, out: Relevant, context: Context, *, want: bool
+        self,
+        node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp,
+        after: Flow,
+        context: Context,
+        *,
+        want: bool,
     ) -> Flow:
-        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]  # type: ignore[attr-defined]
-        generators = node.generators  # type: ignore[attr-defined]
-        inside, effect = self._in_turn([(each, want) for each in parts], out, context)
-        for generator in reversed(generators):
+        out = after.relevant
+        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        flow = self._in_turn([(each, want) for each in parts], Flow(out), context)
+        for generator in reversed(node.generators):
             for test in generator.ifs:
-                inside, also = self._expression(test, inside, context, want=want or effect)
-                effect = effect or also
+                flow = self._expression(test, flow, context, want=want or flow.effect)
             hidden = {each.id for each in ast.walk(generator.target) if isinstance(each, ast.Name)}
-            inside = {p: g for p, g in inside.items() if p in out or variable_of(p) not in hidden}
-            inside, also = self._expression(generator.iter, inside, context, want=want or effect)
-            effect = effect or also
-        return inside, effect
+            shown = {
+                p: g for p, g in flow.relevant.items() if p in out or variable_of(p) not in hidden
+            }
+            flow = Flow(shown, flow.effect)
+            flow = self._expression(generator.iter, flow, context, want=want or flow.effect)
+        return Flow(flow.relevant, flow.effect or after.effect)
 
     # ---------------------------------------------------------------- calls
 
     def _call_inside(
         self,
         call: ast.Call,
-        out: Relevant,
+        after: Flow,
         context: Context,
         *,
         want: bool,
@@ -198,9 +203,9 @@ class ExpressionSlice(CallEffects, ABC):
             no_grad=context.no_grad,
             depth=context.depth + 1,
         )
-        inside, effect = self._function(out, inner)
+        inside, effect = self._function(after.relevant, inner)
         prefix = f"{function.name}{LOCAL}"
-        wanted = {path for path in inside if path.startswith(prefix) and path not in out}
+        wanted = {p for p in inside if p.startswith(prefix) and p not in after.relevant}
         given = set(map(id, copied.values()))
         others = [
             each
@@ -211,20 +216,21 @@ class ExpressionSlice(CallEffects, ABC):
             others.append(call.func.value)
         evaluated = [(value, touches_any(name, wanted)) for name, value in copied.items()]
         evaluated += [(each, want) for each in others]
-        before, also = self._in_turn(evaluated, without(inside, wanted), context)
-        return before, effect or also
+        flow = Flow(without(inside, wanted), after.effect or effect)
+        return self._in_turn(evaluated, flow, context)
 
     def _call(
-        self, node: ast.Call, out: Relevant, context: Context, *, want: bool, is_statement: bool
+        self, node: ast.Call, after: Flow, context: Context, *, want: bool, is_statement: bool
     ) -> Flow:
-        followed = self._call_inside(node, out, context, want=want)
+        followed = self._call_inside(node, after, context, want=want)
         if followed is not None:
             return followed
         logs = self._is_logging(node, context) or (is_statement and calls.writes_log(node))
         if logs and not self._every_use:
-            return self._arguments(node, out, context, want=want, receiver=False)
-        effect = self._has_effect(node, context, is_statement=is_statement)
-        wants_arguments = want or self._wants_arguments(node, context, is_statement=is_statement)
+            return self._arguments(node, after, context, want=want, receiver=False)
+        out = after.relevant
+        effect, counts = self._effect(node, context, is_statement=is_statement)
+        wants_arguments = want or counts
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         path = None if receiver is None else context.scope.path(base_of(receiver))
         wants_receiver = want or (effect and self._remembers(node, path, context))
@@ -241,12 +247,13 @@ class ExpressionSlice(CallEffects, ABC):
             if iterator is not None and touches_any(iterator, out):
                 wants_arguments = True
         before, also = self._arguments(
-            node, out, context, want=wants_arguments, receiver=wants_receiver
+            node, Flow(out), context, want=wants_arguments, receiver=wants_receiver
         )
         if want or effect:
             unknown = self._roles.changed_by_unknown(node, context.scope)
             before = joined(before, dict.fromkeys(unknown))
-        return self._with_called(node, before, context, want=want), effect or also
+        before = self._with_called(node, before, context, want=want)
+        return Flow(before, after.effect or effect or also)
 
     def _changed_receiver(
         self, node: ast.Call, path: str, out: Relevant, context: Context, *, is_statement: bool
@@ -290,30 +297,24 @@ class ExpressionSlice(CallEffects, ABC):
         return {**before, function: None} if is_asked else before
 
     def _arguments(
-        self, node: ast.Call, out: Relevant, context: Context, *, want: bool, receiver: bool
+        self, node: ast.Call, after: Flow, context: Context, *, want: bool, receiver: bool
     ) -> Flow:
-        effect = False
         saves = calls.is_saving(node) and not self._every_use
         for value in reversed(calls.arguments_of(node)):
             decides = want and (not saves or self._is_decision(value, context))
-            out, also = self._argument(value, out, context, want=decides)
-            effect = effect or also
+            after = self._argument(value, after, context, want=decides)
         if isinstance(node.func, ast.Attribute):
-            out, also = self._expression(node.func.value, out, context, want=receiver)
-            effect = effect or also
-        elif not isinstance(node.func, ast.Name):
-            out, also = self._expression(node.func, out, context, want=want)
-            effect = effect or also
-        return out, effect
+            return self._expression(node.func.value, after, context, want=receiver)
+        if isinstance(node.func, ast.Name):
+            return after
+        return self._expression(node.func, after, context, want=want)
 
-    def _argument(self, value: ast.expr, out: Relevant, context: Context, *, want: bool) -> Flow:
+    def _argument(self, value: ast.expr, after: Flow, context: Context, *, want: bool) -> Flow:
         """An argument; a function of the same file is one that the callee calls."""
+        followed = None
         if isinstance(value, (ast.Name, ast.Attribute)):
-            called = calls.call_of(value)
-            followed = self._call_inside(called, out, context, want=want)
-            if followed is not None:
-                return followed
-        return self._expression(value, out, context, want=want)
+            followed = self._call_inside(calls.call_of(value), after, context, want=want)
+        return followed or self._expression(value, after, context, want=want)
 
 
 def _drop_covered(path: str, relevant: Relevant) -> None:

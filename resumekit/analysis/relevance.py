@@ -38,7 +38,6 @@ from resumekit.analysis.scopes import (
     negated,
     own_nodes,
     pairs_of,
-    returned_values,
     root_of,
     stored_names,
     target_names,
@@ -111,7 +110,7 @@ class Relevance(ExpressionSlice):
     def _function(self, out: Relevant, context: Context) -> Flow:
         unused = self._unused(context.scope, out)
         before, effect = self._used(without(out, unused), context)
-        return {**dict.fromkeys(unused), **before}, effect
+        return Flow({**dict.fromkeys(unused), **before}, effect)
 
     def _unused(self, scope: Scope, out: Relevant) -> set[str]:
         """What a function has nothing to do with, so that one result is good for many calls."""
@@ -130,7 +129,7 @@ class Relevance(ExpressionSlice):
         if key in self._memo:
             return self._memo[key]
         if is_active or context.depth > _MAX_DEPTH:
-            return out, False
+            return Flow(out)
         self._active.append(function)
         no_grad = context.no_grad or is_without_gradients(function)
         matters = False
@@ -142,8 +141,8 @@ class Relevance(ExpressionSlice):
             matters = effect
         self._active.pop()
         result = inside if not function.name else without(inside, local)
-        self._memo[key] = result, matters
-        return result, matters
+        self._memo[key] = Flow(result, matters)
+        return self._memo[key]
 
     # ---------------------------------------------------------------- statements
 
@@ -152,97 +151,86 @@ class Relevance(ExpressionSlice):
         for statement in reversed(body):
             out, also = self._statement(statement, out, context)
             effect = effect or also
-        return out, effect
+        return Flow(out, effect)
 
     def _statement(self, node: ast.stmt, out: Relevant, context: Context) -> Flow:
         handle = self._by_statement.get(type(node))
         if handle is not None:
             return handle(node, out, context)
         if isinstance(node, ast.Expr):
-            return self._expression(node.value, out, context, want=False, is_statement=True)
+            return self._expression(node.value, Flow(out), context, want=False, is_statement=True)
         if isinstance(node, ast.Break):
-            return context.at_break, context.jumps_matter
+            return Flow(context.at_break, context.jumps_matter)
         if isinstance(node, ast.Continue):
-            return context.at_continue, context.jumps_matter
+            return Flow(context.at_continue, context.jumps_matter)
         if isinstance(node, ast.Raise):
-            return {}, True
+            return Flow({}, True)
         if isinstance(node, ast.Assert):
-            return self._expression(node.test, out, context, want=self._every_use)
-        return out, False
+            return self._expression(node.test, Flow(out), context, want=self._every_use)
+        return Flow(out)
 
     def _return(self, node: ast.Return, out: Relevant, context: Context) -> Flow:
-        parts = context.elements if isinstance(node.value, ast.Tuple) else None
-        values = returned_values(node, by_element=parts is not None)
+        after = Flow(context.at_return, context.returns_matter or context.wants_result)
+        parts = context.elements
+        if parts is None or not isinstance(node.value, ast.Tuple):
+            return self._expression(node.value, after, context, want=context.wants_result)
         wanted = [
-            (value, context.wants_result and (parts is None or index in parts))
-            for index, value in enumerate(values)
+            (value, context.wants_result and index in parts)
+            for index, value in enumerate(node.value.elts)
         ]
-        before, effect = self._in_turn(wanted, context.at_return, context)
-        return before, effect or context.returns_matter or context.wants_result
+        return self._in_turn(wanted, after, context)
 
     def _match(self, node: ast.Match, out: Relevant, context: Context) -> Flow:
         cases = [self._body(each.body, out, context) for each in node.cases]
-        effect = any(each for _, each in cases)
-        before = joined({} if is_exhaustive(node) else out, *(each for each, _ in cases))
-        before, also = self._expression(node.subject, before, context, want=effect)
-        return before, effect or also
+        before = joined({} if is_exhaustive(node) else out, *(each.relevant for each in cases))
+        effect = any(each.effect for each in cases)
+        return self._condition(node.subject, Flow(before, effect), context)
 
     def _assignment(
         self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, out: Relevant, context: Context
     ) -> Flow:
         if node.value is None:
-            return out, False
+            return Flow(out)
+        before = dict(out)
+
+        def store(target: ast.expr) -> bool:
+            keeps = isinstance(node, ast.AugAssign)
+            return self._store(target, out, before, context, keeps=keeps)
+
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if isinstance(node, ast.Assign) and len(targets) == 1:
-            pairs = pairs_of(targets[0], node.value)
-            if len(pairs) > 1:
-                return self._parallel(pairs, out, context)
-        want, effect, before = False, False, dict(out)
-        if len(targets) == 1 and isinstance(targets[0], ast.Tuple):
+        if len(targets) == 1:
             followed = self._unpacked(targets[0], node.value, out, context)
             if followed is not None:
                 return followed
-        for target in targets:
-            wanted, also = self._store(
-                target, out, before, context, keeps=isinstance(node, ast.AugAssign)
-            )
-            want, effect = want or wanted, effect or also
-        after, also = self._expression(node.value, before, context, want=want)
-        if isinstance(node, ast.AugAssign) and want:
-            after = self._read(node.target, after, context)
-        return after, effect or also or want
+            pairs = pairs_of(targets[0], node.value)
+            wanted = [(value, store(target)) for target, value in pairs]
+        else:
+            every = [store(target) for target in targets]
+            wanted = [(node.value, any(every))]
+        effect = any(want for _, want in wanted)
+        after = self._in_turn(wanted, Flow(before, effect), context)
+        if isinstance(node, ast.AugAssign) and effect:
+            return Flow(self._read(node.target, after.relevant, context), after.effect)
+        return after
 
     def _unpacked(
-        self, target: ast.Tuple, value: ast.expr, out: Relevant, context: Context
+        self, target: ast.expr, value: ast.expr, out: Relevant, context: Context
     ) -> Flow | None:
         """``a, b = f()`` for a function of the file: which elements of its result are wanted."""
-        if not isinstance(value, ast.Call) or self._program.called(value, context.scope) is None:
+        if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Call):
             return None
-        before, effect = dict(out), False
-        wanted: set[int] = set()
-        for index, each in enumerate(target.elts):
-            if isinstance(each, ast.Starred):
-                return None
-            want, also = self._store(each, out, before, context, keeps=False)
-            wanted |= {index} if want else set()
-            effect = effect or also or want
-        elements = None if self._every_use else frozenset(wanted)
-        want = bool(wanted) or self._every_use
-        after = self._call_inside(value, before, context, want=want, elements=elements)
-        assert after is not None
-        return after[0], effect or after[1]
-
-    def _parallel(
-        self, pairs: list[tuple[ast.expr, ast.expr]], out: Relevant, context: Context
-    ) -> Flow:
-        before, effect = dict(out), False
-        wanted = []
-        for target, value in pairs:
-            want, also = self._store(target, out, before, context, keeps=False)
-            wanted.append((value, want))
-            effect = effect or also or want
-        before, also = self._in_turn(wanted, before, context)
-        return before, effect or also
+        if any(isinstance(each, ast.Starred) for each in target.elts):
+            return None
+        before = dict(out)
+        wanted = frozenset(
+            index
+            for index, each in enumerate(target.elts)
+            if self._store(each, out, before, context, keeps=False)
+        )
+        after = Flow(before, bool(wanted))
+        if self._every_use:
+            return self._call_inside(value, after, context, want=True)
+        return self._call_inside(value, after, context, want=after.effect, elements=wanted)
 
     def _if(self, node: ast.If, out: Relevant, context: Context) -> Flow:
         if id(node) not in self._assigned_by_all:
@@ -250,18 +238,17 @@ class Relevance(ExpressionSlice):
         guard = ast.unparse(node.test)
         positive = {p: g for p, g in out.items() if not excludes(g, negated(guard))}
         negative = {p: g for p, g in out.items() if not excludes(g, guard)}
-        then, effect = self._body(node.body, positive, context)
-        other, also = self._body(node.orelse, negative, context)
+        then = self._body(node.body, positive, context)
+        other = self._body(node.orelse, negative, context)
+        skipped = other.relevant
         if not node.orelse:
-            other = without(other, self._assigned_by_all.get(id(node), set()))
-        if not node.orelse and self._is_invariant(node.test, context.scope):
-            # Nothing assigns it elsewhere: what is read without this branch is never read at all.
-            stored = stored_names(node.body, context.scope) & self._only_inside
-            killed = {p for p in stored if p in other and p not in then}
-            other = without(other, killed)
-        before = under(then, other, guard)
-        effect = effect or also
-        return self._test(node.test, before, context, effect=effect)
+            skipped = without(skipped, self._assigned_by_all.get(id(node), set()))
+            if self._is_invariant(node.test, context.scope):
+                # Nothing assigns it elsewhere: what is read without this branch is never read.
+                stored = stored_names(node.body, context.scope) & self._only_inside
+                skipped = without(skipped, stored - then.relevant.keys())
+        before = Flow(under(then.relevant, skipped, guard), then.effect or other.effect)
+        return self._condition(node.test, before, context)
 
     def _note_alternatives(self, node: ast.If, scope: Scope) -> None:
         """``if kind == "a": ... elif kind == "b": ...`` without ``else``: one of them runs.
@@ -278,9 +265,9 @@ class Relevance(ExpressionSlice):
         for each in branches:
             self._assigned_by_all[id(each)] = set.intersection(*assigned)
 
-    def _test(self, test: ast.expr, before: Relevant, context: Context, *, effect: bool) -> Flow:
-        before, also = self._expression(test, before, context, want=effect)
-        return before, effect or also
+    def _condition(self, test: ast.expr, after: Flow, context: Context) -> Flow:
+        """Before a condition: its value is relevant where it decides something."""
+        return self._expression(test, after, context, want=after.effect)
 
     def _loop(self, node: LoopNode, out: Relevant, context: Context) -> Flow:
         is_chain = id(node) in self._chain
@@ -297,7 +284,6 @@ class Relevance(ExpressionSlice):
                     self._component_aliases |= indices - context.indices
                 indices |= derived_names(node.body, indices, context.scope)
         head, matters = after, False
-        before: Relevant = {}
         while True:
             inner = replace(
                 context,
@@ -306,61 +292,54 @@ class Relevance(ExpressionSlice):
                 jumps_matter=matters,
                 indices=indices,
             )
-            before, also = self._body(node.body, head, inner)
+            body = self._body(node.body, head, inner)
             if node is self._inner:
-                self.at_safe_point = joined(self.at_safe_point, before)
+                self.at_safe_point = joined(self.at_safe_point, body.relevant)
                 self.scope = context.scope
-            before, also_head = self._head(node, before, inner, matters or also, is_chain=is_chain)
-            new = joined(head, before)
-            now = matters or also or also_head
-            if new == head and now == matters:
+            body = Flow(body.relevant, matters or body.effect)
+            before = self._head(node, body, inner, is_chain=is_chain)
+            new = joined(head, before.relevant)
+            if new == head and before.effect == matters:
                 break
-            head, matters = new, now
-        result = head if isinstance(node, ast.While) else before
-        return result, effect or matters
+            head, matters = new, before.effect
+        result = head if isinstance(node, ast.While) else before.relevant
+        return Flow(result, effect or matters)
 
-    def _head(
-        self,
-        node: LoopNode,
-        body: Relevant,
-        context: Context,
-        matters: bool,
-        *,
-        is_chain: bool,
-    ) -> Flow:
+    def _head(self, node: LoopNode, after: Flow, context: Context, *, is_chain: bool) -> Flow:
         """Before one iteration: the test of a ``while``, the targets of a ``for``."""
         if isinstance(node, ast.While):
-            return self._test(node.test, body, context, effect=matters)
-        before = dict(body)
-        want, _ = self._store(node.target, body, before, context, keeps=False)
+            return self._condition(node.test, after, context)
+        stored = dict(after.relevant)
+        want = self._store(node.target, after.relevant, stored, context, keeps=False)
+        before = Flow(stored, after.effect)
         if is_chain and counts(node.iter):
-            return before, False
-        before, effect = self._expression(node.iter, before, context, want=want or matters)
-        return before, effect and not is_chain
+            return before
+        before = self._expression(node.iter, before, context, want=want or after.effect)
+        return Flow(before.relevant, after.effect) if is_chain else before
 
     def _with(self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context) -> Flow:
         text = " ".join(ast.unparse(item.context_expr) for item in node.items)
         inner = context
         if "no_grad" in text or "inference_mode" in text:
             inner = replace(context, no_grad=True)
-        before, effect = self._body(node.body, out, inner)
+        after = self._body(node.body, out, inner)
         for item in reversed(node.items):
-            want = effect
+            want = after.effect
             if item.optional_vars is not None:
-                after, before = before, dict(before)
-                stored, _ = self._store(item.optional_vars, after, before, context, keeps=False)
-                want = want or stored
-            role = self._role(item.context_expr, context)
-            want = want and role is not Role.LOGGING
-            before, also = self._expression(item.context_expr, before, context, want=want)
-            effect = effect or also
-        return before, effect
+                before = dict(after.relevant)
+                want |= self._store(
+                    item.optional_vars, after.relevant, before, context, keeps=False
+                )
+                after = Flow(before, after.effect)
+            want = want and self._role(item.context_expr, context) is not Role.LOGGING
+            after = self._expression(item.context_expr, after, context, want=want)
+        return after
 
     def _try(self, node: ast.Try, out: Relevant, context: Context) -> Flow:
-        after, effect = self._body(node.finalbody, out, context)
-        handled = [self._body(each.body, after, context) for each in node.handlers]
-        normal, also = self._body(node.orelse, after, context)
-        end = joined(normal, *(each for each, _ in handled))
-        before, inside = self._body(node.body, end, context)
-        before = joined(before, *(each for each, _ in handled))  # an exception at the beginning
-        return before, effect or also or inside or any(each for _, each in handled)
+        last = self._body(node.finalbody, out, context)
+        handled = [self._body(each.body, last.relevant, context) for each in node.handlers]
+        caught = [each.relevant for each in handled]
+        normal = self._body(node.orelse, last.relevant, context)
+        first = self._body(node.body, joined(normal.relevant, *caught), context)
+        before = joined(first.relevant, *caught)  # an exception at the beginning
+        return Flow(before, any(each.effect for each in (last, normal, first, *handled)))

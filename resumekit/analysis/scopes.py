@@ -323,15 +323,6 @@ def compared_subject(test: ast.expr) -> str | None:
     return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
 
 
-def returned_values(node: ast.Return, *, by_element: bool) -> list[ast.expr]:
-    """What a return gives; by element, those of a tuple."""
-    if node.value is None:
-        return []
-    if by_element and isinstance(node.value, ast.Tuple):
-        return list(node.value.elts)
-    return [node.value]
-
-
 def is_exhaustive(node: ast.Match) -> bool:
     """Whether the last case takes everything."""
     last = node.cases[-1]
