@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.state import Fidelity, SharingPattern
-from resumekit.storage.digest import ALGORITHM, is_digest
+from resumekit.storage.digest import ALGORITHM
 from resumekit.storage.directories import MANIFEST, StepName, path_problem, paths_problem
 from resumekit.storage.files import FileEntry
 from resumekit.storage.json_files import seal, to_plain, unseal
@@ -95,15 +95,12 @@ class Manifest:
         Raises:
             UnsupportedValueError: names the field.
         """
-        content = {item.name: getattr(self, item.name) for item in fields(self)}
-        content |= {
-            "components": [_row(item) for item in self.components],
-            "files": [_row(item) for item in self.files],
+        rows = {
+            "components": [vars(item) for item in self.components],
+            "files": [vars(item) for item in self.files],
         }
-        # Short fields first, long lists last: people read it.
-        ordered = {"format": FORMAT, "digest_algorithm": ALGORITHM}
-        ordered |= {name: content[name] for name in _ORDER}
-        data = seal(ordered)
+        content = {**_CONSTANTS, **vars(self), **rows}
+        data = seal({name: content[name] for name in _CHECKS})
         try:
             read_back = Manifest.from_bytes(data)
         except CorruptCheckpointError as error:
@@ -128,17 +125,14 @@ class Manifest:
         """
         content = unseal(data, where=where)
         _check_version(content, where)
-        checks = {"format": _is(FORMAT), "digest_algorithm": _is(ALGORITHM), **_CHECKS}
-        _check_fields(content, checks, where=where)
-        content = {name: content[name] for name in _ORDER}
-        content["components"] = tuple(
-            _record(ComponentRecord, row, _COMPONENT_CHECKS, f"{where}: components[{index}]")
-            for index, row in enumerate(content["components"])
-        )
-        content["files"] = tuple(
-            _record(FileEntry, row, _FILE_CHECKS, f"{where}: files[{index}]")
-            for index, row in enumerate(content["files"])
-        )
+        _check_fields(content, _CHECKS, where=where)
+        for name, kind, checks in _RECORDS:
+            content[name] = tuple(
+                _record(kind, row, checks, f"{where}: {name}[{index}]")
+                for index, row in enumerate(content[name])
+            )
+        for name in _CONSTANTS:
+            del content[name]
         manifest = cls(**content)
         _check_whole(manifest, where)
         return manifest
@@ -148,24 +142,7 @@ class Manifest:
         return replace(self, **{name: to_plain(getattr(self, name), where=name) for name in free})
 
 
-_ORDER = (
-    "format_version",
-    "run_id",
-    "attempt",
-    "step",
-    "revision",
-    "created",
-    "parent",
-    "world_size",
-    "progress",
-    "finished",
-    "metric",
-    "capture",
-    "fingerprint",
-    "details",
-    "components",
-    "files",
-)
+_CONSTANTS = {"format": FORMAT, "digest_algorithm": ALGORITHM}
 
 # A check returns what is expected instead, or None for a valid value.
 Check = Callable[[Any], str | None]
@@ -256,7 +233,9 @@ def _path(value: Any) -> str | None:
 
 
 _HEX = _matches("[0-9a-f]{32}", "32 hexadecimal digits")
+# In the order of the file: short fields first, long lists last, as people read it.
 _CHECKS: Mapping[str, Check] = {
+    **{name: _is(constant) for name, constant in _CONSTANTS.items()},
     "format_version": _count(FORMAT_VERSION, 1),
     "run_id": _HEX,
     "attempt": _HEX,
@@ -289,11 +268,13 @@ _COMPONENT_CHECKS: Mapping[str, Check] = {
 _FILE_CHECKS: Mapping[str, Check] = {
     "path": _path,
     "size": _count(_MAX_COUNT),
-    "digest": lambda value: (
-        None if isinstance(value, str) and is_digest(value) else "32 hexadecimal digits"
-    ),
+    "digest": _HEX,
     "writer": _count(_MAX_RANKS - 1),
 }
+_RECORDS = (
+    ("components", ComponentRecord, _COMPONENT_CHECKS),
+    ("files", FileEntry, _FILE_CHECKS),
+)
 
 
 def _check_version(content: Mapping[str, Any], where: str) -> None:
@@ -328,10 +309,6 @@ def _record(kind: Callable[..., Any], row: Any, checks: Mapping[str, Check], whe
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def _row(record: ComponentRecord | FileEntry) -> dict[str, Any]:
-    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 def _check_whole(manifest: Manifest, where: str) -> None:
