@@ -22,7 +22,7 @@ import torch
 
 from resumekit.journal import Verdict
 from resumekit.prove import kill_processes
-from resumekit.prove.processes import Launch, Marker
+from resumekit.prove.processes import Launch
 from resumekit.testing.evidence import worst_verdict
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task
@@ -299,8 +299,8 @@ class ScriptJudge:
         log: Path,
         kill: int | None,
     ) -> tuple[int, ...]:
-        marker = Marker("SCRIPT_JUDGE", str(log))
-        given = {**self._environment, **environment, marker.name: marker.value}
+        marker = "SCRIPT_JUDGE"
+        given = {**self._environment, **environment, marker: str(log)}
         given["OMP_NUM_THREADS"] = given[THREADS_VARIABLE] or given["OMP_NUM_THREADS"]
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nproc-per-node={script.num_ranks}", f"--master-port={free_port()}"]

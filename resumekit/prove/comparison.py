@@ -7,6 +7,7 @@ step) must be complete, and at least one launch must have resumed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,17 @@ from resumekit.prove.differences import (
     values_before_the_first_kill,
     with_own_values,
 )
-from resumekit.prove.records import CHECKPOINT, END, RESUMED, STEP, Attempt, Record, read_trace
+from resumekit.prove.records import (
+    CHECKPOINT,
+    END,
+    RESUMED,
+    STEP,
+    Attempt,
+    Record,
+    read_trace,
+    records_of,
+    steps_of,
+)
 from resumekit.prove.result import RUN, Divergence, Resume, Verdict
 
 StepKey = tuple[int, int]
@@ -57,10 +68,11 @@ def compare(
     divergences: list[Divergence] = []
     own_values: dict[str, None] = {}
     for rank, attempts in expected.items():
-        truth = _Truth(attempts, found.get(rank, ()))
+        judged = found.get(rank, ())
+        truth = _Truth(attempts, judged)
         own_values.update(dict.fromkeys(truth.own_values()))
-        divergences += _execution_divergences(truth, rank, found.get(rank, ()))
-        divergences += _missing_parts(truth.run, rank, found.get(rank, ()), last_launch)
+        divergences += _execution_divergences(truth, rank, judged)
+        divergences += _missing_parts(truth.run, rank, judged, last_launch)
     divergences += [_extra_rank(rank) for rank in found if rank not in expected]
     first_rank = min(expected)
     resumes = _resumes(found.get(first_rank, ()))
@@ -117,15 +129,12 @@ def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
 
 def _with_ordinals(attempt: Attempt) -> Iterator[tuple[Record, int]]:
     """The records of one process; a step record with its ordinal among those of its step."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for record in attempt.records:
-        ordinal = 0
         if record.kind == RESUMED:
             counts.clear()
-        elif record.kind == STEP:
-            ordinal = counts.get(record.step, 0)
-            counts[record.step] = ordinal + 1
-        yield record, ordinal
+        yield record, counts[record.step]
+        counts[record.step] += record.kind == STEP
 
 
 class _Truth:
@@ -134,8 +143,9 @@ class _Truth:
     def __init__(self, reference: tuple[Attempt, ...], candidate: tuple[Attempt, ...]) -> None:
         self.run = _logical_run(reference)
         self._idle_generators = idle_generators(reference)
-        self._constant = constant_leaves(reference)
-        self._own_values = values_before_the_first_kill(candidate)
+        constant = constant_leaves(reference)
+        own_values = values_before_the_first_kill(candidate).items()
+        self._own_values = {leaf: value for leaf, value in own_values if leaf in constant}
         self._own_checkpoints: dict[MicroStep, Record] = {}
 
     def differences(self, record: Record, ordinal: int) -> list[Difference]:
@@ -170,19 +180,16 @@ class _Truth:
         return [
             f"{key}: {leaf}"
             for (key, leaf), value in self._own_values.items()
-            if (key, leaf) in self._constant and leaves.get(key, {}).get(leaf) != value
+            if leaves.get(key, {}).get(leaf) != value
         ]
 
     def learn(self, attempt: Attempt) -> None:
         """Remembers what a launch saved, for those that follow it."""
-        self._own_checkpoints.update(
-            {each.micro_step: each for each in attempt.records if each.kind == CHECKPOINT}
-        )
+        saved = records_of([attempt], CHECKPOINT)
+        self._own_checkpoints.update({record.micro_step: record for record in saved})
 
     def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
-        return state_differences(
-            record, with_own_values(expected, self._constant, self._own_values)
-        )
+        return state_differences(record, with_own_values(expected, self._own_values))
 
 
 def _execution_divergences(
@@ -214,25 +221,22 @@ def _missing_parts(
         yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
     if truth.end is not None and logical.end is None:
         yield Divergence(truth.end.step, rank, RUN, "end", "never reached", "reached", END, launch)
-    committed: int | None = None
+    saved: list[int] = []
     for attempt in attempts:
-        kinds = {record.kind for record in attempt.records}
-        if committed is not None and STEP in kinds and RESUMED not in kinds:
-            step = next(record.step for record in attempt.records if record.kind == STEP)
-            found = f"a fresh start at step {step}"
-            expected = f"a resume from the checkpoint of step {committed}"
-            yield Divergence(step, rank, RUN, "", found, expected, STEP, attempt.launch)
-        steps = [record.step for record in attempt.records if record.kind == CHECKPOINT]
-        if steps:
-            committed = max(steps) if committed is None else max(committed, *steps)
+        trained = steps_of([attempt], STEP)
+        if saved and trained and not steps_of([attempt], RESUMED):
+            found = f"a fresh start at step {trained[0]}"
+            expected = f"a resume from the checkpoint of step {max(saved)}"
+            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, attempt.launch)
+        saved += steps_of([attempt], CHECKPOINT)
 
 
 def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
     resumes: list[Resume] = []
     newest = first = None
     for attempt in attempts:
-        steps = [record.step for record in attempt.records if record.kind == STEP]
-        at = next((record.step for record in attempt.records if record.kind == RESUMED), None)
+        steps = steps_of([attempt], STEP)
+        at = next(iter(steps_of([attempt], RESUMED)), None)
         if at is None and first is not None and steps and steps[0] > first:
             at = steps[0] - 1  # resumed by the script itself: it continued after the first step
         if at is not None and newest is not None:
@@ -262,12 +266,10 @@ def _divergence(
 
 
 def _never_resumed(rank: int, attempts: tuple[Attempt, ...]) -> Divergence:
-    steps = [r.step for attempt in attempts for r in attempt.records if r.kind == STEP]
+    step = min(steps_of(attempts, STEP), default=0)
     found = f"{len(attempts)} launches, each from the first step"
-    launch = max((attempt.launch for attempt in attempts), default=1)
-    return Divergence(
-        min(steps, default=0), rank, RUN, "", found, "a resume", RESUMED, max(launch, 1)
-    )
+    launch = max([1, *(attempt.launch for attempt in attempts)])
+    return Divergence(step, rank, RUN, "", found, "a resume", RESUMED, launch)
 
 
 def _extra_rank(rank: int) -> Divergence:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from resumekit.prove.records import CHECKPOINT, RESUMED, STATE_KINDS, STEP, Attempt, Record
+from resumekit.prove.records import (
+    CHECKPOINT,
+    RESUMED,
+    STATE_KINDS,
+    STEP,
+    Attempt,
+    Record,
+    records_of,
+)
 from resumekit.prove.result import describe, missing
 
 _STATE_ORDER = (
@@ -37,10 +45,22 @@ class Difference:
     expected: str
 
 
-def state_differences(found: Record, expected: Record) -> list[Difference]:
+def state_differences(
+    found: Record, expected: Record, *, model_last: bool = False
+) -> list[Difference]:
     """The components that differ between two states, in the order of the slots."""
-    names = found.components.keys() | expected.components.keys()
-    return list(_component_differences(found, expected, sorted(names, key=_slot_order)))
+    now, then = found.components, expected.components
+    names = sorted(now.keys() | then.keys(), key=_slot_order)
+    if model_last:
+        names.sort(key=_is_model)
+    differences: list[Difference] = []
+    for name in names:
+        if name in now and name in then:
+            differences += _first(name, now[name], then[name])
+        else:
+            state = {True: "present", False: "absent"}
+            differences.append(Difference(name, "", state[name in now], state[name in then]))
+    return differences
 
 
 def step_differences(
@@ -63,23 +83,7 @@ def step_differences(
         *_rng(found, expected, idle_generators),
     ]
     values = list(_values(found, expected))
-    names = sorted(found.components.keys() | expected.components.keys(), key=_slot_order)
-    if not values:
-        names.sort(key=_is_model)
-    return [*inputs, *_component_differences(found, expected, names), *values]
-
-
-def _component_differences(
-    found: Record, expected: Record, names: list[str]
-) -> Iterator[Difference]:
-    for name in names:
-        if name not in found.components or name not in expected.components:
-            state = {True: "present", False: "absent"}
-            yield Difference(
-                name, "", state[name in found.components], state[name in expected.components]
-            )
-        else:
-            yield from _first(name, found.components[name], expected.components[name])
+    return [*inputs, *state_differences(found, expected, model_last=not values), *values]
 
 
 def _data(found: Record, expected: Record) -> Iterator[Difference]:
@@ -148,6 +152,7 @@ _NOTHING = object()
 
 
 Leaf = tuple[str, str]
+_Key = TypeVar("_Key")
 
 # Never weights or anything that is computed from them.
 _SLOTS = frozenset({"rng", "data", "callbacks", "extras"})
@@ -155,46 +160,41 @@ _SLOTS = frozenset({"rng", "data", "callbacks", "extras"})
 
 def idle_generators(attempts: Iterable[Attempt]) -> frozenset[str]:
     """The names of the generators whose state never changes from step to step."""
-    seen: dict[str, set[str]] = {}
-    for attempt in attempts:
-        for record in attempt.records:
-            if record.kind == STEP:
-                for name, digest in record.rng.items():
-                    seen.setdefault(name, set()).add(digest)
-    return frozenset(name for name, digests in seen.items() if len(digests) == 1)
+    records = records_of(attempts, STEP)
+    return _constant(pair for record in records for pair in record.rng.items())
 
 
 def constant_leaves(attempts: Iterable[Attempt]) -> frozenset[Leaf]:
     """The leaves, outside the weights, that have one value in every state of a run."""
-    seen: dict[Leaf, set[str]] = {}
-    for attempt in attempts:
-        for record in attempt.records:
-            if record.kind in STATE_KINDS:
-                for leaf, digest in _own_leaves(record):
-                    seen.setdefault(leaf, set()).add(digest)
-    return frozenset(leaf for leaf, digests in seen.items() if len(digests) == 1)
+    records = records_of(attempts, *STATE_KINDS)
+    return _constant(pair for record in records for pair in _own_leaves(record))
+
+
+def constant_components(attempts: Iterable[Attempt]) -> frozenset[str]:
+    """The keys of the components that have one state in every checkpoint of a run."""
+    records = records_of(attempts, CHECKPOINT)
+    states = (item for record in records for item in record.components.items())
+    return _constant((key, json.dumps(leaves, sort_keys=True)) for key, leaves in states)
+
+
+def _constant(pairs: Iterable[tuple[_Key, str]]) -> frozenset[_Key]:
+    """The keys that have one value in all pairs."""
+    seen: dict[_Key, set[str]] = {}
+    for key, value in pairs:
+        seen.setdefault(key, set()).add(value)
+    return frozenset(key for key, values in seen.items() if len(values) == 1)
 
 
 def values_before_the_first_kill(attempts: Iterable[Attempt]) -> dict[Leaf, str]:
     """The values in the first checkpoint of a run; empty when it resumed before it wrote one."""
-    for attempt in attempts:
-        for record in attempt.records:
-            if record.kind == RESUMED:
-                return {}
-            if record.kind == CHECKPOINT:
-                return dict(_own_leaves(record))
-    return {}
+    first = next(records_of(attempts, RESUMED, CHECKPOINT), None)
+    return {} if first is None or first.kind == RESUMED else dict(_own_leaves(first))
 
 
-def with_own_values(
-    expected: Record, constant: frozenset[Leaf], own_values: Mapping[Leaf, str]
-) -> Record:
-    """The expected state of the reference, its constant leaves taken from the judged run."""
+def with_own_values(expected: Record, own_values: Mapping[Leaf, str]) -> Record:
+    """The expected state of the reference, some leaves taken from the judged run."""
     components = {
-        key: {
-            leaf: own_values.get((key, leaf), digest) if (key, leaf) in constant else digest
-            for leaf, digest in leaves.items()
-        }
+        key: {leaf: own_values.get((key, leaf), digest) for leaf, digest in leaves.items()}
         for key, leaves in expected.components.items()
     }
     return replace(expected, fields={**expected.fields, "components": components})
@@ -207,11 +207,9 @@ def last_digests(attempts: Iterable[Attempt], *, excluded: frozenset[Leaf]) -> d
         attempts: what one rank wrote.
         excluded: constant leaves, whose value may differ between runs.
     """
-    records = [record for attempt in attempts for record in attempt.records if record.components]
-    if not records:
-        return {}
+    states = [record.components for record in records_of(attempts) if record.components]
     digests: dict[str, str] = {}
-    for key, leaves in records[-1].components.items():
+    for key, leaves in (states[-1] if states else {}).items():
         kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in excluded}
         text = json.dumps(kept, sort_keys=True)
         digests[key] = xxhash.xxh3_64_hexdigest(text.encode())

@@ -17,8 +17,15 @@ from resumekit.errors import (
     KillPointNotReachedError,
     ProveError,
 )
-from resumekit.prove.processes import Launch, Marker, prepared
-from resumekit.prove.records import CHECKPOINT, Attempt, TraceTail, launch_directory
+from resumekit.prove.processes import Launch, prepared
+from resumekit.prove.records import (
+    CHECKPOINT,
+    Attempt,
+    TraceTail,
+    launch_directory,
+    records_of,
+    steps_of,
+)
 from resumekit.prove.result import LaunchSummary
 from resumekit.tracing import (
     INJECT_VARIABLE,
@@ -122,7 +129,7 @@ def require_reached(
         ProveError: nothing is saved before the last of them.
     """
     attempts = [attempt for rank in reference.values() for attempt in rank]
-    events = {(record.kind, record.step) for attempt in attempts for record in attempt.records}
+    events = {(record.kind, record.step) for record in records_of(attempts)}
     for point in points:
         if (point.event, point.number) not in events:
             steps = [step for kind, step in events if kind == point.event]
@@ -145,8 +152,7 @@ def require_reached(
 
 def first_saved(attempts: Sequence[Attempt]) -> int | None:
     """The step of the first checkpoint; None if the trace contains none."""
-    steps = [r.step for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
-    return min(steps, default=None)
+    return min(steps_of(attempts, CHECKPOINT), default=None)
 
 
 _POLL_SECONDS = 0.001
@@ -256,24 +262,20 @@ def _start(
     point: KillPoint | None,
     inject: str | None,
 ) -> Launch:
-    environment = {
+    variables = {
         **os.environ,
         TRACE_VARIABLE: str(trace),
         RUN_ROOT_VARIABLE: str(directory / "runs"),
+        KILL_VARIABLE: None if point is None else str(point),
+        INJECT_VARIABLE: inject,
         "PYTHONUNBUFFERED": "1",
     }
-    for name in (KILL_VARIABLE, INJECT_VARIABLE):
-        environment.pop(name, None)
-    if point is not None:
-        environment[KILL_VARIABLE] = str(point)
-    if inject is not None:
-        environment[INJECT_VARIABLE] = inject
     words = prepared(plan.command, world=plan.world, directory=directory / "files")
     try:
         return Launch(
             words,
-            environment=environment,
-            marker=Marker(TRACE_VARIABLE, str(trace)),
+            environment={name: text for name, text in variables.items() if text is not None},
+            marker=TRACE_VARIABLE,
             log=directory / "logs" / f"launch-{number:05d}.txt",
         )
     except OSError as error:

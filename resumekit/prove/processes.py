@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError
@@ -21,21 +21,10 @@ from resumekit.errors import ConfigurationError
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.002
 _GONE_TIMEOUT_SECONDS = 30.0
+_TAIL_LINES = 15
 
 # Helpers of multiprocessing end a moment after the process that they serve.
 _OUTLIVE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Marker:
-    """An environment variable whose value only the processes of one launch carry."""
-
-    name: str
-    value: str
-
-    def is_in(self, environ: bytes) -> bool:
-        """Whether the content of ``/proc/<pid>/environ`` carries it."""
-        return f"{self.name}={self.value}".encode() in environ.split(b"\0")
 
 
 class Launch:
@@ -43,16 +32,16 @@ class Launch:
 
     Args:
         command: program and arguments.
-        environment: the whole environment of the command; it carries the marker.
-        marker: distinguishes the processes of this launch from all others.
+        environment: the whole environment of the command.
+        marker: the variable in it whose value only the processes of this launch have.
         log: stdout and stderr together go to this file.
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], marker: Marker, log: Path
+        self, command: Sequence[str], *, environment: Mapping[str, str], marker: str, log: Path
     ) -> None:
         self.log = log
-        self._marker = marker
+        self._marker = f"{marker}={environment[marker]}"
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 list(command),
@@ -90,19 +79,20 @@ class Launch:
         self._process.wait()
         return num_killed
 
-    def log_tail(self, num_lines: int = 15) -> str:
+    def log_tail(self) -> str:
         """The last lines that the command wrote."""
-        return tail_of(self.log, num_lines)
+        return tail_of(self.log)
 
 
-def kill_processes(root: int, marker: Marker | None = None) -> int:
-    """SIGKILLs a process, its session, its descendants and all that carry the marker.
+def kill_processes(root: int, marker: str = "") -> int:
+    """SIGKILLs a process, its session, its descendants and all that have the marker.
 
     Returns when none of them runs any more (zombies that nobody reaps do not count).
 
     Args:
         root: the id of the process that was started, the leader of its own session.
-        marker: carried by processes that may be neither its descendants nor in its session.
+        marker: ``NAME=value`` in the environment of processes that may be neither its descendants
+            nor in its session.
 
     Returns:
         How many processes were found.
@@ -117,9 +107,11 @@ def kill_processes(root: int, marker: Marker | None = None) -> int:
         seen |= found
         # The group first: one call reaches all of it at the same instant.
         if found or not _PROC.is_dir():
-            _signal_group(root)
+            with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+                os.killpg(root, signal.SIGKILL)
         for pid in found:
-            _signal(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         # A child whose parent has died already is not found again, and may still be dying.
         if not found and not any(is_running(pid) for pid in seen):
             return len(seen)
@@ -137,7 +129,7 @@ def is_running(pid: int) -> bool:
     return fields[0] not in "ZX"
 
 
-def processes_of(root: int, marker: Marker | None = None) -> set[int]:
+def processes_of(root: int, marker: str) -> set[int]:
     """The ids of the living processes of one launch.
 
     Where there is no ``/proc`` it is empty, and only the process group can be reached.
@@ -156,7 +148,7 @@ def processes_of(root: int, marker: Marker | None = None) -> set[int]:
             if state in "ZX":
                 continue
             parents[pid] = parent
-            if session == root or (marker and marker.is_in((entry / "environ").read_bytes())):
+            if session == root or (marker and marker.encode() in _environment(entry)):
                 found.add(pid)
         except OSError:
             continue  # it ended meanwhile, or belongs to somebody else
@@ -164,17 +156,21 @@ def processes_of(root: int, marker: Marker | None = None) -> set[int]:
     return found - {os.getpid()}
 
 
-def tail_of(path: Path, num_lines: int = 15) -> str:
+def tail_of(path: Path) -> str:
     """The last lines of a text file; empty when it is not there."""
     if not path.exists():
         return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+    return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _stat(pid: int) -> list[str]:
     """State, parent, group, session and so on: what follows the name in ``/proc/<pid>/stat``."""
     text = (_PROC / str(pid) / "stat").read_text()
     return text.rpartition(")")[2].split()  # the name itself may hold parentheses
+
+
+def _environment(entry: Path) -> list[bytes]:
+    return (entry / "environ").read_bytes().split(b"\0")
 
 
 def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
@@ -185,20 +181,6 @@ def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
         chain.add(current)
         current = parents.get(current)
     return chain
-
-
-def _signal(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _signal_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # nobody is left in it
 
 
 DIRECTORY_PLACEHOLDER = "{dir}"
@@ -226,10 +208,8 @@ def prepared(command: Sequence[str], *, world: int, directory: Path) -> list[str
     if world < 1:
         raise ConfigurationError("world", found=str(world), expected="at least 1")
     words = [word.replace(DIRECTORY_PLACEHOLDER, str(directory)) for word in command]
-    return words if world == 1 else _distributed(words, world)
-
-
-def _distributed(words: list[str], world: int) -> list[str]:
+    if world == 1:
+        return words
     index = _script_index(words)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     return [*words[:index], *launcher, *words[index:]]

@@ -6,7 +6,7 @@ A trace is a directory. Its files lie in it directly, or in one sub-directory fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,16 @@ class Attempt:
     records: tuple[Record, ...]
 
 
+def records_of(attempts: Iterable[Attempt], *kinds: str) -> Iterator[Record]:
+    """The records of these kinds in the order of the attempts; without any, all records."""
+    return (r for attempt in attempts for r in attempt.records if not kinds or r.kind in kinds)
+
+
+def steps_of(attempts: Iterable[Attempt], kind: str) -> list[int]:
+    """The optimizer steps of the records of one kind."""
+    return [record.step for record in records_of(attempts, kind)]
+
+
 def read_trace(directory: Path) -> dict[int, tuple[Attempt, ...]]:
     """The attempts of every rank, oldest first.
 
@@ -115,8 +125,7 @@ class TraceTail:
         self._directory = directory
         self._offsets: dict[Path, int] = {}
         self.events: set[tuple[str, int]] = set()  # kind and step of all that was recorded
-        self.newest_step: int | None = None
-        self.num_files = 0
+        self._newest_step: int | None = None
 
     def poll(self) -> int | None:
         """The highest step recorded so far by any process; None before the first."""
@@ -131,19 +140,14 @@ class TraceTail:
                 record = _parse(path, 0, line)
                 self.events.add((record.kind, record.step))
                 if record.kind == STEP:
-                    self.newest_step = max(record.step, self.newest_step or record.step)
-        self.num_files = len(self._offsets)
-        return self.newest_step
+                    self._newest_step = max(record.step, self._newest_step or record.step)
+        return self._newest_step
 
 
 def _files(directory: Path) -> list[tuple[int | None, Path]]:
     """Every trace file with the launch its folder names, in the order in which they were begun."""
-    found: list[tuple[int | None, Path]] = []
-    for path in directory.glob("*.jsonl"):
-        name = directory.name
-        found.append((_launch(name), path))
-    for path in directory.glob("launch-*/*.jsonl"):
-        found.append((_launch(path.parent.name), path))
+    paths = (*directory.glob("*.jsonl"), *directory.glob("launch-*/*.jsonl"))
+    found = ((_launch(path.parent.name), path) for path in paths)
     return sorted(found, key=lambda item: (item[0] or 0, item[1].name))
 
 

@@ -7,14 +7,19 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError, TraceError
 from resumekit.prove.comparison import compare
-from resumekit.prove.differences import constant_leaves, last_digests
+from resumekit.prove.differences import (
+    Leaf,
+    constant_components,
+    constant_leaves,
+    last_digests,
+)
 from resumekit.prove.execution import (
     FinishedRun,
     Kill,
@@ -26,7 +31,7 @@ from resumekit.prove.execution import (
     kill_instants,
     require_reached,
 )
-from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace
+from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace, records_of, steps_of
 from resumekit.prove.result import Outcome, ProveResult, Trial, Verdict
 from resumekit.tracing import KillPoint
 
@@ -108,7 +113,8 @@ def prove(
                 first_saved=first_saved(attempts),
                 rng=random.Random(seed),
             )
-        judge = _Judge(plan, directory, reference, attempts, chosen)
+        constant = constant_leaves(attempts)
+        judge = _Judge(plan, directory, reference.trace, constant, chosen)
         components = _injected_components(inject, attempts)
         trials = tuple(judge.trial(component) for component in components)
         result = ProveResult(
@@ -119,7 +125,7 @@ def prove(
             num_kills_asked=len(chosen),
             num_steps=len(_steps(attempts)),
             reference_seconds=sum(launch.seconds for launch in reference.launches),
-            reference_digests=last_digests(attempts, excluded=constant_leaves(attempts)),
+            reference_digests=last_digests(attempts, excluded=constant),
             trials=_forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
         )
     if json_path is not None:
@@ -127,28 +133,29 @@ def prove(
     return result
 
 
+@dataclass(frozen=True)
 class _Judge:
-    """Runs trials against one uninterrupted run."""
+    """Runs trials against one uninterrupted run.
 
-    def __init__(
-        self,
-        plan: Plan,
-        directory: Path,
-        reference: FinishedRun,
-        attempts: Sequence[Attempt],
-        kills: Sequence[Kill],
-    ) -> None:
-        self._plan = plan
-        self._directory = directory
-        self._reference = reference
-        self._constant = constant_leaves(attempts)
-        self._kills = kills
+    Args:
+        plan: what to launch.
+        directory: for the files of all runs.
+        reference: the trace of the uninterrupted run.
+        constant: leaves that may differ between runs.
+        kills: of each trial.
+    """
+
+    plan: Plan
+    directory: Path
+    reference: Path
+    constant: frozenset[Leaf]
+    kills: Sequence[Kill]
 
     def trial(self, component: str | None) -> Trial:
         """One killed run, with or without a component left out, and its verdict."""
         what = "killed" if component is None else f"without-{component.replace('/', '-')}"
-        self._plan.on_event(f"the run that is {what.replace('-', ' ')}")
-        run = execute(self._plan, self._directory / what, kills=self._kills, inject=component)
+        self.plan.on_event(f"the run that is {what.replace('-', ' ')}")
+        run = execute(self.plan, self.directory / what, kills=self.kills, inject=component)
         num_kills = sum(launch.was_killed for launch in run.launches)
         verdict = self._verdict(run, expect_resume=num_kills > 0)
         trial = Trial(
@@ -162,33 +169,33 @@ class _Judge:
         )
         if trial.outcome in (Outcome.EXACT, Outcome.MISSED):
             self._require_kills(num_kills)
-        self._plan.on_event(f"{trial.outcome.value}")
+        self.plan.on_event(trial.outcome.value)
         return trial
 
     def _require_kills(self, num_kills: int) -> None:
         """A run that was not killed as it should have been is no proof."""
-        missed = self._kills[num_kills:]
+        missed = self.kills[num_kills:]
         if missed and isinstance(missed[0], KillPoint):
             raise KillPointNotReachedError(
-                " ".join(self._plan.command),
+                " ".join(self.plan.command),
                 found=f"the killed run never came to {missed[0]}",
                 expected="one launch killed at each point, in the given order",
             )
-        if self._kills and not num_kills:
+        if self.kills and not num_kills:
             raise ProveError(
-                " ".join(self._plan.command),
+                " ".join(self.plan.command),
                 found="ended before the first kill could hit",
                 expected="a run that can be interrupted",
                 remedy="Train longer",
             )
 
     def _digests(self, run: FinishedRun) -> dict[str, str]:
-        return last_digests(read_trace(run.trace).get(0, ()), excluded=self._constant)
+        return last_digests(read_trace(run.trace).get(0, ()), excluded=self.constant)
 
     def _verdict(self, run: FinishedRun, *, expect_resume: bool) -> Verdict | None:
         try:
             return compare(
-                self._reference.trace,
+                self.reference,
                 run.trace,
                 expect_resume=expect_resume,
                 last_launch=run.launches[-1].number,
@@ -216,15 +223,10 @@ def _forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Tri
 
     Leaving out what is still as it was at the start of the run makes no difference to be found.
     """
-    states: dict[str, set[str]] = {}
-    for attempt in attempts:
-        for record in attempt.records:
-            if record.kind == CHECKPOINT:
-                for key, leaves in record.components.items():
-                    states.setdefault(key, set()).add(json.dumps(dict(leaves), sort_keys=True))
+    constant = constant_components(attempts)
     return tuple(
         replace(trial, outcome=Outcome.NO_EFFECT)
-        if trial.outcome is Outcome.MISSED and len(states[trial.injected or ""]) == 1
+        if trial.outcome is Outcome.MISSED and trial.injected in constant
         else trial
         for trial in trials
     )
@@ -233,7 +235,8 @@ def _forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Tri
 def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
     if inject is None:
         return (None,)
-    present = _checkpointed_components(attempts)
+    records = records_of(attempts, CHECKPOINT)
+    present = list(dict.fromkeys(key for record in records for key in record.components))
     if not present:
         raise ConfigurationError(
             "inject",
@@ -266,18 +269,13 @@ def _first_rank(run: FinishedRun, command: Sequence[str]) -> tuple[Attempt, ...]
 
 
 def _steps(attempts: Sequence[Attempt]) -> list[int]:
-    return sorted({r.step for attempt in attempts for r in attempt.records if r.kind == STEP})
+    return sorted(set(steps_of(attempts, STEP)))
 
 
 def _step_seconds(attempts: Sequence[Attempt]) -> float:
-    times = [r.time_ns for attempt in attempts for r in attempt.records if r.kind == STEP]
+    times = [record.time_ns for record in records_of(attempts, STEP)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) / 1e9 if gaps else 0.0
-
-
-def _checkpointed_components(attempts: Sequence[Attempt]) -> list[str]:
-    records = [r for attempt in attempts for r in attempt.records if r.kind == CHECKPOINT]
-    return list(dict.fromkeys(key for record in records for key in record.components))
 
 
 @contextmanager
