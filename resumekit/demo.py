@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from resumekit.prove import (
     print_result,
     prove,
     read_trace,
+    records_of,
+    steps_of,
 )
 
 NUM_EPOCHS = 3
@@ -121,10 +123,10 @@ def _follow(progress: Progress, bars: dict[Path, TaskID], done: threading.Event)
 
 def _print_meeting(console: Console, reference: Attempt, before: Attempt, after: Attempt) -> None:
     """The last steps before a kill and the first after the resume, beside those never killed."""
-    truth = {record.step: record for record in _steps(reference)}
+    truth = {record.step: record for record in records_of([reference], STEP)}
     rows = [
-        *(("before", record) for record in _steps(before)[-_ROWS_BEFORE_KILL:]),
-        *(("after", record) for record in _steps(after)[:_ROWS_AFTER_RESUME]),
+        *(("before", record) for record in [*records_of([before], STEP)][-_ROWS_BEFORE_KILL:]),
+        *(("after", record) for record in islice(records_of([after], STEP), _ROWS_AFTER_RESUME)),
     ]
     table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
     for column in (f"kill {after.launch}", "step", "loss, never killed", "loss, killed", "samples"):
@@ -150,10 +152,6 @@ def _cells(expected: Record | None, found: Record) -> tuple[str | Text, ...]:
     )
 
 
-def _steps(attempt: Attempt) -> list[Record]:
-    return [record for record in attempt.records if record.kind == STEP]
-
-
 def _loss(fields: Mapping[str, Any]) -> str:
     """Every bit of it; the zeros at the end that a 32-bit number leaves are not shown."""
     return re.sub("0+p", "p", fields.get("values", {}).get("loss", "-"))
@@ -161,7 +159,7 @@ def _loss(fields: Mapping[str, Any]) -> str:
 
 def _print_time_lost(result: ProveResult, killed: Sequence[Attempt], console: Console) -> None:
     trial = result.trials[0]
-    trained = [record.step for attempt in killed for record in _steps(attempt)]
+    trained = steps_of(killed, STEP)
     console.print(
         f"{trial.num_kills} kills cost {trial.seconds - result.reference_seconds:.1f} s: "
         f"{len(trained) - len(set(trained))} steps trained again, {trial.num_kills} more starts."

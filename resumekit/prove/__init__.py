@@ -13,6 +13,8 @@ from resumekit.prove.records import (
     TraceTail,
     launch_directory,
     read_trace,
+    records_of,
+    steps_of,
 )
 from resumekit.prove.report import print_result
 from resumekit.prove.result import (
@@ -46,5 +48,7 @@ __all__ = [
     "print_result",
     "prove",
     "read_trace",
+    "records_of",
+    "steps_of",
     "tail_of",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from resumekit.journal import DIRECTORY, AttemptVerdict, verdicts
-from resumekit.prove import CHECKPOINT, END, STEP, read_trace
+from resumekit.prove import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
 from resumekit.storage import MANIFEST
 
 
@@ -19,13 +19,12 @@ def wrong_length(trace: Path, *, num_steps: int, save_every: int) -> str:
         save_every: every rank must have committed each multiple of this.
     """
     for rank, attempts in read_trace(trace).items():
-        records = [record for attempt in attempts for record in attempt.records]
-        steps = [record.step for record in records if record.kind == STEP]
+        steps = steps_of(attempts, STEP)
         if steps != list(range(1, num_steps + 1)):
             counted = f"{len(steps)} steps, from {steps[0]} to {steps[-1]}" if steps else "no step"
             return f"rank {rank} counted {counted}, expected 1 to {num_steps}"
-        saved = {record.step for record in records if record.kind == CHECKPOINT}
-        unsaved = set(range(save_every, num_steps + 1, save_every)) - saved
+        due = set(range(save_every, num_steps + 1, save_every))
+        unsaved = due.difference(steps_of(attempts, CHECKPOINT))
         if unsaved:
             return f"rank {rank} committed no checkpoint of step {min(unsaved)}"
     return ""
@@ -42,19 +41,12 @@ def work_of_launch(trace: Path, launch: int) -> str:
         launch: the launch that came after the run had finished.
     """
     for rank, attempts in read_trace(trace).items():
-        before = {
-            record.kind
-            for attempt in attempts
-            if attempt.launch < launch
-            for record in attempt.records
-        }
-        records = [
-            record for attempt in attempts if attempt.launch == launch for record in attempt.records
-        ]
-        for record in records:
-            if record.kind in (STEP, CHECKPOINT):
-                return f"rank {rank} made a {record.kind} record of step {record.step}"
-        if END in before and END not in {record.kind for record in records}:
+        before = [attempt for attempt in attempts if attempt.launch < launch]
+        now = [attempt for attempt in attempts if attempt.launch == launch]
+        work = next(records_of(now, STEP, CHECKPOINT), None)
+        if work is not None:
+            return f"rank {rank} made a {work.kind} record of step {work.step}"
+        if steps_of(before, END) and not steps_of(now, END):
             return f"rank {rank} did not find the end again"
     return ""
 
@@ -64,7 +56,7 @@ def changing_components(trace: Path) -> tuple[str, ...]:
     changing: dict[str, None] = {}
     for attempts in read_trace(trace).values():
         first: dict[str, Mapping[str, str]] = {}  # of this rank: the ranks' states may differ
-        for record in (record for attempt in attempts for record in attempt.records):
+        for record in records_of(attempts):
             for key, leaves in record.components.items():
                 if first.setdefault(key, leaves) != leaves:
                     changing[key] = None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.prove import Verdict, compare, kill_processes, launch_directory, tail_of
@@ -82,36 +81,6 @@ class Run:
         return sum(launch.seconds for launch in self.launches)
 
 
-class FirstLaunches:
-    """First launches that were killed, kept as they left their directories.
-
-    Cells that differ in what follows the first kill, as a run and its negative controls do, begin
-    with the same launch. It is made once; each run continues in the same directory, restored to its
-    content after that launch. So one such run exists at a time, and it replaces the one before.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, KillPoint], Run] = {}
-
-    def restore(self, cell: Cell, inject: str | None) -> Run | None:
-        """The run of this cell after its first launch; None if it was not made yet."""
-        first = self._known.get((cell.run_key, cell.kills[0]))
-        if first is None:
-            return None
-        shutil.rmtree(first.directory)
-        shutil.copytree(_aside(first), first.directory, symlinks=True)
-        return replace(first, cell=cell, inject=inject)
-
-    def keep(self, run: Run) -> None:
-        """Takes in a run that was launched once."""
-        shutil.copytree(run.directory, _aside(run), symlinks=True)
-        self._known[run.cell.run_key, run.cell.kills[0]] = run
-
-
-def _aside(run: Run) -> Path:
-    return run.directory.with_name(f"{run.directory.name}-first-launch")
-
-
 _KILLED = -9
 
 # torch 2.13 _compile.py imports torch._dynamo at an optimizer's first step: a second per launch.
@@ -151,7 +120,7 @@ class Kit:
         self._directory = directory
         self._timeout_seconds = timeout_seconds
         self._uninterrupted: dict[str, Run] = {}
-        self._first_launches = FirstLaunches()
+        self._first_launches: dict[tuple[str, KillPoint], Run] = {}
         self._num_runs = 0
         whole = {**os.environ, **environment}
         self._launcher: Launcher = ColdStart(whole) if cold else ForkServer(preload, whole)
@@ -159,12 +128,7 @@ class Kit:
     def __enter__(self) -> Kit:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -180,7 +144,7 @@ class Kit:
         """
         known = self._uninterrupted.get(cell.run_key)
         if known is None:
-            known = self._run(cell, kills=(), inject=None)
+            known = self._continue(self.new_run(cell), ())
             if known.failure:
                 raise CommandFailedError(str(cell), found=f"failed uninterrupted: {known.failure}")
             self._uninterrupted[cell.run_key] = known
@@ -196,7 +160,7 @@ class Kit:
         Raises:
             CommandTimeoutError: a launch did not end in time.
         """
-        return self._run(cell, kills=cell.kills, inject=inject)
+        return self._continue(self.new_run(cell, inject=inject), cell.kills)
 
     def new_run(self, cell: Cell, *, inject: str | None = None) -> Run:
         """A run without any launch; ``run_again`` makes them, one by one.
@@ -230,14 +194,13 @@ class Kit:
             kill = KillPoint.nowhere(leaves_on)
         if self._uninterrupted.get(run.cell.run_key) is run:
             del self._uninterrupted[run.cell.run_key]  # from now on it is no single launch
-        result = self._launch(run.cell, run.directory, len(run.launches), kill, run.inject)
-        return replace(run, launches=(*run.launches, result))
+        return replace(run, launches=(*run.launches, self._launch(run, kill)))
 
     def judge(self, cell: Cell, *, inject: str | None = None) -> tuple[Verdict, Run]:
         """The verdict on the killed run against the uninterrupted one, and the killed run."""
         reference = self.run_uninterrupted(cell)
         run = self.run_killed(cell, inject=inject)
-        return compare(reference.trace, run.trace, expect_resume=bool(cell.kills)), run
+        return _verdict(reference, run), run
 
     def assert_exact(self, cell: Cell) -> Verdict:
         """Fails unless the killed run is the uninterrupted one, bit for bit.
@@ -264,7 +227,7 @@ class Kit:
         run = self.run_killed(cell)
         if not run.failure:
             run = self.run_again(run)
-        verdict = compare(reference.trace, run.trace, expect_resume=bool(cell.kills))
+        verdict = _verdict(reference, run)
         work = work_of_launch(run.trace, len(run.launches) - 1)
         if work and not run.failure:
             raise AssertionError(f"{cell}: launched again after its end, {work}")
@@ -296,15 +259,26 @@ class Kit:
         if not cell.kills:
             return self.judge(cell, inject=inject)
         reference = self.run_uninterrupted(cell)
-        run = self._first_launches.restore(cell, inject)
-        if run is None:
-            run = self.run_again(self.new_run(cell, inject=inject), kill=cell.kills[0])
-            self._first_launches.keep(run)
-        run = self._continue(run, cell.kills[1:])
-        return compare(reference.trace, run.trace, expect_resume=True), run
+        run = self._continue(self._after_first_kill(cell, inject), cell.kills[1:])
+        return _verdict(reference, run), run
 
-    def _run(self, cell: Cell, *, kills: tuple[KillPoint, ...], inject: str | None) -> Run:
-        return self._continue(self.new_run(cell, inject=inject), kills)
+    def _after_first_kill(self, cell: Cell, inject: str | None) -> Run:
+        """The run of a cell after its first launch, which is made once and kept aside.
+
+        Cells that differ in what follows the first kill, as a run and its negative controls do,
+        begin with the same launch. Each run continues in the same directory, restored to its
+        content after that launch. So one such run exists at a time, and replaces the one before.
+        """
+        key = (cell.run_key, cell.kills[0])
+        first = self._first_launches.get(key)
+        if first is None:
+            first = self.run_again(self.new_run(cell, inject=inject), kill=cell.kills[0])
+            shutil.copytree(first.directory, _aside(first), symlinks=True)
+            self._first_launches[key] = first
+            return first
+        shutil.rmtree(first.directory)
+        shutil.copytree(_aside(first), first.directory, symlinks=True)
+        return replace(first, cell=cell, inject=inject)
 
     def _continue(self, run: Run, kills: Sequence[KillPoint]) -> Run:
         """One launch for each kill point, and one that runs to its end, unless one fails."""
@@ -314,11 +288,10 @@ class Kit:
             run = self.run_again(run, kill=kill)
         return run
 
-    def _launch(
-        self, cell: Cell, directory: Path, number: int, kill: KillPoint | None, inject: str | None
-    ) -> LaunchResult:
+    def _launch(self, run: Run, kill: KillPoint | None) -> LaunchResult:
         began = time.monotonic()
-        trace = launch_directory(directory / "trace", number)
+        cell, directory, number = run.cell, run.directory, len(run.launches)
+        trace = launch_directory(run.trace, number)
         port = free_port()
         logs: dict[int, Path] = {}
         for rank in range(cell.world_size):
@@ -327,7 +300,7 @@ class Kit:
                 **distributed_environment(rank, cell.world_size, port),
                 TRACE_VARIABLE: str(trace),
                 KILL_VARIABLE: str(kill) if kill and kill.rank in (None, rank) else None,
-                INJECT_VARIABLE: inject,
+                INJECT_VARIABLE: run.inject,
                 RUN_ROOT_VARIABLE: None,
             }
             where = str(directory / "training")
@@ -375,6 +348,14 @@ class Kit:
                 str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"
             )
         return statuses
+
+
+def _aside(run: Run) -> Path:
+    return run.directory.with_name(f"{run.directory.name}-first-launch")
+
+
+def _verdict(reference: Run, run: Run) -> Verdict:
+    return compare(reference.trace, run.trace, expect_resume=bool(run.cell.kills))
 
 
 def _require_exact(run: Run, verdict: Verdict) -> None:
