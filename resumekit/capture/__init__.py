@@ -36,9 +36,14 @@ from resumekit.capture.naming import (
     one_or_named,
 )
 from resumekit.capture.not_given import REMEDIES, SavedObjects, Unconfirmed, not_given, slot_of
-from resumekit.capture.optimizer import OptimizerState, hyperparameters, inherits_load, is_host_step
+from resumekit.capture.optimizer import (
+    OptimizerState,
+    inherits_load,
+    is_host_step,
+    restore_groups,
+)
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.pipeline import merge_states, part_of
+from resumekit.capture.pipeline import is_same, merge_states, part_of
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -115,9 +120,9 @@ __all__ = [
     "gradient_components",
     "gradient_keys",
     "horizon",
-    "hyperparameters",
     "inherits_load",
     "is_host_step",
+    "is_same",
     "merge_states",
     "not_given",
     "one_or_named",
@@ -129,6 +134,7 @@ __all__ = [
     "registered_components",
     "require_fields",
     "require_gradients",
+    "restore_groups",
     "set_generator_state",
     "slot_of",
     "state_components",

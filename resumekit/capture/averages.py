@@ -15,12 +15,11 @@ from resumekit.capture.restore import (
     class_name,
     describe,
     fits,
-    is_same_class,
     refuse,
+    require_class,
     require_fields,
 )
 from resumekit.distributed import WorldChange
-from resumekit.errors import StateMismatchError
 from resumekit.state import ComponentState
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
@@ -59,7 +58,8 @@ class ObjectState(ComponentState):
     def check_state_dict(self, state: Any) -> None:
         """Refuses weights that do not fit (see ``ModelState``), and the state of another class."""
         if self.weights is None:
-            self._check_opaque(state)
+            require_fields(self.key, state, {"class": str, "opaque": object})
+            require_class(self.key, state["class"], self.given, remedy=_REMEDY)
             return
         require_fields(self.key, state, {"weights": dict, "counters": dict})
         self.weights.check_state_dict(state["weights"])
@@ -109,13 +109,3 @@ class ObjectState(ComponentState):
         if not isinstance(self.given, AveragedModel):
             return {}
         return {"n_averaged": self.given.n_averaged}
-
-    def _check_opaque(self, state: Any) -> None:
-        require_fields(self.key, state, {"class": str, "opaque": object})
-        if not is_same_class(state["class"], class_name(self.given)):
-            raise StateMismatchError(
-                self.key,
-                found=f"the checkpoint has the state of a {state['class']}",
-                expected=f"a {class_name(self.given)}, as in this run",
-                remedy=_REMEDY,
-            )

@@ -26,16 +26,10 @@ from torch import Tensor, nn
 from resumekit.capture.model import ModelState
 from resumekit.capture.naming import clean_name, clean_names, wrapped_attribute
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.restore import (
-    Mismatch,
-    describe,
-    pairs_in,
-    refuse,
-    require_dict,
-    state_mismatches,
-)
+from resumekit.capture.pipeline import is_same
+from resumekit.capture.restore import Mismatch, describe, refuse, require_dict, state_mismatches
 from resumekit.errors import DeclarationError, UnsupportedValueError
-from resumekit.serialization import FlatPart, fill, part_like
+from resumekit.serialization import FlatPart, fill, local_part, part_like
 
 # By name: importing it costs seconds, and a model that has one has loaded it. torch 2.13.
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
@@ -217,17 +211,10 @@ def _untied(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Misma
     first: dict[int, str] = {}
     for name, part in live.items():
         other = first.setdefault(id(part), name) if isinstance(part, FlatPart) else name
-        if other != name and saved[name] is not saved[other] and not _alike(saved, name, other):
+        one, two = saved[name], saved[other]
+        # Meta tensors are alike: the values are checked again when they are read.
+        if one is not two and not is_same(local_part(one), local_part(two)):
             yield Mismatch(name, f"its own values, other than {other!r}", f"tied to {other!r}")
-
-
-def _alike(saved: Mapping[str, Any], name: str, other: str) -> bool:
-    values = [
-        each.local if isinstance(each, FlatPart) else each for each in (saved[name], saved[other])
-    ]
-    if values[0].is_meta or values[1].is_meta:
-        return True  # checked again when the values are read
-    return bool(torch.equal(*values))
 
 
 def free_gathered(handle: Any) -> None:
@@ -320,18 +307,6 @@ class FlatOptimizerState(OptimizerState):
         }
         return super().load_state_dict({**state, "state": local})
 
-    def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-        """Each saved moment with the shard of its parameter."""
-        live = self._rank_state()
-        if "opaque" in live:
-            yield from pairs_in(state, live)
-            return
-        parts = self._parts()
-        for fqn, values in state["state"].items():
-            for name, value in values.items() if fqn in parts else ():
-                if _is_moment(name, value, parts[fqn].shape):
-                    yield value, parts[fqn]
-
     def _rank_state(self) -> dict[str, Any]:
         """The state of this rank, moments as shards."""
         given = super().state_dict()
@@ -367,13 +342,6 @@ class FlatOptimizerState(OptimizerState):
                     found.setdefault(f"{home}.{name}", part)
         return found
 
-    def _parameters(self, names: list[list[str]]) -> dict[str, str]:
-        parts = self._parts()
-        said = super()._parameters(names)
-        return {
-            name: describe(parts[name]) if name in parts else words for name, words in said.items()
-        }
-
 
 def _has_dimensions(value: Any) -> bool:
     """Whether a value contains a tensor with dimensions."""
@@ -384,14 +352,6 @@ def _has_dimensions(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _is_moment(name: str, value: Any, shape: torch.Size) -> bool:
-    # As for DTensors: optimizers create their moments from the parameter.
-    return isinstance(value, Tensor) and value.shape == shape and name != "step"
-
-
 def _local(name: str, value: Any, part: FlatPart | None) -> Any:
-    if part is None:
-        return value
-    if isinstance(value, Tensor) and _is_moment(name, value, part.shape):
-        value = part_like(part, value)
-    return value.local if isinstance(value, FlatPart) else value
+    mine = value if name == "step" else part_like(part, value)
+    return mine.local if isinstance(mine, FlatPart) else mine

@@ -14,7 +14,7 @@ from resumekit.capture.naming import clean_names
 from resumekit.capture.restore import (
     Mismatch,
     describe,
-    name_mismatches,
+    description_mismatches,
     refuse,
     require_dict,
     state_mismatches,
@@ -72,10 +72,8 @@ class ModelState(ComponentState):
         """Refuses other names, dtypes, shapes and ties, and live tensors without memory."""
         require_dict(self.key, state)
         live = self.state_dict()
-        problems = name_mismatches(_described(state, live), _described(live, live))
-        for name, value in live.items():
-            if name in state:
-                problems += _tensor_mismatches(name, state[name], value)
+        problems = description_mismatches(_described(state, live), _described(live, state))
+        problems += _without_memory(state, live)
         if not problems:
             problems += _tying_mismatches(state, live)
         refuse(self.key, problems, remedy=_REMEDY)
@@ -174,30 +172,29 @@ def _given(name: str, value: Any, live: Any) -> Any:
     return value
 
 
-def _described(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, str]:
-    # A lazy tensor has no shape yet, so only its name is compared.
-    return {
-        name: describe(value) if name not in live or not is_lazy(live[name]) else "lazy"
-        for name, value in state.items()
-    }
+def _described(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, str]:
+    """What is compared of each entry; alike for extra state, whose type only the module knows."""
+
+    def described(value: Any, partner: Any) -> str:
+        if is_lazy(value) or is_lazy(partner):
+            return "lazy"  # without a shape yet, so only its name is compared
+        is_tensor = isinstance(value, Tensor) or isinstance(partner, Tensor)
+        return describe(value) if is_tensor or partner is None else "extra state"
+
+    return {name: described(value, other.get(name)) for name, value in state.items()}
 
 
-def _tensor_mismatches(name: str, saved: Any, live: Any) -> Iterator[Mismatch]:
-    if isinstance(saved, Tensor) != isinstance(live, Tensor):
-        yield Mismatch(name, f"{describe(saved)} in the checkpoint", describe(live))
-    elif not isinstance(live, Tensor) or is_lazy(live):
-        return
-    elif saved.shape != live.shape or saved.dtype != live.dtype:
-        yield Mismatch(
-            name, f"{describe(saved)} in the checkpoint", f"{describe(live)}, as in this run"
-        )
-    elif live.is_meta and not saved.is_meta:
-        yield Mismatch(
-            name,
-            "the live tensor is on the meta device",
-            "memory to load into",
-            remedy="Call model.to_empty(device=..) before resuming",
-        )
+def _without_memory(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
+    for name, value in live.items():
+        then: Any = saved.get(name)
+        are_tensors = isinstance(value, Tensor) and isinstance(then, Tensor) and not is_lazy(value)
+        if are_tensors and value.is_meta and not then.is_meta:
+            yield Mismatch(
+                name,
+                "the live tensor is on the meta device",
+                "memory to load into",
+                remedy="Call model.to_empty(device=..) before resuming",
+            )
 
 
 def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:

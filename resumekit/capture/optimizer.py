@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,19 +27,19 @@ from resumekit.capture.restore import (
     describe,
     description_mismatches,
     fits,
-    is_same_class,
-    name_mismatches,
     pairs_in,
     refuse,
+    require_class,
     require_fields,
 )
-from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.serialization import is_sharded, local_part, part_like, sharded_like
+from resumekit.errors import ConfigurationError
+from resumekit.serialization import FlatPart, is_sharded, local_part, part_like, sharded_like
 from resumekit.state import ComponentState
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
 Group = Mapping[str, Any]
+NamedParameters = list[tuple[str, Tensor]]
 
 # Not hyperparameters: which parameters a group holds.
 _MEMBERSHIP = ("params", "param_names")
@@ -86,34 +87,26 @@ class OptimizerState(ComponentState):
         given = self.optimizer.state_dict()
         if not _has_torch_layout(given, self.optimizer):
             return {"class": class_name(self.optimizer), "opaque": given}
-        names = self._names()
-        name_of = _names_by_id(names, given["param_groups"])
-        named = {name_of[k]: v for k, v in given["state"].items() if k in name_of}
-        unnamed = {k: v for k, v in given["state"].items() if k not in name_of}
-        groups = [
-            {**hyperparameters(group), "params": names[index]}
-            for index, group in enumerate(given["param_groups"])
-        ]
-        other = {k: v for k, v in given.items() if k not in ("state", "param_groups")}
-        return {
-            "class": class_name(self.optimizer),
-            "parameters": self._parameters(names),
-            "state": named,
-            "param_groups": groups,
-            "unnamed_state": unnamed,
-            "other": other,
+        groups, state = given["param_groups"], given["state"]
+        named = self._named_groups()
+        name_of = {
+            identity: name
+            for pairs, group in zip(named, groups, strict=True)
+            for (name, _), identity in zip(pairs, group["params"], strict=True)
         }
+        return self._in_layout(
+            named,
+            groups,
+            {name_of[k]: v for k, v in state.items() if k in name_of},
+            unnamed={k: v for k, v in state.items() if k not in name_of},
+            other={k: v for k, v in given.items() if k not in ("state", "param_groups")},
+        )
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses another class, other parameters, other groups and other types of group values."""
         require_fields(self.key, state, {"class": str})
-        if not is_same_class(state["class"], class_name(self.optimizer)):
-            raise StateMismatchError(
-                self.key,
-                found=f"the checkpoint has the state of a {state['class']}",
-                expected=f"a {class_name(self.optimizer)}, as in this run",
-                remedy=f'{_REMEDY}, or pass exclude={{"optimizer"}} to start it afresh',
-            )
+        remedy = f'{_REMEDY}, or pass exclude={{"optimizer"}} to start it afresh'
+        require_class(self.key, state["class"], self.optimizer, remedy=remedy)
         live = self.state_dict()
         if "opaque" in live:
             require_fields(self.key, state, {"opaque": object})
@@ -142,12 +135,12 @@ class OptimizerState(ComponentState):
         return ()
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-        """Moments that do not exist yet get the placements of their parameter."""
+        """Moments that do not exist yet get the placements, or the range, of their parameter."""
         live = self.state_dict()
         if "opaque" in live:
             yield from pairs_in(state, live)
             return
-        parameters = self._parameters_by_name()
+        parameters = {**dict(chain(*self._named_groups())), **self._parts()}
         for fqn, values in state["state"].items():
             if fqn not in parameters or not isinstance(values, dict):
                 continue
@@ -164,13 +157,14 @@ class OptimizerState(ComponentState):
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the live parameters, in the live groups."""
-        return part_of_optimizer(self.key, state, self._names())
+        names = [[name for name, _ in named] for named in self._named_groups()]
+        return part_of_optimizer(self.key, state, names)
 
     def named_parameters(self) -> dict[str, Tensor] | None:
         """The parameters by the names of the state; None for an optimizer without param groups."""
         if not isinstance(getattr(self.optimizer, "param_groups", None), list):
             return None
-        return self._parameters_by_name()
+        return dict(chain(*self._named_groups()))
 
     def trained_parameters(self) -> list[Tensor]:
         """The live parameters that the script passed to the optimizer."""
@@ -182,32 +176,34 @@ class OptimizerState(ComponentState):
         return {
             "class": class_name(self.optimizer),
             "param_groups": [
-                {"num_parameters": len(group["params"]), **hyperparameters(group)}
-                for group in groups
+                {"num_parameters": len(named), **hyperparameters(group)}
+                for named, group in zip(self._named_groups(), groups, strict=True)
             ],
         }
 
     def _copied(self, value: Any) -> Any:
         return value if self.adopt else copy.deepcopy(value)
 
-    def _names(self) -> list[list[str]]:
-        """The names of each group's parameters."""
-        groups = self.optimizer.param_groups
+    def _named_groups(self) -> list[NamedParameters]:
+        """The parameters of each group with their names."""
+        groups = getattr(self.optimizer, "param_groups", [])
         found = iter(parameter_names(self.modules, [p for g in groups for p in g["params"]]))
-        names = [
-            [next(found) or self._name_outside(group, g, p) for p in range(len(group["params"]))]
+        named = [
+            [
+                (next(found) or self._name_outside(group, g, p), parameter)
+                for p, parameter in enumerate(group["params"])
+            ]
             for g, group in enumerate(groups)
         ]
-        owner: dict[str, int] = {}
-        for group, group_names in zip(groups, names, strict=True):
-            for parameter, name in zip(group["params"], group_names, strict=True):
-                if owner.setdefault(name, id(parameter)) != id(parameter):
-                    raise ConfigurationError(
-                        f"{self.key}: {name}",
-                        found="the name of two parameters",
-                        expected="one parameter for one name",
-                    )
-        return names
+        owner: dict[str, Tensor] = {}
+        for name, parameter in chain(*named):
+            if owner.setdefault(name, parameter) is not parameter:
+                raise ConfigurationError(
+                    f"{self.key}: {name}",
+                    found="the name of two parameters",
+                    expected="one parameter for one name",
+                )
+        return named
 
     def _name_outside(self, group: Mapping[str, Any], number: int, position: int) -> str:
         """The name of a parameter that is in no module."""
@@ -215,29 +211,40 @@ class OptimizerState(ComponentState):
         name = str(given[position]) if given is not None else f"group{number}.param{position}"
         return f"{self.prefix}{name}"
 
-    def _parameters_by_name(self) -> dict[str, Tensor]:
-        return {
-            name: parameter
-            for group, names in zip(self.optimizer.param_groups, self._names(), strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+    def _parts(self) -> Mapping[str, FlatPart]:
+        """This rank's range of each parameter that is sharded without a DTensor, by name."""
+        return {}
 
-    def _parameters(self, names: list[list[str]]) -> dict[str, str]:
-        """The dtype and shape of each parameter, by name."""
+    def _in_layout(
+        self,
+        named: Sequence[NamedParameters],
+        groups: Sequence[Group],
+        state: Mapping[str, Any],
+        *,
+        unnamed: Mapping[Any, Any],
+        other: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The saved layout, with the dtype and shape of each parameter."""
+        parts = self._parts()
         return {
-            name: describe(parameter)
-            for group, group_names in zip(self.optimizer.param_groups, names, strict=True)
-            for name, parameter in zip(group_names, group["params"], strict=True)
+            "class": class_name(self.optimizer),
+            "parameters": {n: describe(parts.get(n, parameter)) for n, parameter in chain(*named)},
+            "state": state,
+            "param_groups": [
+                {**hyperparameters(group), "params": [name for name, _ in pairs]}
+                for pairs, group in zip(named, groups, strict=True)
+            ],
+            "unnamed_state": unnamed,
+            "other": other,
         }
 
     def _packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state in torch's own layout, by the position of the live parameters."""
-        ids: dict[str, int] = {}
-        for name in (name for names in self._names() for name in names):
-            ids.setdefault(name, len(ids))
+        named = self._named_groups()
+        ids = {name: index for index, name in enumerate(dict(chain(*named)))}
         groups = [
-            {**saved, "params": [ids[name] for name in names]}
-            for saved, names in zip(state["param_groups"], self._names(), strict=True)
+            {**saved, "params": [ids[name] for name, _ in pairs]}
+            for saved, pairs in zip(state["param_groups"], named, strict=True)
         ]
         by_id = {ids[name]: values for name, values in state["state"].items()}
         return {
@@ -261,14 +268,6 @@ def _has_torch_layout(given: Any, optimizer: Any) -> bool:
     )
 
 
-def _names_by_id(names: list[list[str]], groups: list[dict[str, Any]]) -> dict[Any, str]:
-    return {
-        identity: name
-        for group_names, group in zip(names, groups, strict=True)
-        for name, identity in zip(group_names, group["params"], strict=True)
-    }
-
-
 def optimizer_mismatches(
     saved: Mapping[str, Any], live: Mapping[str, Any], *, is_order_bound: bool
 ) -> Iterator[Mismatch]:
@@ -280,15 +279,10 @@ def optimizer_mismatches(
         is_order_bound: whether the order of the parameters matters, as for an optimizer that keeps
             one flat vector for all of them.
     """
-    yield from name_mismatches(saved["parameters"], live["parameters"])
     yield from description_mismatches(saved["parameters"], live["parameters"])
     groups_then, groups_now = saved["param_groups"], live["param_groups"]
     if len(groups_then) != len(groups_now):
-        then, now = (
-            f"{len(groups_then)} groups in the checkpoint",
-            f"{len(groups_now)}, as in this run",
-        )
-        yield Mismatch("param_groups", then, now)
+        yield Mismatch.changed("param_groups", f"{len(groups_then)} groups", len(groups_now))
         return
     yield from _membership_mismatches(groups_then, groups_now)
     for index, (group_then, group_now) in enumerate(zip(groups_then, groups_now, strict=True)):
@@ -323,9 +317,7 @@ def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
     """Values that are a tensor on one side only, or tensors of another dtype or shape."""
     if isinstance(then, Tensor) or isinstance(now, Tensor):
         if not fits(now, then):
-            yield Mismatch(
-                where, f"{describe(then)} in the checkpoint", f"{describe(now)}, as in this run"
-            )
+            yield Mismatch.changed(where, describe(then), describe(now))
     elif isinstance(then, dict) and isinstance(now, dict):
         for name in then:
             if name in now:
@@ -359,11 +351,9 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = pre_hook(optimizer, packed)
         packed = packed if changed is None else changed
-    restore = Restorer()
+    restore = restore_groups(optimizer, packed["param_groups"])
     owner: dict[Any, tuple[Tensor, dict[str, Any]]] = {}
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for name, value in hyperparameters(saved).items():
-            group[name] = restore(group.get(name), value)
         pairs = zip(saved["params"], group["params"], strict=True)
         owner.update({identity: (parameter, group) for identity, parameter in pairs})
     restored: dict[Any, Any] = {}
@@ -390,13 +380,22 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
         post_hook(optimizer)
 
 
-def placement_source(name: str, value: Any, parameter: Tensor, live: Mapping[str, Any]) -> Any:
-    """The DTensor whose placements a value of a parameter's state gets; None for an unsharded one.
+def restore_groups(optimizer: Optimizer, saved_groups: Sequence[Group]) -> Restorer:
+    """Restores the hyperparameters; the rest of the load continues with the same Restorer."""
+    restore = Restorer()
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        for name, value in hyperparameters(saved).items():
+            group[name] = restore(group.get(name), value)
+    return restore
+
+
+def placement_source(name: str, value: Any, parameter: Any, live: Mapping[str, Any]) -> Any:
+    """The part whose placements a value of a parameter's state gets; None for an unsharded one.
 
     Args:
         name: of the value in the parameter's state.
         value: the saved one.
-        parameter: the live parameter.
+        parameter: the live parameter, or this rank's part of it.
         live: the parameter's live state, empty before the first step.
     """
     if not isinstance(value, Tensor):

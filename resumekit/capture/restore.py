@@ -39,6 +39,11 @@ class Mismatch:
     expected: str
     remedy: str | None = None
 
+    @classmethod
+    def changed(cls, where: str, then: object, now: object) -> Mismatch:
+        """A value that the checkpoint and this run both have, and that differs."""
+        return cls(where, f"{then} in the checkpoint", f"{now}, as in this run")
+
 
 def refuse(key: str, mismatches: Sequence[Mismatch], *, remedy: str) -> None:
     """Raises StateMismatchError for the first mismatch and counts the others.
@@ -73,10 +78,7 @@ def require_dict(key: str, state: Any) -> None:
 
 def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type, ...]]) -> None:
     """Raises StateMismatchError unless the state is a dict with these fields of these types."""
-    if not isinstance(state, dict):
-        raise StateMismatchError(
-            key, found=f"{describe(state)} in the checkpoint", expected="a dict"
-        )
+    require_dict(key, state)
     for name, kind in fields.items():
         if not isinstance(state.get(name), kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -91,6 +93,17 @@ def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type,
 def class_name(value: Any) -> str:
     """The full dotted name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def require_class(key: str, saved: str, live: Any, *, remedy: str) -> None:
+    """Raises StateMismatchError unless a saved class name is that of the live object."""
+    if not is_same_class(saved, class_name(live)):
+        raise StateMismatchError(
+            key,
+            found=f"the checkpoint has the state of a {saved}",
+            expected=f"a {class_name(live)}, as in this run",
+            remedy=remedy,
+        )
 
 
 def is_same_class(name: str, other: str) -> bool:
@@ -114,16 +127,33 @@ def describe(value: Any) -> str:
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
-def name_mismatches(
-    saved: Mapping[str, str], live: Mapping[str, str], *, noun: str = "parameter"
-) -> list[Mismatch]:
-    """The names that only one side has; a likely rename is reported with both names.
+def state_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Mismatch]:
+    """Entries that only one side has, or whose dtype, shape or type differs.
+
+    Args:
+        saved: values of the checkpoint by name.
+        live: the same of this run.
+    """
+    then = {name: describe(value) for name, value in saved.items()}
+    return description_mismatches(then, {name: describe(value) for name, value in live.items()})
+
+
+def description_mismatches(saved: Mapping[str, str], live: Mapping[str, str]) -> list[Mismatch]:
+    """Entries that only one side has, or whose descriptions differ.
 
     Args:
         saved: a description (see ``describe``) of each entry in the checkpoint, by name.
         live: the same of this run.
-        noun: what an entry is called.
     """
+    changed = (name for name, now in live.items() if saved.get(name, now) != now)
+    return [
+        *_name_mismatches(saved, live),
+        *(Mismatch.changed(name, saved[name], live[name]) for name in changed),
+    ]
+
+
+def _name_mismatches(saved: Mapping[str, str], live: Mapping[str, str]) -> list[Mismatch]:
+    """The names that only one side has; a likely rename is reported with both names."""
     missing = [name for name in live if name not in saved]
     unexpected = [name for name in saved if name not in live]
     found: list[Mismatch] = []
@@ -133,51 +163,23 @@ def name_mismatches(
             alike = [other for other in unexpected if saved[other] == live[name]]
             twin = _likely_twin(name, alike[:_MOST_CANDIDATES])
         if twin is None:
-            found.append(
-                Mismatch(
-                    name, f"this {noun} is not in the checkpoint", f"{live[name]}, as in this run"
-                )
-            )
+            expected = f"{live[name]}, as in this run"
+            found.append(Mismatch(name, "this parameter is not in the checkpoint", expected))
             continue
         unexpected.remove(twin)
         found.append(
             Mismatch(
                 name,
-                f"the checkpoint has no such {noun}, but has {twin!r} of the same kind",
+                f"the checkpoint has no such parameter, but has {twin!r} of the same kind",
                 f"{name!r}",
                 remedy=f"Give {name!r} its old name {twin!r} back",
             )
         )
     found += [
-        Mismatch(name, f"the checkpoint has this {noun} ({saved[name]})", f"no such {noun}")
+        Mismatch(name, f"the checkpoint has this parameter ({saved[name]})", "no such parameter")
         for name in unexpected
     ]
     return found
-
-
-def state_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Mismatch]:
-    """Entries that only one side has, or whose dtype, shape or type differs.
-
-    Args:
-        saved: values of the checkpoint by name.
-        live: the same of this run.
-    """
-    then = {name: describe(value) for name, value in saved.items()}
-    now = {name: describe(value) for name, value in live.items()}
-    return [*name_mismatches(then, now), *description_mismatches(then, now)]
-
-
-def description_mismatches(saved: Mapping[str, str], live: Mapping[str, str]) -> Iterator[Mismatch]:
-    """Entries of both sides with other descriptions.
-
-    Args:
-        saved: a description (see ``describe``) of each entry in the checkpoint, by name.
-        live: the same of this run.
-    """
-    for name, now in live.items():
-        then = saved.get(name, now)
-        if then != now:
-            yield Mismatch(name, f"{then} in the checkpoint", f"{now}, as in this run")
 
 
 def _likely_twin(name: str, candidates: Iterable[str]) -> str | None:

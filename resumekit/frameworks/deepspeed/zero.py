@@ -22,15 +22,13 @@ from resumekit.capture import (
     FlatModelState,
     Mismatch,
     OptimizerState,
-    Restorer,
-    class_name,
     clean_name,
-    describe,
     fits,
-    hyperparameters,
     inherits_load,
     is_host_step,
+    is_same,
     refuse,
+    restore_groups,
 )
 from resumekit.frameworks.deepspeed._private import (
     FRAGMENT,
@@ -250,18 +248,8 @@ class ZeroOptimizerState(OptimizerState):
                     key: each.of(value) if _is_moment(value, each.flat.shape) else _copied(value)
                     for key, value in values.items()
                 }
-        groups = [
-            {**hyperparameters(group), "params": names}
-            for group, names in zip(self.optimizer.param_groups, self._names(), strict=True)
-        ]
-        return {
-            "class": class_name(self.optimizer),
-            "parameters": {n: describe(each.of(each.flat)) for n, each in found.items()},
-            "state": state,
-            "param_groups": groups,
-            "unnamed_state": {},
-            "other": {},
-        }
+        groups = self.optimizer.param_groups
+        return self._in_layout(self._named_groups(), groups, state, unnamed={}, other={})
 
     def check_state_dict(self, state: Any) -> None:
         """As of a plain optimizer; parameters that ZeRO steps together need equal step counts."""
@@ -274,10 +262,7 @@ class ZeroOptimizerState(OptimizerState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Copies this rank's shard into the live state."""
-        restore = Restorer()
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            for name, value in hyperparameters(saved).items():
-                group[name] = restore(group.get(name), value)
+        restore_groups(self.optimizer, state["param_groups"])
         restored: dict[Tensor, dict[str, Any]] = {}
         for name, each in shards(self._engine).items():
             values = restored.setdefault(each.flat, {})
@@ -304,27 +289,10 @@ class ZeroOptimizerState(OptimizerState):
         found = shards(self._engine)
         return {name: each.flat for name, each in found.items() if name == each.fallback_name}
 
-    def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
-        """Each saved moment with this rank's shard of its parameter."""
-        for name, each in shards(self._engine).items():
-            for key, value in state["state"].get(name, {}).items():
-                if _is_moment(value, each.shape, key):
-                    yield value, each.of(each.flat)
-
     def replicated_state(self) -> dict[str, Any]:
         """The moments that are not partitioned."""
         given, found = self.state_dict()["state"], shards(self._engine)
         return {"state": {name: v for name, v in given.items() if found[name].copies is not None}}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The class and, for each group, its size and hyperparameters."""
-        return {
-            "class": class_name(self.optimizer),
-            "param_groups": [
-                {"num_parameters": len(names), **hyperparameters(group)}
-                for group, names in zip(self.optimizer.param_groups, self._names(), strict=True)
-            ],
-        }
 
     def _moment(self, each: Shard, key: str, dtype: torch.dtype) -> Tensor:
         """The memory of a moment as long as a flat tensor: the live one where it fits."""
@@ -344,11 +312,14 @@ class ZeroOptimizerState(OptimizerState):
         is_on_host = is_host_step(key, self.optimizer.param_groups[each.group])
         return _copied(value, torch.device("cpu") if is_on_host else each.flat.device)
 
-    def _names(self) -> list[list[str]]:
-        names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+    def _named_groups(self) -> list[list[tuple[str, Tensor]]]:
+        named: list[list[tuple[str, Tensor]]] = [[] for _ in self.optimizer.param_groups]
         for name, each in shards(self._engine).items():
-            names[each.group].append(name)
-        return names
+            named[each.group].append((name, each.flat))
+        return named
+
+    def _parts(self) -> dict[str, FlatPart]:
+        return {name: each.of(each.flat) for name, each in shards(self._engine).items()}
 
     def _uneven(self, state: Mapping[str, Any]) -> Iterator[Mismatch]:
         first: dict[Tensor, str] = {}
@@ -356,7 +327,7 @@ class ZeroOptimizerState(OptimizerState):
             other = first.setdefault(each.flat, name)
             values, partner = (state["state"].get(which, {}) for which in (name, other))
             if values.keys() != partner.keys() or not all(
-                _is_moment(value, each.shape, key) or _alike(value, partner[key])
+                _is_moment(value, each.shape, key) or is_same(value, partner[key])
                 for key, value in values.items()
             ):
                 yield Mismatch(
@@ -376,14 +347,6 @@ class ZeroOptimizerState(OptimizerState):
 
 def _is_moment(value: Any, shape: torch.Size, key: str = "") -> bool:
     return isinstance(value, (Tensor, FlatPart)) and value.shape == shape and key != "step"
-
-
-def _alike(value: Any, other: Any) -> bool:
-    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
-        return bool(value == other)
-    if value.is_meta or other.is_meta:
-        return True  # checked again once the values are there
-    return bool(torch.equal(value, other))
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
