@@ -26,6 +26,7 @@ from resumekit.run import (
     metric_values,
     run_directory,
     weakly,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Checkpointer(StepBoundary):
         Args:
             num_epochs: the epochs of the whole run, not of this launch.
         """
-        self._enter("epochs", {"epochs": _positive("epochs", num_epochs)})
+        self._enter("epochs", {"epochs": whole_number("epochs", num_epochs, 1)})
         return Epochs(self, num_epochs)
 
     def batches(
@@ -167,7 +168,7 @@ class Checkpointer(StepBoundary):
         if self._loop == "epochs":
             raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
         unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
-        self._enter("batches", {unit: _positive(unit, count)})
+        self._enter("batches", {unit: whole_number(unit, count, 1)})
         feed = self._run.position.feed(loader, name)
         self._lead(feed)
         return Batches(self, feed, epochs=epochs, steps=steps)
@@ -306,9 +307,3 @@ class Checkpointer(StepBoundary):
         """Closes at normal exit; after an uncaught exception nothing new is saved."""
         if not hasattr(sys, "last_value") and self._run.world_is_alive():
             self.close()
-
-
-def _positive(name: str, value: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(name, found=repr(value), expected="a whole number of at least 1")
-    return value

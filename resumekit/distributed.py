@@ -291,9 +291,7 @@ class World:
         if self.world_size == 1:
             return action()
         outcome = self.broadcast(self._attempt(action) if self.is_first else _Outcome())
-        if outcome.error is not None:
-            raise outcome.error if self.is_first else from_rank(self.ranks[0], outcome.error)
-        return outcome.value  # type: ignore[no-any-return]
+        return self._result(outcome)  # type: ignore[no-any-return]
 
     def exchange(self, value: T, make: Callable[[list[T]], list[U]]) -> U:
         """What the first rank makes of the values of all ranks for this one. Collective.
@@ -307,23 +305,25 @@ class World:
         """
         if self.world_size == 1:
             return make([value])[0]
-        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        values: list[Any] = [None] * self.world_size
+        made: list[_Outcome] | None = None
         with _others_answer():
-            dist.gather_object(value, values, dst=self.ranks[0], group=self._group)
-        made: list[Any] = [None] * self.world_size
-        if values is not None:
-            given = values
-            outcome = self._attempt(lambda: make(given))
-            made = [_Outcome(error=outcome.error)] * self.world_size
-            if outcome.error is None:
-                made = [_Outcome(value=each) for each in outcome.value]
+            first_has = values if self.is_first else None
+            dist.gather_object(value, first_has, dst=self.ranks[0], group=self._group)
+        if self.is_first:
+            outcome = self._attempt(lambda: make(values))
+            failed = outcome.error is not None
+            made = [outcome] * len(values) if failed else list(map(_Outcome, outcome.value))
         mine: list[Any] = [None]
         with _others_answer():
-            given_out = made if self.is_first else None
-            dist.scatter_object_list(mine, given_out, src=self.ranks[0], group=self._group)
-        if mine[0].error is not None:
-            raise mine[0].error if self.is_first else from_rank(self.ranks[0], mine[0].error)
-        return mine[0].value  # type: ignore[no-any-return]
+            dist.scatter_object_list(mine, made, src=self.ranks[0], group=self._group)
+        return self._result(mine[0])  # type: ignore[no-any-return]
+
+    def _result(self, outcome: _Outcome) -> Any:
+        """What an action of the first rank gave; raises its error."""
+        if outcome.error is not None:
+            raise outcome.error if self.is_first else from_rank(self.ranks[0], outcome.error)
+        return outcome.value
 
     def require_equal(
         self,

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 
@@ -68,9 +69,9 @@ class ResumekitError(Exception):
         self.found = found
         self.expected = expected
         self.remedy = remedy
-        super().__init__(self._sentence())
+        super().__init__(str(self))
 
-    def _sentence(self) -> str:
+    def __str__(self) -> str:
         sentence = f"{self.where}: {self.found}"
         if self.expected is not None:
             sentence += f", expected {self.expected}"
@@ -81,23 +82,16 @@ class ResumekitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.
-        return (_rebuild, (type(self), self.where, self.found, self.expected, self.remedy))
-
-    def __str__(self) -> str:
-        # OSError and ImportError would otherwise format the message.
-        return self._sentence()
+        make = partial(
+            type(self), self.where, found=self.found, expected=self.expected, remedy=self.remedy
+        )
+        return make, ()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """``"Did you mean save_every?"`` if a known word is similar, else None."""
     similar = get_close_matches(word, known, n=1)
     return f"Did you mean {similar[0]}?" if similar else None
-
-
-def _rebuild(
-    kind: type[ResumekitError], where: str, found: str, expected: str | None, remedy: str | None
-) -> ResumekitError:
-    return kind(where, found=found, expected=expected, remedy=remedy)
 
 
 class ConfigurationError(ResumekitError, ValueError):

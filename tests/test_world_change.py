@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resumekit.distributed import DataRanks
+from resumekit.distributed import DataRanks, WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.world_change import StateOrigins
@@ -36,28 +36,26 @@ def record(pattern: SharingPattern = SharingPattern.PER_RANK) -> ComponentRecord
 
 @pytest.mark.parametrize("rank", range(4))
 def test_in_the_same_job_each_rank_loads_its_own_state(rank: int) -> None:
-    found = origins(rank, PAIRS)
-    assert found.own_number(record(), saved(*PAIRS)) == rank
-    assert found.writers(record(), saved(*PAIRS)) == (0, 1, 2, 3)
+    found = origins(rank, PAIRS).of(record(), saved(*PAIRS))
+    assert (found.own_number, found.writers) == (rank, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, 0), (1, 1), (2, 0), (3, 1)])
 def test_ranks_that_take_the_same_data_load_one_state(rank: int, number: int) -> None:
     """The same number of ranks, in other groups: what counts is the part of the data."""
-    found = origins(rank, IN_TURN)
-    assert found.own_number(record(), saved(*PAIRS)) == number
-    assert found.writers(record(), saved(*PAIRS)) == (0, 2)
+    found = origins(rank, IN_TURN).of(record(), saved(*PAIRS))
+    assert (found.own_number, found.writers) == (number, (0, 2))
 
 
 def test_with_another_number_of_parts_states_are_resharded() -> None:
-    found = origins(3, PAIRS)
-    assert found.own_number(record(), saved(0, 1, 2)) is None
-    change = found.change(record(), saved(0, 1, 2))
-    assert (change.rank, change.world_size, change.former_world_size) == (1, 2, 3)
-    assert found.readable(record(), saved(0, 1, 2)) == (0, 1)
+    found = origins(3, PAIRS).of(record(), saved(0, 1, 2))
+    assert found.own_number is None
+    assert found.change == WorldChange(1, 2, 3)
+    assert found.readable == (0, 1)
     with pytest.raises(StateMismatchError, match="allow_changes"):
-        origins(3, PAIRS, may_change=False).own_number(record(), saved(0, 1, 2))
+        origins(3, PAIRS, may_change=False).of(record(), saved(0, 1, 2))
 
 
 def test_one_state_of_a_job_is_everybodys() -> None:
-    assert origins(3, PAIRS).own_number(record(SharingPattern.REPLICATED), saved(0)) == 0
+    found = origins(3, PAIRS).of(record(SharingPattern.REPLICATED), saved(0))
+    assert found.own_number == 0

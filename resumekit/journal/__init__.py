@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from resumekit.journal.attempts import (
+    AttemptVerdict,
+    EarlierUse,
+    Used,
+    compared,
+    earlier_use,
+    lineage,
+    sum_over_ranks,
+    verdicts,
+)
 from resumekit.journal.comparison import Comparison, Difference, Verdict, worst
 from resumekit.journal.files import (
     DIRECTORY,
@@ -32,17 +42,6 @@ from resumekit.journal.step_values import (
     plain_loss,
     plain_rates,
 )
-from resumekit.journal.verdicts import (
-    AttemptVerdict,
-    EarlierUse,
-    Used,
-    UsedHere,
-    compared,
-    earlier_use,
-    lineage,
-    sum_over_ranks,
-    verdicts,
-)
 
 __all__ = [
     "COMMAND",
@@ -63,7 +62,6 @@ __all__ = [
     "Record",
     "SampleIds",
     "Used",
-    "UsedHere",
     "Verdict",
     "code_digests",
     "compared",

@@ -12,11 +12,12 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from resumekit.journal.records import RECORD_BYTES, SAVE, Header, Record, as_array, valid_records
 
@@ -104,9 +105,7 @@ class Attempt:
         Raises:
             OSError: the file cannot be read.
         """
-        data = self.path.read_bytes()
-        _, num_bytes, _ = _START.unpack_from(data)
-        rows = as_array(data[_padded(_START.size + num_bytes) :])
+        _, rows = _divided(self.path)
         return valid_records(rows[rows["step"] > after])
 
 
@@ -121,7 +120,7 @@ def number_of_attempt(directory: Path, attempt: str) -> int:
     Raises:
         OSError: the directory cannot be listed.
     """
-    names = [match for match in map(_NAME.fullmatch, _listed(directory)) if match]
+    names = _names_in(directory)
     own_numbers = [int(match[1]) for match in names if match[2] == attempt[:8]]
     return own_numbers[0] if own_numbers else max((int(match[1]) for match in names), default=0) + 1
 
@@ -136,17 +135,14 @@ def find_attempts(directory: Path, *, rank: int | None = None) -> list[Attempt]:
     Raises:
         OSError: the directory cannot be listed.
     """
-    return list(_found(directory, rank))
-
-
-def _found(directory: Path, rank: int | None) -> Iterator[Attempt]:
-    matches = [match for match in map(_NAME.fullmatch, _listed(directory)) if match]
-    for match in sorted(matches, key=lambda each: (int(each[1]), int(each[3]))):
+    found = []
+    for match in sorted(_names_in(directory), key=lambda each: (int(each[1]), int(each[3]))):
         if rank is None or int(match[3]) == rank:
             path = directory / match[0]
             header = _read_header(path)
             if header is not None:
-                yield Attempt(path, header)
+                found.append(Attempt(path, header))
+    return found
 
 
 def thin(path: Path, *, num_kept: int = NUM_KEPT, max_records: int | None = None) -> None:
@@ -162,10 +158,7 @@ def thin(path: Path, *, num_kept: int = NUM_KEPT, max_records: int | None = None
     Raises:
         OSError: as the failing call said; the file is as it was.
     """
-    data = path.read_bytes()
-    _, num_bytes, _ = _START.unpack_from(data)
-    start = _padded(_START.size + num_bytes)
-    rows = as_array(data[start:])
+    start, rows = _divided(path)
     is_kept = (rows["step"] % THINNED_TO == 0) & (rows["kind"] != SAVE)
     is_kept |= np.arange(len(rows)) >= len(rows) - num_kept
     kept = rows[is_kept]
@@ -173,7 +166,7 @@ def thin(path: Path, *, num_kept: int = NUM_KEPT, max_records: int | None = None
         kept = kept[-max_records:]
     draft = path.with_suffix(".draft")
     try:
-        draft.write_bytes(data[:start] + kept.tobytes())
+        draft.write_bytes(start + kept.tobytes())
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -200,11 +193,19 @@ def limit_earlier(directory: Path, rank: int, *, max_bytes: int = MAX_EARLIER_BY
         del sizes[path]
 
 
-def _listed(directory: Path) -> list[str]:
+def _names_in(directory: Path) -> list[re.Match[str]]:
     try:
-        return os.listdir(directory)
+        return list(filter(None, map(_NAME.fullmatch, os.listdir(directory))))
     except FileNotFoundError:
         return []
+
+
+def _divided(path: Path) -> tuple[bytes, NDArray[Any]]:
+    """The start of a file with its header, and its records."""
+    data = path.read_bytes()
+    _, num_bytes, _ = _START.unpack_from(data)
+    start = _padded(_START.size + num_bytes)
+    return data[:start], as_array(data[start:])
 
 
 def _with_start(header: Header) -> bytes:

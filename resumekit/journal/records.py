@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from enum import IntFlag
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ SAVE = 2  # the random state at a safe point that saves; ``num_samples`` is the 
 LOSS = 3  # the loss of an earlier step, which its device had not computed in time
 
 
-class Has(IntFlag):
-    """The fields of a record that hold a value."""
+class Has(IntEnum):
+    """The fields of a record that hold a value; bits, combined as plain integers."""
 
     IDS = 1  # ids, ids_sum and num_samples
     COUNT = 2  # num_samples

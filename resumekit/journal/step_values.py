@@ -187,7 +187,7 @@ class LateLosses:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._waiting: deque[tuple[int, torch.Tensor, Any]] = deque(maxlen=MAX_WAITING)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -201,8 +201,6 @@ class LateLosses:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch 2.13
         event.record(torch.cuda.current_stream(loss.device))
         self._waiting.append((step, host, event))
-        if len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
 
     def computed(self) -> list[tuple[int, float]]:
         """The steps and losses that have arrived since the last call, in their order."""

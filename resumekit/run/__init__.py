@@ -14,6 +14,7 @@ from resumekit.run.options import (
     metric_values,
     require_order,
     run_directory,
+    whole_number,
 )
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
@@ -40,4 +41,5 @@ __all__ = [
     "require_order",
     "run_directory",
     "weakly",
+    "whole_number",
 ]

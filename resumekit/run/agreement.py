@@ -206,6 +206,9 @@ _REPLICATED = frozenset(
     {SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE}
 )
 
+_NO_BOX = Box((), ())  # of a leaf that is no shard
+_NOTHING = Copy(WHOLE, _NO_BOX, "nothing")
+
 
 class Replicas:
     """What several ranks of a run hold alike.
@@ -254,46 +257,62 @@ class Replicas:
     def _check(self, components: Sequence[StateComponent]) -> None:
         if not components:
             return
-        leaves: dict[str, dict[str, str]] = {}
-        copies: dict[str, dict[str, Copy]] = {}
+        held: dict[str, dict[str, Copy]] = {}
 
-        def digest() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-            for each in components:
-                if each.sharing_pattern is SharingPattern.SHARDED:
-                    copies[each.key] = self._copies(each)
-                else:
-                    leaves[each.key] = leaf_digests(each.state.replicated_state())
-            return (
-                {key: _combined(digests) for key, digests in leaves.items()},
-                {key: _by_holders(copies_of_rank) for key, copies_of_rank in copies.items()},
-            )
+        def digest() -> dict[str, dict[str, str]]:
+            held.update({each.key: self._copies(each) for each in components})
+            return {key: _by_holders(copies) for key, copies in held.items()}
 
         every = self._world.everywhere(digest)
-        for key in leaves:
-            drifted = [
-                group
-                for group in self._membership.groups(key)
-                if len({every[rank][0][key] for rank in group}) > 1
-            ]
-            if drifted:
-                _refuse(key, drifted[0], self._world.gather(leaves[key]))
-        for key in copies:
-            groups = self._membership.groups(key)
-            if any(_is_in_doubt([every[rank][1][key] for rank in group]) for group in groups):
-                copies_of_rank = self._world.gather(copies[key])
+        for each in components:
+            groups = self._membership.groups(each.key)
+            if any(_is_in_doubt([every[rank][each.key] for rank in group]) for group in groups):
+                copies = self._world.gather(held[each.key])
                 for group in groups:
-                    _refuse_copies(key, {rank: copies_of_rank[rank] for rank in group})
+                    self._refuse(each, {rank: copies[rank] for rank in group})
 
     def _copies(self, component: StateComponent) -> dict[str, Copy]:
-        group = self._membership.groups(component.key)[self._membership.ordinal(component.key)]
+        """What other ranks hold as well: of replicated state every leaf."""
         state = component.state
+        if component.sharing_pattern is not SharingPattern.SHARDED:
+            digests = leaf_digests(state.replicated_state())
+            return {name: Copy(WHOLE, _NO_BOX, digest) for name, digest in digests.items()}
+        group = self._membership.groups(component.key)[self._membership.ordinal(component.key)]
         own_tensors = state.first_rank_only()
         return copy_digests(state.replicated_state(), num_ranks=len(group), excluded=own_tensors)
+
+    def _refuse(self, component: StateComponent, every: Mapping[int, Mapping[str, Copy]]) -> None:
+        """Raises RankDisagreementError for the first part whose copies are not alike."""
+        is_sharded = component.sharing_pattern is SharingPattern.SHARDED
+        of_group = " of a group" if len(every) < self._world.world_size else ""
+        for name in dict.fromkeys(name for each in every.values() for name in each):
+            holders: dict[tuple[str, Box], dict[int, str]] = {}
+            for rank, copies in every.items():
+                copy = copies.get(name, None if is_sharded else _NOTHING)
+                if copy is not None:
+                    holders.setdefault((copy.group, copy.box), {})[rank] = copy.digest[:12]
+            for (group, box), said in holders.items():
+                if len(set(said.values())) == 1:
+                    continue
+                part = f"{component.key}: {name}"
+                if is_sharded:
+                    raise RankDisagreementError(
+                        part if group == WHOLE else f"{part} {box}",
+                        found=f"copies that are not alike ({who_said(said)})",
+                        expected="the same on all ranks that hold it",
+                        remedy="Synchronise it, or pass validate='off' to save one of them",
+                    )
+                raise RankDisagreementError(
+                    part,
+                    found=f"replicated, and not alike ({who_said(said)})",
+                    expected=f"the same on all ranks{of_group}",
+                    remedy="Synchronise it, or declare the component per_rank",
+                )
 
 
 def _by_holders(copies: Mapping[str, Copy]) -> dict[str, str]:
     """One digest for all copies that the same ranks hold."""
-    copies_of_rank: dict[str, dict[str, str]] = {}
+    copies_of_rank: dict[str, dict[str, str]] = {WHOLE: {}}
     for name, copy in copies.items():
         copies_of_rank.setdefault(copy.group, {})[name] = f"{copy.box} {copy.digest}"
     return {group: _combined(digests) for group, digests in copies_of_rank.items()}
@@ -311,39 +330,6 @@ def _is_in_doubt(every: Sequence[Mapping[str, str]]) -> bool:
     return any(len(digests) > 1 for digests in said.values())
 
 
-def _refuse_copies(key: str, every: Mapping[int, Mapping[str, Copy]]) -> None:
-    """Raises RankDisagreementError for the first part whose copies are not alike."""
-    for name in dict.fromkeys(name for each in every.values() for name in each):
-        holders: dict[tuple[str, Box], dict[int, str]] = {}
-        for rank, copies_of_rank in every.items():
-            if name in copies_of_rank:
-                copy = copies_of_rank[name]
-                holders.setdefault((copy.group, copy.box), {})[rank] = copy.digest[:12]
-        for (group, box), said in holders.items():
-            if len(set(said.values())) > 1:
-                raise RankDisagreementError(
-                    f"{key}: {name}" if group == WHOLE else f"{key}: {name} {box}",
-                    found=f"copies that are not alike ({who_said(said)})",
-                    expected="the same on all ranks that hold it",
-                    remedy="Synchronise it, or pass validate='off' to save one of them",
-                )
-
-
 def _combined(digests: Mapping[str, str]) -> str:
     lines = sorted(f"{name}\0{digest}\n" for name, digest in digests.items())
     return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8"))
-
-
-def _refuse(key: str, ranks: Sequence[int], every: Sequence[Mapping[str, Any]]) -> None:
-    """Names the first leaf that the ranks of a group do not have in common."""
-    names = dict.fromkeys(name for rank in ranks for name in every[rank])  # in the state's order
-    for name in names:
-        said = {rank: every[rank].get(name, "nothing")[:12] for rank in ranks}
-        if len(set(said.values())) > 1:
-            raise RankDisagreementError(
-                f"{key}: {name}",
-                found=f"replicated, and not alike ({who_said(said)})",
-                expected="the same on all ranks"
-                + (" of a group" if len(ranks) < len(every) else ""),
-                remedy="Synchronise it, or declare the component per_rank",
-            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from resumekit.capture import GRADIENT_BUCKETS, RANK_BUFFERS, Difference, SchedulerState, Severity
@@ -12,7 +11,7 @@ from resumekit.errors import DriftError, StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.state import Slot, StateComponent
-from resumekit.storage import Manifest, StepName
+from resumekit.storage import Manifest
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; a message says so.
 _MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})
@@ -22,10 +21,10 @@ def check_fit(
     manifest: Manifest,
     components: Sequence[StateComponent],
     options: Options,
-    membership: ComponentGroups,
     *,
     world_size: int,
-    empty: Collection[str] = (),
+    regrouped: Collection[str],
+    unneeded: Collection[str],
 ) -> tuple[str, ...]:
     """The components that start from their live state because the checkpoint has none.
 
@@ -33,45 +32,46 @@ def check_fit(
         manifest: the checkpoint's.
         components: of this run.
         options: of this run.
-        membership: of the components.
         world_size: the ranks of this run.
-        empty: the components on one side only in which there is nothing.
+        regrouped: see ``regrouped_buffers``.
+        unneeded: the components on one side only in which there is nothing, or which only another
+            framework needs.
 
     Raises:
         StateMismatchError: a component on one side only, and nothing allows it.
     """
-    regrouped = regrouped_buffers(manifest, components, membership)
-    saved = {record.key for record in manifest.components} - regrouped
+    saved = {record.key for record in manifest.components}.difference(regrouped)
     live = {component.key for component in components}
-    others, former = of_other_frameworks(manifest, components), frameworks_of(manifest)
-    checkpoint = str(StepName(manifest.step, manifest.revision))
+    former = frameworks_of(manifest)
+
+    def is_needed(key: str) -> bool:
+        # Runs of several ranks alone have components of rank buffers; one rank's are in the module.
+        is_of_ranks = key.rpartition("/")[2] == RANK_BUFFERS
+        return key not in unneeded and not (is_of_ranks and 1 in (world_size, manifest.world_size))
+
     fresh: list[str] = []
     for component in components:
         key = component.key
         if key in saved or names_component(options.exclude, key):
             continue
-        allowed = names_component(options.allow_missing, key)
-        allowed = allowed or key in regrouped
+        allowed = names_component(options.allow_missing, key) or key in regrouped
         # What a framework needs for its own loop, starts fresh where another one was left.
-        is_others = component.framework != "" and component.framework not in former
-        allowed = allowed or is_others or key in empty
-        allowed = allowed or (_is_rank_buffers(key) and manifest.world_size == 1 < world_size)
-        if not (allowed or component.slot in _MAY_START_FRESH or not component.required):
+        allowed = allowed or component.framework not in ("", *former)
+        allowed = allowed or component.slot in _MAY_START_FRESH or not component.required
+        if is_needed(key) and not allowed:
             raise StateMismatchError(
                 key,
-                found=f"{checkpoint} has no {key} (it has {', '.join(sorted(saved))})",
+                found=f"{manifest.name} has no {key} (it has {', '.join(sorted(saved))})",
                 expected="one, as this run uses it",
                 remedy=f"Pass allow_missing={{{key!r}}} to start it from its live state",
             )
         fresh.append(key)
     for key in sorted(saved - live):
-        goes_without = _is_rank_buffers(key) and world_size == 1 < manifest.world_size
-        goes_without = goes_without or key.rpartition("/")[2] == GRADIENT_BUCKETS
-        goes_without = goes_without or key in others or key in empty
-        if not (names_component(options.exclude, key) or goes_without):
+        is_bucket = key.rpartition("/")[2] == GRADIENT_BUCKETS
+        if is_needed(key) and not (is_bucket or names_component(options.exclude, key)):
             raise StateMismatchError(
                 key,
-                found=f"{checkpoint} has {key}, and this run has none",
+                found=f"{manifest.name} has {key}, and this run has none",
                 expected="a live object to load it into",
                 remedy=f"Give it to the Checkpointer, or pass exclude={{{key!r}}} to leave it out",
             )
@@ -91,18 +91,6 @@ def regrouped_buffers(
         for each in components
         if each.key in then and then[each.key] != membership.recorded(each)
     )
-
-
-def _is_rank_buffers(key: str) -> bool:
-    """Whether a component exists in runs of several ranks alone; one rank's are in the module."""
-    return key.rpartition("/")[2] == RANK_BUFFERS
-
-
-def check_states(states: Mapping[str, Any], components: Sequence[StateComponent]) -> None:
-    """Lets every component refuse its state before any of them loads. Changes nothing."""
-    for component in components:
-        if component.key in states:
-            component.state.check_state_dict(states[component.key])
 
 
 _DETAIL = "frameworks"
@@ -154,14 +142,6 @@ def is_empty(state: Any) -> bool:
     return isinstance(state, (list, tuple)) and not state
 
 
-def not_needed(manifest: Manifest, others: Mapping[str, str]) -> tuple[str, ...]:
-    """One message for each of them."""
-    return tuple(
-        f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
-        for key, framework in sorted(others.items())
-    )
-
-
 # Settings that a restored state brings with it, by their names in the fingerprint: the options of
 # param groups, and what schedulers keep beside the constants of functions, which are code.
 _RESTORED = re.compile(
@@ -179,19 +159,6 @@ _SEED = "callbacks/trainer_state.seed"
 # What describes the launch, and is no setting of the training.
 _LAUNCH = ("command", "git", "world_size")
 _VERSIONS = "versions."
-
-
-@dataclass(frozen=True)
-class DriftMessages:
-    """What a resume logs of the differences.
-
-    Args:
-        warnings: settings of the script that have no effect, because the checkpoint's are used.
-        notes: settings of the script that are used, and versions.
-    """
-
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def accept_drift(
@@ -221,8 +188,13 @@ def accept_drift(
         )
 
 
-def drift_messages(changed: Iterable[Difference], options: Options) -> DriftMessages:
-    """One line for each pair of values, whichever settings have it; each says which one is used."""
+def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[list[str], list[str]]:
+    """One line for each pair of values, whichever settings have it; each says which one is used.
+
+    Returns:
+        Warnings: settings of the script that have no effect, because the checkpoint's are used.
+        Notes: settings of the script that are used, and versions.
+    """
     ignored: dict[tuple[str, str], list[str]] = {}
     seeds, versions, used = [], [], []
     for each in changed:
@@ -239,7 +211,7 @@ def drift_messages(changed: Iterable[Difference], options: Options) -> DriftMess
             before, now = _short(each.then), _short(each.now)
             used.append(f"{each.name}: was {before} in the checkpoint, the script's {now} is used")
     notes = ([f"versions since the checkpoint: {', '.join(versions)}"] if versions else []) + used
-    return DriftMessages((*_ignored(ignored), *seeds), tuple(notes))
+    return [*_ignored(ignored), *seeds], notes
 
 
 def _ignored(found: dict[tuple[str, str], list[str]]) -> Iterable[str]:

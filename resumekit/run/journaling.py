@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
     DIRECTORY,
@@ -24,28 +23,19 @@ from resumekit.journal import (
     Record,
     SampleIds,
     Used,
-    UsedHere,
-    code_digests,
     compared,
     earlier_use,
-    environment,
     find_attempts,
     learning_rates_digest,
     limit_earlier,
-    lineage,
     name_of,
     number_of_attempt,
     plain_loss,
     plain_rates,
-    settings_digest,
     sum_over_ranks,
     worst,
 )
 from resumekit.log import logger
-from resumekit.run.compatibility import frameworks_in
-from resumekit.run.components import RunComponents
-from resumekit.run.options import Options
-from resumekit.storage import Manifest, Store
 
 # Above this many ranks rank 0 alone keeps a journal.
 MAX_RANKS = 64
@@ -53,11 +43,6 @@ MAX_RANKS = 64
 # those are the steps that the next resume repeats.
 RANDOM_EVERY = 10
 NUM_AFTER_SAVE = 10
-
-# As plain integers, because an operation on flags takes half a microsecond.
-_COUNT, _IDS_AND_COUNT = int(Has.COUNT), int(Has.IDS | Has.COUNT)
-_RNG, _RNG_AND_DEVICES = int(Has.RNG), int(Has.RNG | Has.DEVICE_RNG)
-_LR, _LOSS = int(Has.LR), int(Has.LOSS)
 
 # Of one rank at a save: its verdict, and the samples that it has used; None without a resume.
 Message = tuple[dict[str, Any], Used] | None
@@ -75,7 +60,7 @@ class RunJournal:
         self._directory = directory / DIRECTORY
         self._raises = raises
         self._file: JournalFile | None = None
-        self._is_off = False
+        self.is_new = True  # ``open`` has not been called yet
         self._comparison: Comparison | None = None  # of an attempt that has resumed
         self._is_decided = False  # the verdict was logged
         self._header: Header
@@ -83,15 +68,10 @@ class RunJournal:
         self._optimizers: Sequence[Any] = ()
         self._ids = SampleIds()
         self._late = LateLosses()
-        self._used = UsedHere()  # since the attempt began
+        self._used = Used()  # since the attempt began
         self._earlier = EarlierUse()  # of an attempt of other geometry
         self._samples: dict[str, Any] = {}  # what their comparison came to
         self._random_until = 0
-
-    @property
-    def is_new(self) -> bool:
-        """Whether ``open`` has not been called yet."""
-        return self._file is None and not self._is_off
 
     def open(
         self,
@@ -109,8 +89,8 @@ class RunJournal:
             optimizers: those whose learning rates are recorded.
             random_states: of the generators that the run draws from.
         """
+        self.is_new = False
         if header.world_size > MAX_RANKS and header.rank:
-            self._is_off = True
             return
         self._random, self._optimizers = random_states, optimizers
         self._random_until = step + NUM_AFTER_SAVE - 1
@@ -118,12 +98,11 @@ class RunJournal:
             self._directory.mkdir(exist_ok=True)
             number = number_of_attempt(self._directory, header.attempt)
             self._header = header = replace(header, number=number)
-            earlier = find_attempts(self._directory, rank=header.rank)
             if header.resumed_step is not None:
+                found = find_attempts(self._directory)
+                earlier = [each for each in found if each.header.number < number]
                 self._comparison = compared(header, earlier)
-                everyone = find_attempts(self._directory)
-                before = [each for each in everyone if each.header.number < number]
-                self._earlier = earlier_use(header, before)
+                self._earlier = earlier_use(header, earlier)
             limit_earlier(self._directory, header.rank)
             path = self._directory / name_of(number, header.attempt, header.rank)
             self._file = JournalFile(path, header)
@@ -148,21 +127,21 @@ class RunJournal:
             DivergenceError: the step is not what an earlier attempt recorded, and a difference is
                 to end the run.
         """
-        if self._is_off or self._file is None:
+        if self._file is None:
             return
         ids, has = self._ids, 0
         if is_whole:
-            has = _IDS_AND_COUNT if ids.is_complete else _COUNT
+            has = Has.IDS | Has.COUNT if ids.is_complete else Has.COUNT
         has, torch_state, host, devices = self._random_digests(has, step)
         rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
         lr, lr_digest = 0.0, 0
         if rates:
-            has, lr, lr_digest = has | _LR, rates[0], learning_rates_digest(rates)
+            has, lr, lr_digest = has | Has.LR, rates[0], learning_rates_digest(rates)
         value = None
         if loss is not None:
             value = plain_loss(loss)
             if value is not None:
-                has |= _LOSS
+                has |= Has.LOSS
             else:
                 self._late.add(step, loss)
         record = Record(
@@ -189,7 +168,7 @@ class RunJournal:
         if step > self._random_until and step % RANDOM_EVERY:
             return has, 0, 0, 0
         devices = self._random.devices()
-        has |= _RNG if devices is None else _RNG_AND_DEVICES
+        has |= Has.RNG if devices is None else Has.RNG | Has.DEVICE_RNG
         return has, self._random.torch(), self._random.host(), devices or 0
 
     def at_save(self, step: int, micro_step: int) -> Message:
@@ -201,7 +180,7 @@ class RunJournal:
         Raises:
             DivergenceError: as ``step``.
         """
-        if self._file is not None and not self._is_off:
+        if self._file is not None:
             self._random_until = step + NUM_AFTER_SAVE
             has, torch_state, host, devices = self._random_digests(0, step)
             record = Record(
@@ -214,9 +193,9 @@ class RunJournal:
                 kind=SAVE,
             )
             self._write([*self._computed_losses(), record])
-        if self._comparison is None or self._is_off:
+        if self._comparison is None or self._file is None:
             return None
-        return self._comparison.verdict.as_dict(), self._used.used
+        return self._comparison.verdict.as_dict(), self._used
 
     def agree(self, messages: Sequence[Message], first_ranks: Sequence[int]) -> dict[str, Any]:
         """The verdict of all ranks on the steps that were repeated so far; empty without a resume.
@@ -233,7 +212,7 @@ class RunJournal:
             return {}
         verdict = worst(verdict for verdict, _ in known)
         counted = [messages[rank] for rank in first_ranks]
-        total = sum_over_ranks(each[1] for each in counted if each is not None)
+        total = sum_over_ranks([each[1] for each in counted if each is not None])
         expected = self._earlier.sums.get(total.num_samples)
         if None in counted or not total.is_known or expected is None:
             return {**verdict, **self._samples}
@@ -259,16 +238,16 @@ class RunJournal:
 
     def close(self) -> None:
         """Records the losses that are still to come, logs the verdict, and closes the file."""
-        if self._file is not None and not self._is_off:
+        if self._file is not None:
             self._late.wait()
             self._write(self._computed_losses(), may_raise=False)
             self._log_verdict()
         self._end()
 
     def _end(self) -> None:
-        self._is_off = True
         if self._file is not None:
             self._file.close()
+        self.is_new, self._file = False, None
 
     # ---------------------------------------------------------------- writing
 
@@ -287,9 +266,8 @@ class RunJournal:
         self._end()
 
     def _computed_losses(self) -> list[Record]:
-        return [
-            Record(step, loss=value, has=_LOSS, kind=LOSS) for step, value in self._late.computed()
-        ]
+        computed = self._late.computed()
+        return [Record(step, loss=loss, has=Has.LOSS, kind=LOSS) for step, loss in computed]
 
     # ---------------------------------------------------------------- comparing
 
@@ -323,54 +301,3 @@ class RunJournal:
             verdict = comparison.verdict
             log = logger.info if verdict.num_steps else logger.debug
             log("%s", verdict)
-
-
-def attempt_header(
-    directory: Path,
-    store: Store,
-    world: World,
-    data_ranks: DataRanks,
-    components: RunComponents,
-    options: Options,
-    *,
-    parent: Manifest | None,
-    fresh: Sequence[str],
-    fingerprint: Mapping[str, Any],
-) -> Header:
-    """The header of an attempt's journal, its number apart.
-
-    Args:
-        directory: the run directory.
-        store: the checkpoints in it.
-        world: the ranks.
-        data_ranks: which of them take the same data.
-        components: of the run.
-        options: of the run.
-        parent: the checkpoint that the attempt resumed from, or None.
-        fresh: the keys of components that it lacks.
-        fingerprint: the settings of the run.
-    """
-    share = data_ranks.of_ranks[world.rank]
-    header = Header(
-        run_id=store.run_id,
-        attempt=store.attempt,
-        number=0,
-        rank=world.rank,
-        world_size=world.world_size,
-        share=share,
-        writes_share=data_ranks.first_ranks[share] == world.rank,
-        lineage=(),
-        resumed_step=None if parent is None else parent.step,
-        options={
-            "randomness": options.randomness,
-            "mid_accumulation": options.mid_accumulation,
-            "horizon": dict(components.counters.horizon),
-            "framework": sorted(frameworks_in(components.all)),
-            "settings": settings_digest(fingerprint),
-        },
-        geometry=components.position.geometry(),
-        code=code_digests(),
-        environment=environment(components.optimizers()),
-        excluded=(*(sorted(options.exclude) if parent else ()), *fresh),
-    )
-    return replace(header, lineage=lineage(directory, header, parent.attempt if parent else None))

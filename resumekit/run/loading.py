@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,7 @@ from resumekit.run.agreement import ComponentGroups
 from resumekit.run.compatibility import (
     accept_drift,
     check_fit,
-    check_states,
     is_empty,
-    not_needed,
     of_other_frameworks,
     regrouped_buffers,
 )
@@ -24,7 +22,22 @@ from resumekit.run.options import Options, names_component
 from resumekit.run.resuming import Found
 from resumekit.run.world_change import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
-from resumekit.storage import ComponentRecord, StepName
+from resumekit.storage import ComponentRecord
+
+# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
+# position and then the random state are only kept, and follow at the first fetch.
+_RESTORE_ORDER = (
+    Slot.MODEL,
+    Slot.OPTIMIZER,
+    Slot.LR_SCHEDULER,
+    Slot.GRAD_SCALER,
+    Slot.EMA,
+    Slot.BEST_METRIC,
+    Slot.CALLBACKS,
+    Slot.EXTRAS,
+    Slot.DATA,
+    Slot.RNG,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class Loading:
     """Brings the components of a run to a checkpoint that was found; to be called in this order.
 
     Args:
+        found: the checkpoint.
         world: the ranks.
         options: the run's.
         components: the run's, whose objects exist.
@@ -54,17 +68,17 @@ class Loading:
         sources: whose state each rank loads.
     """
 
+    found: Found
     world: World
     options: Options
     components: Sequence[StateComponent]
     membership: ComponentGroups
     sources: StateOrigins
 
-    def fit(self, found: Found, live: Mapping[str, Any]) -> Fit:
+    def fit(self, live: Mapping[str, Any]) -> Fit:
         """Holds the checkpoint against the run, and leaves out the components that this run lacks.
 
         Args:
-            found: the checkpoint.
             live: the fingerprint of this run.
 
         Raises:
@@ -72,32 +86,37 @@ class Loading:
             DriftError: what the learning rate was planned for has changed.
             StateMismatchError: a component is on one side only.
         """
-        manifest, components, options = found.manifest, self.components, self.options
+        found, manifest = self.found, self.found.manifest
+        components, options = self.components, self.options
         if not names_component(options.exclude, SEED):
             check_randomness({each.key for each in manifest.components}, options.randomness)
         others = of_other_frameworks(manifest, components)
         then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
         changed = differences(then, live)
         accept_drift(changed, components, options)
-        num_ranks = self.world.world_size
+        regrouped = regrouped_buffers(manifest, components, self.membership)
         fresh = check_fit(
             manifest,
             components,
             options,
-            self.membership,
-            world_size=num_ranks,
-            empty=self._empty(found),
+            world_size=self.world.world_size,
+            regrouped=regrouped,
+            unneeded=self._empty() | others.keys(),
         )
-        found.leave(regrouped_buffers(manifest, components, self.membership))
-        found.leave(set(found.states) - {each.key for each in components})
-        found.leave(others)
-        return Fit(tuple(changed), not_needed(manifest, others), fresh)
+        known = {each.key for each in components}
+        found.leave({*regrouped, *others, *(found.states.keys() - known)})
+        not_needed = tuple(
+            f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
+            for key, framework in sorted(others.items())
+        )
+        return Fit(tuple(changed), not_needed, fresh)
 
-    def _empty(self, found: Found) -> frozenset[str]:
+    def _empty(self) -> frozenset[str]:
         """The keys on one side only in which there is nothing. Collective.
 
         Of callbacks' states, and of gradients that training did not need.
         """
+        found = self.found
         live = {each.key: each for each in self.components if each.slot == Slot.CALLBACKS.value}
         every = {each.key for each in found.manifest.components}
         saved = {key for key in every if key.partition("/")[0] == Slot.CALLBACKS.value}
@@ -113,75 +132,98 @@ class Loading:
 
         return frozenset.intersection(*self.world.everywhere(empty_here))
 
-    def divide(self, found: Found) -> tuple[str, ...]:
+    def divide(self) -> tuple[str, ...]:
         """Reshards the per-rank states where the number of ranks has changed; describes how.
 
         Raises:
-            StateMismatchError: a state of a former rank would be lost.
+            StateMismatchError: a state of a former rank would be lost, or a component cannot
+                follow the number of ranks.
+            DataPositionError: the former ranks were not at one position in the data.
         """
-        require_taken(found, self.world)
-        return resplit(found, self.components, self.sources, self.world)
+        self._require_taken()
+        then, now = self.found.manifest.world_size, self.world.world_size
+        notes = [] if then == now else [f"number of ranks was {then}, now {now}"]
+        if any(self.world.gather(bool(self.found.former))):
+            notes += [note for every in self.world.everywhere(self._resplit) for note in every]
+        return tuple(dict.fromkeys(notes))
 
-    def load(self, found: Found, fresh: Sequence[str]) -> tuple[str, ...]:
+    def _require_taken(self) -> None:
+        """Every saved tensor of a component in stages has a stage that holds it here."""
+        every = self.world.gather(self.found.left)
+        for key, left in self.found.left.items():
+            nobody = sorted(left.intersection(*(each.get(key, frozenset()) for each in every)))
+            if nobody:
+                more = f" (and {len(nobody) - 1} more)" if len(nobody) > 1 else ""
+                raise StateMismatchError(
+                    f"{key}: {nobody[0]}",
+                    found=f"in the checkpoint{more}",
+                    expected="a stage that holds it",
+                    remedy="Build the stages of the whole model",
+                )
+
+    def _resplit(self) -> list[str]:
+        """Makes this rank's states of those of the former ranks; gives the messages."""
+        manifest, notes = self.found.manifest, list[str]()
+        records = {record.key: record for record in manifest.components}
+        for component in self.components:
+            former = self.found.former.get(component.key)
+            if former is None:
+                continue
+            record = records[component.key]
+            origin = self.sources.of(record, manifest)
+            if origin.own_number is not None:  # it was not known yet when it was read
+                self.found.states[component.key] = former[origin.own_number]
+                continue
+            assert origin.change is not None  # every component is known
+            state, messages = _resplit(component, former, origin.change, record)
+            self.found.states[component.key] = state
+            notes += messages
+        return notes
+
+    def load(self, fresh: Sequence[str]) -> tuple[str, ...]:
         """Loads what every component has agreed to take; reports what is not restored exactly.
 
         Args:
-            found: the checkpoint.
-            fresh: the keys of components that it lacks.
+            fresh: the keys of components that the checkpoint lacks.
 
         Raises:
             StateMismatchError: a component refuses its state; nothing was changed.
         """
-        components = self.components
-        self.world.everywhere(lambda: check_states(found.states, components))
-        notes = self.world.everywhere(lambda: restore(components, found.states))
-        after = call_everywhere(self.world, components, ComponentState.after_resume)
-        return (*start_fresh(components, found.name, fresh), *notes[0], *after)
+        self.world.everywhere(self._check_states)
+        notes = self.world.everywhere(self._restore)
+        after = call_everywhere(self.world, self.components, ComponentState.after_resume)
+        return (*self._start_fresh(fresh), *notes[0], *after)
 
+    def _check_states(self) -> None:
+        """Lets every component refuse its state before any of them loads. Changes nothing."""
+        for component in self.components:
+            if component.key in self.found.states:
+                component.state.check_state_dict(self.found.states[component.key])
 
-# The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
-# position and then the random state are only kept, and follow at the first fetch.
-_RESTORE_ORDER = (
-    Slot.MODEL,
-    Slot.OPTIMIZER,
-    Slot.LR_SCHEDULER,
-    Slot.GRAD_SCALER,
-    Slot.EMA,
-    Slot.BEST_METRIC,
-    Slot.CALLBACKS,
-    Slot.EXTRAS,
-    Slot.DATA,
-    Slot.RNG,
-)
+    def _restore(self) -> list[str]:
+        """Loads in the order of a restore; gives the components' messages."""
+        states, order = self.found.states, [slot.value for slot in _RESTORE_ORDER]
+        given = [each for each in self.components if each.key in states and each.slot in order]
+        notes: list[str] = []
+        for component in sorted(given, key=lambda each: order.index(each.slot)):
+            notes += _words(component.stateful.load_state_dict(states[component.key]))
+        return notes
 
-
-def restore(components: Sequence[StateComponent], states: Mapping[str, Any]) -> tuple[str, ...]:
-    """Loads in the order of a restore; gives the components' messages."""
-    order = {slot.value: index for index, slot in enumerate(_RESTORE_ORDER)}
-    given = [each for each in components if each.key in states and each.slot in order]
-    notes: list[str] = []
-    for component in sorted(given, key=lambda each: order[each.slot]):
-        notes += _words(component.stateful.load_state_dict(states[component.key]))
-    return tuple(notes)
+    def _start_fresh(self, keys: Sequence[str]) -> list[str]:
+        """Messages about the components of these keys, which the checkpoint lacks."""
+        notes: list[str] = []
+        for component in self.components:
+            if component.key in keys:
+                found = component.state.start_fresh()
+                default = f"{self.found.name} has no {component.key}: it starts from its live state"
+                notes.extend([default] if found is None else found)
+        return notes
 
 
 def _words(returned: Any) -> list[str]:
     """The messages of a load; objects of other libraries return something else, or nothing."""
     is_ours = isinstance(returned, (tuple, list))
     return [each for each in returned if isinstance(each, str)] if is_ours else []
-
-
-def start_fresh(
-    components: Sequence[StateComponent], name: StepName, keys: Collection[str]
-) -> list[str]:
-    """Messages about the components of these keys, which the checkpoint lacks."""
-    notes: list[str] = []
-    for component in components:
-        if component.key in keys:
-            found = component.state.start_fresh()
-            default = (f"{name} has no {component.key}: it starts from its live state",)
-            notes.extend(default if found is None else found)
-    return notes
 
 
 def call_everywhere(
@@ -201,72 +243,12 @@ def call_everywhere(
     )[0]
 
 
-def resplit(
-    found: Found, components: Sequence[StateComponent], sources: StateOrigins, world: World
-) -> tuple[str, ...]:
-    """Makes this rank's states of those of the former ranks; gives the messages of all. Collective.
-
-    Args:
-        found: the checkpoint.
-        components: of this run.
-        sources: whose state this rank takes.
-        world: the ranks.
-
-    Raises:
-        StateMismatchError: the number of ranks has changed, and a component cannot follow.
-        DataPositionError: the former ranks were not at one position in the data.
-    """
-    manifest = found.manifest
-    records = {record.key: record for record in manifest.components}
-
-    def of_this_rank() -> tuple[str, ...]:
-        notes: list[str] = []
-        for component in components:
-            if component.key not in found.former:
-                continue
-            record, former = records[component.key], found.former[component.key]
-            number = sources.own_number(record, manifest)
-            if number is not None:  # it was not known yet when it was read
-                found.states[component.key] = former[number]
-                continue
-            state, messages = _resplit(component, former, sources.change(record, manifest), record)
-            found.states[component.key] = state
-            notes.extend(messages)
-        return tuple(notes)
-
-    notes: list[str] = []
-    if manifest.world_size != world.world_size:
-        notes.append(f"number of ranks was {manifest.world_size}, now {world.world_size}")
-    if any(world.gather(bool(found.former))):
-        notes += [note for every in world.everywhere(of_this_rank) for note in every]
-    return tuple(dict.fromkeys(notes))
-
-
-def require_taken(found: Found, world: World) -> None:
-    """Returns when every saved tensor of a component in stages has a stage that holds it here.
-
-    Raises:
-        StateMismatchError: on every rank; it names the first tensor that nobody holds.
-    """
-    every = world.gather(found.left)
-    for key, left in found.left.items():
-        nobody = sorted(left.intersection(*(each.get(key, frozenset()) for each in every)))
-        if nobody:
-            more = f" (and {len(nobody) - 1} more)" if len(nobody) > 1 else ""
-            raise StateMismatchError(
-                f"{key}: {nobody[0]}",
-                found=f"in the checkpoint{more}",
-                expected="a stage that holds it",
-                remedy="Build the stages of the whole model",
-            )
-
-
 def _resplit(
     component: StateComponent,
     former: Mapping[int, Any],
     change: WorldChange,
     record: ComponentRecord,
-) -> tuple[Any, tuple[str, ...]]:
+) -> tuple[Any, Iterable[str]]:
     found = component.state.resplit_state_dict(former, change)
     if found is None:
         noun = "ranks" if record.pattern == SharingPattern.PER_RANK.value else "groups of ranks"
@@ -278,5 +260,4 @@ def _resplit(
             remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
             "it was",
         )
-    state, notes = found
-    return state, tuple(notes)
+    return found

@@ -77,7 +77,7 @@ class Batches:
         checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
-            checkpointer._enter_loop(feed)
+            checkpointer._run.enter_loop(checkpointer, feed)
         if self._is_over or not checkpointer._loop_order.ask(feed.names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():
@@ -198,7 +198,8 @@ class Epochs:
         if self._epoch is not None:
             checkpointer._close_epoch(epoch)
             if self.next_loader is not None:
-                checkpointer._take_over(self.next_loader)
+                # A new loader has what it begins with saved as well.
+                checkpointer._run.position.feed(self.next_loader)
         checkpointer._pass_safe_point(self._horizon(epoch))
         if checkpointer.finished is not None:
             raise StopIteration

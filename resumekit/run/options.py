@@ -11,11 +11,11 @@ from typing import Any, TypedDict
 
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
-from resumekit.run.save_requests import parse_cadence
+from resumekit.run.save_triggers import parse_cadence
 from resumekit.state import Slot, StateComponent, Validation
 from resumekit.storage import StepName
 
-CHANGES = frozenset({"horizon", "batch_size", "world_size"})
+CHANGES = ("batch_size", "horizon", "world_size")
 
 # Those that launchers, schedulers and people send, and that a process can take.
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
@@ -120,11 +120,10 @@ class Options:
 
     def as_plain(self) -> dict[str, Any]:
         """The options by name, in plain values that two ranks can compare."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
         named = (frozenset, set, tuple, list)
         return {
             name: sorted(value) if isinstance(value, named) else value
-            for name, value in values.items()
+            for name, value in vars(self).items()
         }
 
     @classmethod
@@ -156,14 +155,14 @@ class Options:
         _at_least("user_state_limit", self.user_state_limit, 0)
         _one_of("on_divergence", self.on_divergence, ("warn", "raise"))
         _check_names("transient", self.transient)
-        for name in ("exclude", "allow_missing"):
-            _check_keys(name, getattr(self, name))
+        _check_keys("exclude", self.exclude)
+        _check_keys("allow_missing", self.allow_missing)
         _check_names("allow_changes", self.allow_changes)
         _check_names("leave_on", self.leave_on)
         for name in self.leave_on:
             _one_of("leave_on", name, SIGNALS)
         for change in self.allow_changes:
-            _one_of("allow_changes", change, tuple(sorted(CHANGES)))
+            _one_of("allow_changes", change, CHANGES)
 
 
 # What else one adapter or another takes by name.
@@ -224,12 +223,20 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def _at_least(name: str, value: int | None, minimum: int) -> None:
-    if value is None:
-        return
+    if value is not None:
+        whole_number(name, value, minimum)
+
+
+def whole_number(name: str, value: int | None, minimum: int) -> int:
+    """The value, a whole number.
+
+    Raises:
+        ConfigurationError: it is none, or too small.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigurationError(
-            name, found=repr(value), expected=f"a whole number of at least {minimum}"
-        )
+        expected = f"a whole number of at least {minimum}"
+        raise ConfigurationError(name, found=repr(value), expected=expected)
+    return value
 
 
 def _check_names(name: str, value: Collection[str]) -> None:

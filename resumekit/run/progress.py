@@ -49,6 +49,7 @@ class Counters(ComponentState):
         finished: why the run is over, or None.
         horizon: what the loop was asked for, e.g. ``{"epochs": 3}``.
         loop_order: the loops of the epoch under way.
+        saw_whole_step: whether this process has used all batches of the step that was counted last.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Counters(ComponentState):
         self._is_within_window = False
         self._window_samples: list[Any] = []
         self._knows_window = True
-        self._knew_window = True
+        self.saw_whole_step = True
 
     @property
     def progress(self) -> Progress:
@@ -88,12 +89,7 @@ class Counters(ComponentState):
         """One optimizer-step boundary was passed."""
         self._counts["step"] += 1
         self._is_within_window = False
-        self._knew_window, self._knows_window = self._knows_window, True
-
-    @property
-    def saw_whole_step(self) -> bool:
-        """Whether this process has used all batches of the step that was counted last."""
-        return self._knew_window
+        self.saw_whole_step, self._knows_window = self._knows_window, True
 
     def samples_so_far(self, num_ranks: int) -> int:
         """The samples of the run; since the last ``fold`` as many on every rank as on this one."""
@@ -109,10 +105,10 @@ class Counters(ComponentState):
             several = isinstance(indices, (list, tuple))
             self._window_samples.extend(indices if several else [indices])
 
-    def take_samples(self) -> tuple[list[Any], bool]:
-        """The samples of the accumulation window that ends, and whether all of them are known."""
+    def take_samples(self) -> list[Any]:
+        """The samples of the accumulation window that ends, as far as this process has seen it."""
         samples, self._window_samples = self._window_samples, []
-        return samples, self._knew_window
+        return samples
 
     def move_to(self, epoch: int, batch: int) -> None:
         """The position of the next batch."""

@@ -71,6 +71,7 @@ class Found:
             self.former.pop(key, None)
 
 
+@dataclass(frozen=True)
 class Finder:
     """Chooses the checkpoint to continue from. Every method is collective.
 
@@ -82,23 +83,13 @@ class Finder:
         sources: whose state this rank takes.
     """
 
-    def __init__(
-        self,
-        world: World,
-        store: Store,
-        options: Options,
-        left_out: frozenset[str],
-        components: Sequence[StateComponent],
-        membership: ComponentGroups,
-        sources: StateOrigins,
-    ) -> None:
-        self._world = world
-        self._store = store
-        self._options = options
-        self._left_out = left_out
-        self._live = {component.key: component for component in components}
-        self._membership = membership
-        self._sources = sources
+    world: World
+    store: Store
+    options: Options
+    left_out: frozenset[str]
+    components: Sequence[StateComponent]
+    membership: ComponentGroups
+    sources: StateOrigins
 
     def find(self, *, up_to: int | None = None) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
@@ -111,7 +102,7 @@ class Finder:
             NoUsableCheckpointError: checkpoints are there, and none can be used.
         """
         rejected: list[Rejection] = []
-        for name in self._world.on_first(lambda: self._candidates(up_to)):
+        for name in self.world.on_first(lambda: self._candidates(up_to)):
             outcome = self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected:
@@ -120,7 +111,7 @@ class Finder:
             rejected.append(Rejection(str(name), outcome))
         if rejected:
             raise NoUsableCheckpointError(
-                str(self._store.directory),
+                str(self.store.directory),
                 found="; ".join(each.reason.rstrip(".") for each in rejected),
                 expected="at least one checkpoint that verifies",
                 remedy="Restore one from a copy, or start afresh in an empty directory",
@@ -128,17 +119,17 @@ class Finder:
         return None
 
     def _candidates(self, up_to: int | None) -> list[StepName]:
-        names = self._store.step_names()
-        wanted = self._options.resume_from
+        names = self.store.step_names()
+        wanted = self.options.resume_from
         if wanted is not None:
             return self._continuations(StepName.from_text(wanted), names)
-        set_aside = self._store.quarantined() if not names else []
+        set_aside = self.store.quarantined() if not names else []
         if set_aside:
             raise NoUsableCheckpointError(
-                str(self._store.directory),
+                str(self.store.directory),
                 found=f"no checkpoint but damaged ones ({', '.join(sorted(set_aside))})",
                 expected="at least one checkpoint that verifies, or an empty directory",
-                remedy=f"Restore one from a copy, or remove {self._store.directory / 'quarantine'}",
+                remedy=f"Restore one from a copy, or remove {self.store.directory / 'quarantine'}",
             )
         asked_for = [name for name in names if up_to is None or name.step <= up_to]
         return asked_for or names
@@ -147,8 +138,8 @@ class Finder:
         """The named checkpoint, after what an earlier launch of this command made of it."""
         if wanted not in names:
             raise CheckpointNotFoundError(
-                f"resume_from={self._options.resume_from!r}",
-                found=f"no such checkpoint in {self._store.directory}",
+                f"resume_from={self.options.resume_from!r}",
+                found=f"no such checkpoint in {self.store.directory}",
                 expected=", ".join(str(name) for name in names) or "a directory with checkpoints",
             )
         made_of_it = [name for name in names if name > wanted and self._origin(name) == str(wanted)]
@@ -156,7 +147,7 @@ class Finder:
 
     def _origin(self, name: StepName) -> Any:
         try:
-            return self._store.open_step(name).manifest.details.get("resume_from")
+            return self.store.open_step(name).manifest.details.get("resume_from")
         except CheckpointError:
             return None
 
@@ -165,11 +156,11 @@ class Finder:
         found: Found | None = None
         error: ResumekitError | None = None
         try:
-            reader = self._store.open_step(name)
+            reader = self.store.open_step(name)
             found = self._states(name, reader)
         except ResumekitError as problem:
             error = problem
-        errors = self._world.gather(error)
+        errors = self.world.gather(error)
         worst = next((each for each in errors if isinstance(each, CheckpointError)), None)
         if worst is None:
             for rank, other in enumerate(errors):
@@ -178,13 +169,13 @@ class Finder:
             assert found is not None
             return found
         if isinstance(worst, CorruptCheckpointError):
-            return self._world.on_first(lambda: self._put_aside(name, worst))
+            return self.world.on_first(lambda: self._put_aside(name, worst))
         return str(worst)
 
     def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
         """Moves a damaged checkpoint out of the way; gives the reason."""
         try:
-            return f"{error} It was moved to {self._store.quarantine(name, error)}"
+            return f"{error} It was moved to {self.store.quarantine(name, error)}"
         except OwnershipLostError:
             raise
         except DirectoryError as trouble:  # an older checkpoint may be good all the same
@@ -192,39 +183,37 @@ class Finder:
 
     def _states(self, name: StepName, reader: StepReader) -> Found:
         found = Found(name, reader, {}, {}, {})
-        wanted: dict[tuple[str, int], list[str]] = {}
-        numbers: dict[tuple[str, int], int] = {}  # of the former rank or group that wrote
+        components = {component.key: component for component in self.components}
+        # By directory and writer: of each component the number of the former rank or group.
+        wanted: dict[tuple[str, int], dict[str, int]] = {}
         for record in reader.manifest.components:
-            if names_component(self._left_out, record.key):
+            if names_component(self.left_out, record.key):
                 continue
-            live = self._live.get(record.key)
+            live = components.get(record.key)
             if is_sharded(record, live):
-                in_stages = record.key in self._membership and self._membership.is_in_stages(live)
+                in_stages = record.key in self.membership and self.membership.is_in_stages(live)
                 state, left = read_sharded_component(reader, record, live, in_stages=in_stages)
                 found.states[record.key], found.left[record.key] = state, left
                 continue
-            own_number = self._sources.own_number(record, reader.manifest)
-            if own_number is None:
+            origin = self.sources.of(record, reader.manifest)
+            readable: tuple[int, ...] = origin.readable
+            if origin.own_number is None:
                 found.former[record.key] = {}
-            readable = (
-                self._sources.readable(record, reader.manifest)
-                if own_number is None
-                else (own_number,)
-            )
-            writers = self._sources.writers(record, reader.manifest)
+            else:
+                readable = (origin.own_number,)
             for number in readable:
-                numbers[record.key, writers[number]] = number
-                wanted.setdefault((record.directory, writers[number]), []).append(record.key)
-        for (directory, writer), keys in wanted.items():
-            for key, state in read_payload(reader, directory, writer, keys).items():
+                of_writer = wanted.setdefault((record.directory, origin.writers[number]), {})
+                of_writer[record.key] = number
+        for (directory, writer), numbers in wanted.items():
+            for key, state in read_payload(reader, directory, writer, list(numbers)).items():
                 if key in found.former:
-                    found.former[key][numbers[key, writer]] = state
+                    found.former[key][numbers[key]] = state
                 else:
                     found.states[key] = state
         return found
 
     def _warn(self, message: str) -> None:
-        if self._world.is_first:
+        if self.world.is_first:
             logger.warning("%s", message)
 
 

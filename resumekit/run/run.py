@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from resumekit.capture import (
-    SavedObjects,
-    fingerprint,
-    gradient_keys,
-)
-from resumekit.data import (
-    EpochUsage,
-    Feed,
-    epoch_usage,
-)
+from resumekit.capture import SavedObjects, fingerprint, gradient_keys
+from resumekit.data import EpochUsage, Feed, epoch_usage
 from resumekit.distributed import DataRanks, World
-from resumekit.journal import Header, RandomStates
+from resumekit.journal import (
+    Header,
+    RandomStates,
+    code_digests,
+    environment,
+    lineage,
+    settings_digest,
+)
 from resumekit.log import show_messages
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.compatibility import (
@@ -31,20 +31,15 @@ from resumekit.run.compatibility import (
     frameworks_of,
 )
 from resumekit.run.components import RunComponents, weakly
-from resumekit.run.journaling import RunJournal, attempt_header
+from resumekit.run.journaling import RunJournal
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.loop_check import LoopCheck
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
-from resumekit.run.saving import Description, Saver
+from resumekit.run.saving import Saver
 from resumekit.run.world_change import StateOrigins
-from resumekit.state import (
-    ComponentState,
-    Slot,
-    StateComponent,
-    Validation,
-)
+from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
@@ -203,10 +198,8 @@ class Run:
             return store.run_id, store.attempt
 
         run_id, attempt = self.world.on_first(acquire)
-        if not self.world.is_first:
-            self.world.everywhere(lambda: store.join(run_id, attempt))
-        else:
-            self.world.everywhere(lambda: None)
+        is_first = self.world.is_first
+        self.world.everywhere(lambda: None if is_first else store.join(run_id, attempt))
         self._store = store
         return store
 
@@ -252,19 +245,21 @@ class Run:
 
     def _load(self, found: Found) -> ResumeReport:
         sources = self._sources(self._membership)
-        loading = Loading(self.world, self.options, self.components, self._membership, sources)
-        fit = loading.fit(found, self._fingerprint)
+        loading = Loading(
+            found, self.world, self.options, self.components, self._membership, sources
+        )
+        fit = loading.fit(self._fingerprint)
         self.reporter.take_history(found.manifest)
-        changes = loading.divide(found)
+        changes = loading.divide()
         self.reporter.log_changes(changes)
-        messages = loading.load(found, fit.fresh)
-        self._parent, self._fresh = found.manifest, tuple(fit.fresh)
+        messages = loading.load(fit.fresh)
+        self._parent, self._fresh = found.manifest, fit.fresh
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
-        drift = drift_messages(fit.differences, self.options)
-        for warning in drift.warnings:
+        warnings, notes = drift_messages(fit.differences, self.options)
+        for warning in warnings:
             self.reporter.warn(warning)
-        for message in (*drift.notes, *fit.not_needed, *messages):
+        for message in (*notes, *fit.not_needed, *messages):
             self.reporter.log(message)
         for difference in fit.differences:
             self.reporter.detail(f"changed since the checkpoint: {difference}")
@@ -357,19 +352,16 @@ class Run:
         verdict = self.journal.agree(messages, self._data_ranks.first_ranks)
         progress = self.counters.progress
         self._saver.save(
-            Description(
-                step=progress.step,
-                progress=progress.as_dict(),
-                finished=self.counters.finished,
-                metric=self.selection.metric_of(progress.step),
-                capture=self.reporter.captured(),
-                fingerprint=self._fingerprint,
-                details={
-                    **self.reporter.details(),
-                    **described(self._data_ranks),
-                    **({JOURNAL: verdict} if verdict else {}),
-                },
-            )
+            progress,
+            self.reporter.captured(),
+            finished=self.counters.finished,
+            metric=self.selection.metric_of(progress.step),
+            fingerprint=self._fingerprint,
+            details={
+                **self.reporter.details(),
+                **described(self._data_ranks),
+                **({JOURNAL: verdict} if verdict else {}),
+            },
         )
         self.reporter.detail(f"saved step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
@@ -414,18 +406,34 @@ class Run:
         )
 
     def _attempt_header(self) -> Header:
+        """The header of this attempt's journal, its number apart."""
         assert self._store is not None
-        return attempt_header(
-            self.directory,
-            self._store,
-            self.world,
-            self._data_ranks,
-            self._components,
-            self.options,
-            parent=self._parent,
-            fresh=self._fresh,
-            fingerprint=self._fingerprint,
+        world, options, parent = self.world, self.options, self._parent
+        share = self._data_ranks.of_ranks[world.rank]
+        header = Header(
+            run_id=self._store.run_id,
+            attempt=self._store.attempt,
+            number=0,
+            rank=world.rank,
+            world_size=world.world_size,
+            share=share,
+            writes_share=self._data_ranks.first_ranks[share] == world.rank,
+            lineage=(),
+            resumed_step=None if parent is None else parent.step,
+            options={
+                "randomness": options.randomness,
+                "mid_accumulation": options.mid_accumulation,
+                "horizon": dict(self.counters.horizon),
+                "framework": sorted(frameworks_in(self.components)),
+                "settings": settings_digest(self._fingerprint),
+            },
+            geometry=self.position.geometry(),
+            code=code_digests(),
+            environment=environment(self._components.optimizers()),
+            excluded=(*(sorted(options.exclude) if parent else ()), *self._fresh),
         )
+        found = lineage(self.directory, header, parent.attempt if parent else None)
+        return replace(header, lineage=found)
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""

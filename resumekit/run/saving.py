@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from resumekit.distributed import Groups, World
+from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.log import logger
 from resumekit.run.agreement import ComponentGroups
+from resumekit.run.progress import Progress
 from resumekit.serialization import (
     Assignment,
     ExtraFiles,
@@ -43,19 +44,6 @@ _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
 Payloads = Sequence[Payload | ShardedPayload | ExtraFiles]
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a manifest holds apart from the state itself; plain values."""
-
-    step: int
-    progress: dict[str, int]
-    finished: str | None
-    metric: dict[str, str] | None
-    capture: CaptureReport
-    fingerprint: dict[str, Any]
-    details: dict[str, Any]
-
-
 def directory_of(component: StateComponent) -> str:
     """The folder inside a step directory that holds this component."""
     if component.sharing_pattern is SharingPattern.SHARDED:
@@ -64,32 +52,39 @@ def directory_of(component: StateComponent) -> str:
     return component.key if component.slot in _OWN_DIRECTORY and not is_per_rank else "state"
 
 
+@dataclass
 class Saver:
     """Writes checkpoints of a list of components into a store. Every method is collective."""
 
-    def __init__(
-        self,
-        world: World,
-        store: Store,
-        components: Sequence[StateComponent],
-        membership: ComponentGroups,
-        retention: RetentionPolicy,
-    ) -> None:
-        self._world = world
-        self._store = store
-        self._components = components
-        self._membership = membership
-        self._retention = retention
-        sharded = {
-            each.key: ShardedComponent(each.state, directory_of(each), membership.groups(each.key))
-            for each in components
-            if each.sharing_pattern is SharingPattern.SHARDED
-        }
-        self._shard_planner = ShardPlanner(world, sharded)
-        self.parent: str | None = None
+    world: World
+    store: Store
+    components: Sequence[StateComponent]
+    membership: ComponentGroups
+    retention: RetentionPolicy
+    parent: str | None = None
 
-    def save(self, description: Description) -> StepName:
+    def __post_init__(self) -> None:
+        self._shard_planner = ShardPlanner(self.world, self.components, self.membership)
+
+    def save(
+        self,
+        progress: Progress,
+        capture: CaptureReport,
+        *,
+        finished: str | None,
+        metric: dict[str, str] | None,
+        fingerprint: dict[str, Any],
+        details: dict[str, Any],
+    ) -> StepName:
         """Writes and commits one checkpoint, and then lets the retention policy delete old ones.
+
+        Args:
+            progress: of the run.
+            capture: how exactly each component is restored.
+            finished: why the run is over, or None.
+            metric: the manifest's record of the metric, if there is one.
+            fingerprint: the settings of the run.
+            details: what else the manifest holds; plain values.
 
         Raises:
             UnsupportedValueError: a value cannot be stored; nothing was written.
@@ -100,58 +95,73 @@ class Saver:
             OwnershipLostError: another attempt owns the directory now.
         """
         payloads = self._payloads()
-        name, staging = self._stage(description.step, payloads)
+        name, staging = self._stage(progress.step, payloads)
         try:
-            written = self._world.everywhere(lambda: self._write(staging(), payloads))
-            files = tuple(entry for entries in written for entry in entries)
-            manifest = self._manifest(name, description, files)
-            self._world.on_first(lambda: str(self._store.commit(staging(), manifest)))
+            written = self.world.everywhere(lambda: self._write(staging(), payloads))
+            manifest = Manifest(
+                run_id=self.store.run_id,
+                attempt=self.store.attempt,
+                step=name.step,
+                revision=name.revision,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                parent=self.parent,
+                world_size=self.world.world_size,
+                progress=progress.as_dict(),
+                finished=finished,
+                metric=metric,
+                components=tuple(self._record(each, capture) for each in self.components),
+                files=tuple(entry for entries in written for entry in entries),
+                capture=capture.as_dict(),
+                fingerprint=fingerprint,
+                details=details,
+            )
+            self.world.on_first(lambda: str(self.store.commit(staging(), manifest)))
         except ResumekitError:
-            if self._world.is_first:
-                self._store.abandon(staging())
+            if self.world.is_first:
+                self.store.abandon(staging())
             raise
         self.parent = str(name)
-        self._world.on_first(self._retain)
+        self.world.on_first(self._retain)
         return name
 
     def _payloads(self) -> Payloads:
         encoded: list[Payload | ExtraFiles] = []
-        self._world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
+        self.world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
         return [*encoded, *self._shard_planner.payloads()]
 
     def _files(self) -> list[ExtraFiles]:
-        if not self._world.is_first:
+        if not self.world.is_first:
             return []
         return [
-            ExtraFiles(directory_of(component), self._world.rank, component.files())
-            for component in self._components
+            ExtraFiles(directory_of(component), self.world.rank, component.files())
+            for component in self.components
             if component.files is not None
         ]
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}
-        for component in self._components:
+        for component in self.components:
             if component.sharing_pattern is SharingPattern.SHARDED:
                 continue
-            if self._world.rank in self._membership.writers(component):
+            if self.world.rank in self.membership.writers(component):
                 states = by_directory.setdefault(directory_of(component), {})
                 states[component.key] = component.stateful.state_dict()
         return [
-            Payload(directory, self._world.rank, states)
+            Payload(directory, self.world.rank, states)
             for directory, states in by_directory.items()
         ]
 
     def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Callable[[], Staging]]:
         """Its name, and what looks for the staging: a rank may find that it does not see it."""
-        demands = self._world.gather(
+        demands = self.world.gather(
             (sum(p.num_bytes for p in payloads), sum(p.num_files for p in payloads))
         )
-        directories = sorted({directory_of(component) for component in self._components})
+        directories = sorted({directory_of(component) for component in self.components})
         mine: list[Staging] = []
 
         def stage() -> tuple[StepName, str]:
-            name = self._store.next_name(step)
-            staging = self._store.stage(
+            name = self.store.next_name(step)
+            staging = self.store.stage(
                 name,
                 num_bytes=sum(num_bytes for num_bytes, _ in demands),
                 num_files=sum(num_files for _, num_files in demands),
@@ -160,32 +170,11 @@ class Saver:
             mine.append(staging)
             return name, staging.name
 
-        name, staging_name = self._world.on_first(stage)
-        return name, lambda: mine[0] if mine else self._store.attach(staging_name)
+        name, staging_name = self.world.on_first(stage)
+        return name, lambda: mine[0] if mine else self.store.attach(staging_name)
 
     def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
         return [entry for payload in payloads for entry in payload.write(staging)]
-
-    def _manifest(
-        self, name: StepName, description: Description, files: tuple[FileEntry, ...]
-    ) -> Manifest:
-        return Manifest(
-            run_id=self._store.run_id,
-            attempt=self._store.attempt,
-            step=name.step,
-            revision=name.revision,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            parent=self.parent,
-            world_size=self._world.world_size,
-            progress=description.progress,
-            finished=description.finished,
-            metric=description.metric,
-            components=tuple(self._record(c, description.capture) for c in self._components),
-            files=files,
-            capture=description.capture.as_dict(),
-            fingerprint=description.fingerprint,
-            details=description.details,
-        )
 
     def _record(self, component: StateComponent, capture: CaptureReport) -> ComponentRecord:
         assert isinstance(component.sharing_pattern, SharingPattern)
@@ -197,52 +186,41 @@ class Saver:
             fidelity=line.fidelity.value,
             reason=line.reason,
             directory=directory_of(component),
-            writers=self._membership.writers(component),
-            groups=self._membership.recorded(component),
+            writers=self.membership.writers(component),
+            groups=self.membership.recorded(component),
         )
 
     def _retain(self) -> None:
         # The new checkpoint is committed: an old one that cannot be removed does not undo that.
         try:
-            self._store.retain(self._retention)
+            self.store.retain(self.retention)
         except SaveError as error:
             logger.warning("old checkpoints could not be removed: %s", error)
-
-
-@dataclass(frozen=True)
-class ShardedComponent:
-    """A SHARDED component.
-
-    Args:
-        state: of the live object.
-        directory: of its files, relative to the step directory.
-        groups: the ranks that hold a part of it together; one group where it has no stages.
-    """
-
-    state: ComponentState
-    directory: str
-    groups: Groups
-
-    @property
-    def is_in_stages(self) -> bool:
-        """Whether each group holds some entries of the state."""
-        return len(self.groups) > 1
 
 
 class ShardPlanner:
     """Plans what each rank writes of the SHARDED components, and keeps the plan while it holds.
 
-    Planning stays within the groups that hold a part together.
+    Planning stays within the groups that hold a part together; where a component has several, it is
+    in stages: each of them holds some entries of the state.
 
     Args:
         world: the ranks.
-        components: by key; the same groups on all ranks.
+        components: of the run; the others are left out.
+        membership: the ranks that share them.
     """
 
-    def __init__(self, world: World, components: Mapping[str, ShardedComponent]) -> None:
+    def __init__(
+        self, world: World, components: Sequence[StateComponent], membership: ComponentGroups
+    ) -> None:
         self._world = world
-        self._components = components
-        self._within = {groups: world.within(groups) for groups in _distinct_groups(components)}
+        self._components = {
+            each.key: each for each in components if each.sharing_pattern is SharingPattern.SHARDED
+        }
+        self._groups = {key: membership.groups(key) for key in self._components}
+        self._within = {
+            groups: world.within(groups) for groups in dict.fromkeys(self._groups.values())
+        }
         self._layouts: dict[str, Any] = {}  # of the state that the assignments are for
         self._assigned: dict[str, Assignment] = {}
 
@@ -273,11 +251,11 @@ class ShardPlanner:
             self._layouts = layouts
         return [
             ShardedPayload(
-                each.directory,
+                directory_of(each),
                 self._world.rank,
                 local[key],
                 self._assigned[key],
-                index_name=self._index_name(each),
+                index_name=index_name(self._group(key).ranks[0], len(self._groups[key]) > 1),
             )
             for key, each in self._components.items()
         ]
@@ -294,23 +272,18 @@ class ShardPlanner:
                 lambda: {key: state.outline() for key, state in holed.items()}
             )
             for key, state in holed.items():
-                ranks = self._within[self._components[key].groups].ranks
-                state.join([outlines[rank][key] for rank in ranks])
+                state.join([outlines[rank][key] for rank in self._group(key).ranks])
 
     def _plan(self, local: Mapping[str, LocalState]) -> dict[str, Assignment]:
         assigned: dict[str, Assignment] = {}
         for groups, world in self._within.items():
-            keys = [key for key, each in self._components.items() if each.groups == groups]
+            keys = [key for key in self._components if self._groups[key] == groups]
             # A group that fails must not leave the others behind.
             self._world.everywhere(lambda: assigned.update(_plan_within(world, keys, local)))  # noqa: B023
         return assigned
 
-    def _index_name(self, component: ShardedComponent) -> str:
-        return index_name(self._within[component.groups].ranks[0], component.is_in_stages)
-
-
-def _distinct_groups(components: Mapping[str, ShardedComponent]) -> list[Groups]:
-    return list(dict.fromkeys(each.groups for each in components.values()))
+    def _group(self, key: str) -> World:
+        return self._within[self._groups[key]]
 
 
 def _plan_within(

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 
 from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted, SaveError
-from resumekit.log import logger
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
-from resumekit.run.save_requests import LeaveSignals, RequestExchange, Requests, parse_cadence
+from resumekit.run.save_triggers import LeaveSignals, RequestExchange, Requests, parse_cadence
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 
@@ -121,10 +120,6 @@ class StepBoundary:
 
     # ---------------------------------------------------------------- the loops begin and end
 
-    def _enter_loop(self, feed: Feed) -> None:
-        """A loop asks for its first batch."""
-        self._run.enter_loop(self, feed)
-
     def _enter(self, loop: str, horizon: dict[str, int]) -> None:
         """The outermost loop begins."""
         if self._loop is not None and self.finished is not None:
@@ -155,9 +150,9 @@ class StepBoundary:
 
     def _take_signals(self) -> None:
         left = self._signals.install() if self.finished is None else []
-        if left and self._run.world.is_first:
-            names = ", ".join(left)
-            logger.info("%s: handled by other code, so this run does not save on it", names)
+        if left:
+            handled = f"{', '.join(left)}: handled by other code"
+            self._run.reporter.log(f"{handled}, so this run does not save on it")
 
     def _lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
@@ -185,10 +180,6 @@ class StepBoundary:
         if self.progress.batch == 0:
             self._run.position.witness_epoch()
             self._run.restore_random()
-
-    def _take_over(self, loader: Any) -> None:
-        """The loader of the epoch that begins: a new one has what it begins with saved as well."""
-        self._run.position.feed(loader)
 
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
@@ -318,21 +309,18 @@ class StepBoundary:
 
     def _all_requests(self) -> Requests:
         """The all-reduced requests at this step boundary; this rank's are sent."""
-        own_requests = Requests(self._signals.received, int(self._is_clock_due()))
+        is_clock_due = self._cadence.needs_agreement and self._cadence.is_due(self.progress.step)
+        own_requests = Requests(self._signals.received, int(is_clock_due))
         common = self._requests.receive(own_requests)
         if not common.leave:
             left = own_requests._replace(save=0) if common.save else own_requests
             self._requests.send(left, self._run.counters.step)
         return common
 
-    def _is_clock_due(self) -> bool:
-        return self._cadence.needs_agreement and self._cadence.is_due(self.progress.step)
-
     def _leave(self, signal_number: int) -> NoReturn:
         """The run was asked to leave, and has just been saved."""
         step, name = self.progress.step, Signals(signal_number).name
-        if self._run.world.is_first:
-            logger.info("%s: saved at step %d; the same command continues", name, step)
+        self._run.reporter.log(f"{name}: saved at step {step}; the same command continues")
         self._release()
         raise Preempted(signal_number, step)
 
@@ -359,9 +347,8 @@ class StepBoundary:
         except SaveError as error:
             if self._run.options.on_save_error == "raise":
                 raise
-            if self._run.world.is_first:
-                step = self.progress.step
-                logger.warning("the save at step %d failed, training continues: %s", step, error)
+            failed = f"the save at step {self.progress.step} failed"
+            self._run.reporter.warn(f"{failed}, training continues: {error}")
         self._cadence.saved()
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
@@ -374,14 +361,13 @@ class StepBoundary:
         trace = self._run.trace
         assert trace is not None
         epoch, batch = self._position()
-        samples, knows_all = self._run.counters.take_samples()
         trace.step(
             self.progress.step,
             epoch=epoch,
             batch=batch,
             values=values,
             lr=self._run.learning_rates(),
-            samples=samples,
-            is_rest=not knows_all,
+            samples=self._run.counters.take_samples(),
+            is_rest=not self._run.counters.saw_whole_step,
             rng=rng_digests(),
         )

@@ -1,8 +1,8 @@
-"""The verdict on every attempt of a run, also where another geometry divides its samples."""
+"""Compares each attempt of a run with the earlier ones, also where the samples are regrouped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +84,6 @@ def compared(now: Header, earlier: list[Attempt]) -> Comparison:
 
 
 _MODULUS = 2**64
-_IDS = int(Has.IDS)  # an operation on flags takes half a microsecond
 
 
 @dataclass
@@ -95,40 +94,30 @@ class Used:
         num_samples: how many.
         ids_sum: the sum of their hashes modulo 2**64.
         is_known: whether all had ids, and the epoch of the first step is not over.
+        epoch: of the first step; None before it.
     """
 
     num_samples: int = 0
     ids_sum: int = 0
     is_known: bool = True
-
-    def add(self, num_samples: int, ids_sum: int) -> None:
-        """Adds the samples of a step, or those of another rank."""
-        self.num_samples += num_samples
-        self.ids_sum = (self.ids_sum + ids_sum) % _MODULUS
-
-
-class UsedHere:
-    """What this rank has used since its attempt began, step by step."""
-
-    def __init__(self) -> None:
-        self.used = Used()
-        self._epoch: int | None = None
+    epoch: int | None = None
 
     def add(self, record: Record) -> None:
-        """Adds a record of a step."""
-        self._epoch = record.epoch if self._epoch is None else self._epoch
-        if record.epoch != self._epoch or not record.has & _IDS:
-            self.used.is_known = False
-        self.used.add(record.num_samples, record.ids_sum)
+        """Adds the samples of a step."""
+        self.epoch = record.epoch if self.epoch is None else self.epoch
+        if record.epoch != self.epoch or not record.has & Has.IDS:
+            self.is_known = False
+        self.num_samples += record.num_samples
+        self.ids_sum = (self.ids_sum + record.ids_sum) % _MODULUS
 
 
-def sum_over_ranks(used: Iterable[Used]) -> Used:
+def sum_over_ranks(used: Sequence[Used]) -> Used:
     """What several ranks have used together."""
-    total = Used()
-    for each in used:
-        total.add(each.num_samples, each.ids_sum)
-        total.is_known = total.is_known and each.is_known
-    return total
+    return Used(
+        sum(each.num_samples for each in used),
+        sum(each.ids_sum for each in used) % _MODULUS,
+        all(each.is_known for each in used),
+    )
 
 
 @dataclass(frozen=True)
@@ -176,13 +165,11 @@ def _steps(attempt: Attempt, *, after: int) -> dict[int, Record]:
 def _added_up(ranks: Sequence[dict[int, Record]]) -> dict[int, int]:
     total, found = Used(), {}
     step = min(map(min, ranks))
-    epoch = ranks[0][step].epoch if step in ranks[0] else None
     while all(step in rank for rank in ranks):
-        records = [rank[step] for rank in ranks]
-        if not all(each.has & Has.IDS and each.epoch == epoch for each in records):
+        for rank in ranks:
+            total.add(rank[step])
+        if not total.is_known:
             break
-        for each in records:
-            total.add(each.num_samples, each.ids_sum)
         found[total.num_samples] = total.ids_sum
         step += 1
     return found

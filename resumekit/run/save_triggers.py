@@ -1,4 +1,4 @@
-"""What asks for a save: the cadence, a signal, a timer; ranks agree by an overlapped all-reduce."""
+"""What triggers a save (steps, a timer, a signal on any rank); ``StepBoundary`` decides on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, RankDisagreementError
 
-_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+_SECONDS = {"h": 3600, "min": 60, "s": 1, "sec": 1}
 
 
 @dataclass
@@ -50,9 +50,8 @@ class Cadence:
     def __str__(self) -> str:
         """When, after the word "saves"."""
         if self.interval_seconds is not None:
-            units = [("h", 3600), ("min", 60), ("s", 1)]
-            whole = (each for each in units if not self.interval_seconds % each[1])
-            unit, seconds = next(whole, units[-1])
+            whole = (each for each in _SECONDS.items() if not self.interval_seconds % each[1])
+            unit, seconds = next(whole, ("s", 1))
             return f"every {self.interval_seconds / seconds:g} {unit}"
         if self.num_steps is None:
             return "only on save(), on an improved metric and at the end"
