@@ -15,6 +15,8 @@ from resumekit.analysis.scopes import (
     Scope,
     function_at,
     own_nodes,
+    prefixes,
+    root_of,
 )
 
 _WRAPPERS = frozenset({"enumerate", "zip", "reversed", "sorted", "list", "tuple", "tqdm", "islice"})
@@ -126,18 +128,13 @@ class Definitions:
                 self._note_function(scope, scope.path_of(target.id), value)
 
     def _note_class(self, scope: Scope, target: ast.expr, made: str) -> None:
-        function = scope.function
-        is_attribute = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
-        if is_attribute and function.owner in self.classes and function.parameters:
-            assert isinstance(target, ast.Attribute)
-            assert isinstance(target.value, ast.Name)
-            if target.value.id == function.parameters[0]:
-                classes = self.classes[function.owner].attribute_classes
-                assert isinstance(classes, dict)
-                classes[target.attr] = made
-                return
         path = scope.path(target)
-        if path is not None:
+        if path is None:
+            return
+        owner, attribute = scope.function.owner, self.own_attribute(path)
+        if owner is not None and attribute is not None and "." not in attribute:
+            self.classes[owner].attribute_classes[attribute] = made
+        else:
             self._variable_classes[path] = made
 
     def _note_function(self, scope: Scope, path: str, value: ast.expr) -> None:
@@ -188,8 +185,7 @@ class Definitions:
             inner = decorator and self.functions.get(f"{name}.{_returned_name(decorator)}")
             if decorator is not None and inner and decorator.parameters and len(decorated) == 1:
                 self._decorated[decorated[0].name] = inner
-                parameter = f"{name}{LOCAL}{decorator.parameters[0]}"
-                self._variable_functions[parameter] = decorated[0]
+                self._variable_functions[decorator.local(decorator.parameters[0])] = decorated[0]
 
     def decorated(self, function: Function) -> Function:
         """What a call of a function runs: its decorator's function, if the file has that."""
@@ -263,13 +259,16 @@ class Definitions:
             elif scope.receiver is not None:
                 yield f"{scope.receiver}.{attribute}"
 
+    def is_receiver(self, path: str) -> bool:
+        """Whether a path is ``self`` in a method."""
+        name, _, variable = path.rpartition(LOCAL)
+        function = self.functions.get(name)
+        return function is not None and function.receiver == variable
+
     def own_attribute(self, path: str) -> str | None:
         """The name of the attribute where a path is one of ``self`` in a method."""
-        maker = self.functions.get(path.rpartition(LOCAL)[0])
-        variable, _, attribute = path.rpartition(LOCAL)[2].partition(".")
-        if maker is None or not maker.owner or maker.parameters[:1] != (variable,):
-            return None
-        return attribute or None
+        receiver = root_of(path)
+        return path[len(receiver) + 1 :] or None if self.is_receiver(receiver) else None
 
     def is_variable(self, path: str) -> bool:
         """Whether a path is no function, class, module or builtin."""
@@ -286,20 +285,20 @@ class Definitions:
             seen.add(path)
         return path
 
-    def class_of(self, path: str) -> Class | None:
+    def class_of(self, path: str | None) -> Class | None:
         """The class of this file that the object at a path is an instance of, if that is known."""
+        if path is None:
+            return None
         if path in self._variable_classes:
             return self.classes[self._variable_classes[path]]
-        base, _, attribute = path.rpartition(".") if LOCAL not in path else _split(path)
+        *_, base, _ = ["", *prefixes(path)]
         if base:
             owner = self.class_of(base)
-            made = owner and owner.class_of_attribute(attribute)
+            made = owner and owner.class_of_attribute(path[len(base) + 1 :])
             return self.classes.get(made) if made else None
-        name, _, variable = path.rpartition(LOCAL)
-        function = self.functions.get(name) if name else None
-        if function is None or function.parameters[:1] != (variable,) or function.is_static:
+        if not self.is_receiver(path):
             return None
-        owner_name = function.owner or ""
+        owner_name = self.functions[path.rpartition(LOCAL)[0]].owner or ""
         while len(self._overriding.get(owner_name, ())) == 1:
             owner_name = self._overriding[owner_name][0]  # the only class that it can be
         return self.classes.get(owner_name)
@@ -347,34 +346,26 @@ def _is_params(key: ast.expr | None) -> bool:
 
 def _elements(target: ast.expr, iterable: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The targets of a ``for``, each with what it is an element of."""
-    if isinstance(iterable, ast.Call):
-        name, arguments = _last(iterable.func), iterable.args
-        is_tuple = isinstance(target, (ast.Tuple, ast.List))
-        if name == "enumerate" and is_tuple and len(target.elts) == 2 and arguments:  # type: ignore[attr-defined]
-            yield from _elements(target.elts[1], arguments[0])  # type: ignore[attr-defined]
-        elif name == "zip" and is_tuple and len(target.elts) == len(arguments):  # type: ignore[attr-defined]
-            for each, value in zip(target.elts, arguments, strict=True):  # type: ignore[attr-defined]
-                yield from _elements(each, value)
-        elif name in ("values", "items") and isinstance(iterable.func, ast.Attribute):
-            last = target.elts[-1] if is_tuple and name == "items" else target  # type: ignore[attr-defined]
-            yield last, iterable.func.value
-        elif name in _WRAPPERS and arguments and not is_tuple:
-            yield from _elements(target, arguments[0])
+    if not isinstance(iterable, ast.Call):
+        yield target, iterable
         return
-    yield target, iterable
+    name, arguments = _last(iterable.func), iterable.args
+    elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    if name == "enumerate" and len(elements) == 2 and arguments:
+        yield from _elements(elements[1], arguments[0])
+    elif name == "zip" and elements and len(elements) == len(arguments):
+        for each, value in zip(elements, arguments, strict=True):
+            yield from _elements(each, value)
+    elif name in ("values", "items") and isinstance(iterable.func, ast.Attribute):
+        yield elements[-1] if elements and name == "items" else target, iterable.func.value
+    elif name in _WRAPPERS and arguments and not elements:
+        yield from _elements(target, arguments[0])
 
 
 def _base_path(node: ast.expr, scope: Scope) -> str | None:
     while isinstance(node, ast.Subscript):
         node = node.value
     return scope.path(node)
-
-
-def _split(path: str) -> tuple[str, str, str]:
-    """A path of a local without its last attribute; function names have dots as well."""
-    function, _, variable = path.rpartition(LOCAL)
-    base, dot, attribute = variable.rpartition(".")
-    return (f"{function}{LOCAL}{base}" if base else ""), dot, attribute
 
 
 def _name_of(node: ast.expr) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from resumekit.analysis import calls
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
-from resumekit.analysis.scopes import Function, Relevant, Scope, base_of, variable_of
+from resumekit.analysis.scopes import Relevant, Scope, base_of, variable_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CallEffects:
         for each in ast.walk(target):
             if isinstance(each, ast.Attribute) and each.attr in ("param_groups", "data", "grad"):
                 path = context.scope.path(each.value)
-                if path is None or not is_self(path, context):
+                if path is None or not context.scope.is_self(path):
                     return True
         base = target
         while isinstance(base, (ast.Subscript, ast.Attribute)):
@@ -59,7 +59,7 @@ class CallEffects:
             if path in self._component_aliases:
                 return True
             if self._roles.is_training(path) and not isinstance(target, ast.Subscript):
-                return not is_self(path, context)
+                return not context.scope.is_self(path)
         return False
 
     def _is_decision(self, value: ast.expr, context: Context) -> bool:
@@ -84,9 +84,12 @@ class CallEffects:
         """Whether a model, an optimizer or the like is an argument, also as ``m.parameters()``."""
         for value in calls.arguments_of(node):
             while isinstance(value, (ast.Call, ast.Starred)):
-                func = value.value if isinstance(value, ast.Starred) else value.func
-                is_method = isinstance(func, ast.Attribute)
-                value = func.value if is_method and isinstance(value, ast.Call) else func  # type: ignore[attr-defined]
+                if isinstance(value, ast.Starred):
+                    value = value.value
+                else:
+                    value = (
+                        value.func.value if isinstance(value.func, ast.Attribute) else value.func
+                    )
             path = context.scope.path(value)
             if path is not None and self._roles.is_training(path):
                 return True
@@ -99,13 +102,13 @@ class CallEffects:
         path = context.scope.path(node.func.value)
         if path is None or calls.method(node) in calls.OF_TRAINING_OBJECTS:
             return False
-        return self._roles.is_training(path) and not is_self(path, context)
+        return self._roles.is_training(path) and not context.scope.is_self(path)
 
     def _calls_model(self, node: ast.Call, context: Context) -> bool:
         path = context.scope.path(node.func)
         if path is None or not self._roles.is_training(path):
             return False
-        return not (isinstance(node.func, ast.Attribute) and is_self(path, context))
+        return not (isinstance(node.func, ast.Attribute) and context.scope.is_self(path))
 
     def _effect(self, node: ast.Call, context: Context, *, is_statement: bool) -> tuple[bool, bool]:
         """Whether a call has an effect on the training, and whether its arguments count then."""
@@ -158,13 +161,3 @@ class CallEffects:
         if self._roles.remembers(path) and not calls.only_looks(node):
             return True
         return calls.changes_receiver(node, is_statement=is_statement)
-
-
-def is_self(path: str, context: Context) -> bool:
-    """Whether a path is ``self`` of the method, or of the one around it."""
-    function: Function | None = context.scope.function
-    while function is not None:
-        if function.owner and function.parameters:
-            return path == Scope(function, context.scope.bindings).path_of(function.parameters[0])
-        function = function.parent
-    return False

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from resumekit.analysis import calls
-from resumekit.analysis.effects import CallEffects, Context, is_self
+from resumekit.analysis.effects import CallEffects, Context
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import (
-    LOCAL,
     Relevant,
     base_of,
     children_of,
@@ -128,7 +127,7 @@ class ExpressionSlice(CallEffects, ABC):
             return self._call(call, after, context, want=want, is_statement=is_statement)
         path = context.scope.path(node)
         if path is not None:
-            is_known = variable_of(path) in self._program.imported or is_self(path, context)
+            is_known = variable_of(path) in self._program.imported or context.scope.is_self(path)
             return (
                 Flow({**after.relevant, path: None}, after.effect)
                 if want and not is_known
@@ -194,8 +193,7 @@ class ExpressionSlice(CallEffects, ABC):
         found = self._program.called(call, context.scope)
         if found is None:
             return None
-        function, receiver = found
-        scope, copied = self._program.enter(call, context.scope, function, receiver)
+        scope, copied = self._program.enter(call, context.scope, found)
         inner = Context(
             scope,
             wants_result=want,
@@ -204,15 +202,14 @@ class ExpressionSlice(CallEffects, ABC):
             depth=context.depth + 1,
         )
         inside, effect = self._function(after.relevant, inner)
-        prefix = f"{function.name}{LOCAL}"
-        wanted = {p for p in inside if p.startswith(prefix) and p not in after.relevant}
+        wanted = {p for p in inside if scope.function.has_local(p) and p not in after.relevant}
         given = set(map(id, copied.values()))
         others = [
             each
             for each in calls.arguments_of(call)
             if id(each) not in given and context.scope.path(each) is None
         ]
-        if isinstance(call.func, ast.Attribute) and receiver is None:
+        if isinstance(call.func, ast.Attribute) and found.receiver is None:
             others.append(call.func.value)
         evaluated = [(value, touches_any(name, wanted)) for name, value in copied.items()]
         evaluated += [(each, want) for each in others]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from resumekit.analysis import calls
 from resumekit.analysis.program import Program
@@ -23,6 +24,7 @@ from resumekit.analysis.scopes import (
     children_of,
     negated,
     own_nodes,
+    prefixes,
     touches_any,
 )
 from resumekit.analysis.staleness import Staleness
@@ -83,10 +85,7 @@ def loop_carried(
         with_logged: also find what is only logged, which takes about as long again.
     """
     roles = Roles(program, live)
-    if callers is None:
-        root, chain = _searched_chain(program, function, loop)
-    else:
-        root, chain = _running_chain(program, function, loop, callers)
+    root, chain = _chain(program, function, loop, callers)
     _note_loaders(roles, chain, program)
     staleness = Staleness(program, roles, chain, loop)
     staleness.run(root)
@@ -153,7 +152,8 @@ def _reported(
     for path in stale:
         if touches_any(path, relevant):
             whole = _whole_object(path, program, scope)
-            if not any(roles.of(each) is not None for each in _prefixes(whole, scope)):
+            around = (each for each in prefixes(whole) if each != scope.receiver)
+            if all(roles.of(each) is None for each in around):
                 found[_shown(whole, scope)] = whole
                 found.update((_shown(each, scope), each) for each in roles.given_to(whole))
     return tuple(
@@ -224,25 +224,12 @@ def _reads_any(test: ast.expr, paths: Iterable[str], scope: Scope) -> bool:
     return any(_reads_any(each, paths, scope) for each in children)
 
 
-def _prefixes(path: str, scope: Scope) -> list[str]:
-    """The path and the objects around it, ``self`` of the loop's function excluded."""
-    head, at, variable = path.rpartition(LOCAL)
-    parts = variable.split(".")
-    every = [f"{head}{at}{'.'.join(parts[:count])}" for count in range(1, len(parts) + 1)]
-    function = scope.function
-    receiver = None
-    if function.owner and function.parameters:
-        receiver = scope.path_of(function.parameters[0])
-    return [each for each in every if each != receiver]
-
-
 def _whole_object(path: str, program: Program, scope: Scope) -> str:
     """The object of a class of this file that the path is inside of; ``self`` stays open."""
-    for each in _prefixes(path, scope):
-        if each != path and program.class_of(each) is not None:
-            variable = each.rpartition(LOCAL)[2]
-            if variable != "self":
-                return each
+    for each in prefixes(path)[:-1]:
+        is_open = each == scope.receiver or each.rpartition(LOCAL)[2] == "self"
+        if not is_open and program.class_of(each) is not None:
+            return each
     return path
 
 
@@ -327,62 +314,56 @@ def _iterated(node: ast.expr) -> list[ast.expr]:
     return [each for value in node.args for each in _iterated(value)]
 
 
-def _searched_chain(
-    program: Program, function: Function, loop: LoopNode
+def _chain(
+    program: Program,
+    function: Function,
+    loop: LoopNode,
+    callers: Sequence[tuple[Function, int]] | None,
 ) -> tuple[Function, Sequence[ast.AST]]:
-    """The function that the analysis begins with, and the loops that a resume continues."""
-    chain: list[ast.AST] = [loop, *_loops_around(function, loop)]
+    """The function that the analysis begins with, and the loops and calls that a resume continues.
+
+    The callers are the running ones, or where that is not known, those that the file has.
+    """
+    root, chain = function, [loop, *_loops_around(function, loop)]
+    running = None if callers is None else iter(callers)
     seen = {function}
-    root = function
-    while True:
-        callers = [
-            (each, call)
-            for each in program.functions.values()
-            if each not in seen
-            for call in _calls_of(program, each, root)
-        ]
-        if not callers or _makes_optimizer(root):
-            return root, chain
-        # A caller with the call in a loop is the one that trains in epochs.
-        callers.sort(key=lambda pair: not _loops_around(*pair))
-        root, call = callers[0]
+    while not _makes_optimizer(root):
+        if running is None:
+            found = _searched_calls(program, root, seen)
+        else:
+            found = [
+                (caller, call)
+                for caller, line in islice(running, 1)
+                for call in _calls_of(program, caller, root)
+                if call.lineno <= line <= (call.end_lineno or line)
+            ]
+        if not found:
+            break
+        root, call = found[0]
         seen.add(root)
         chain += [call, *_loops_around(root, call)]
+    return root, chain
+
+
+def _searched_calls(
+    program: Program, function: Function, seen: Collection[Function]
+) -> list[tuple[Function, ast.Call]]:
+    """The calls of a function in others; one in a loop first, as its caller trains in epochs."""
+    others = [each for each in program.functions.values() if each not in seen]
+    found = [(each, call) for each in others for call in _calls_of(program, each, function)]
+    return sorted(found, key=lambda pair: not _loops_around(*pair))
 
 
 def _makes_optimizer(function: Function) -> bool:
     """Whether a run begins in the function: loops around it make several runs."""
+    if function.owner or not function.name:
+        return False
     return any(
         isinstance(node, ast.Call) and "optim" in calls.dotted(node.func).lower()
         for each in own_nodes(function.body)
         if isinstance(each, ast.Assign)
         for node in ast.walk(each.value)
-        if not function.owner and function.name
     )
-
-
-def _running_chain(
-    program: Program,
-    function: Function,
-    loop: LoopNode,
-    callers: Sequence[tuple[Function, int]],
-) -> tuple[Function, Sequence[ast.AST]]:
-    """The same from the functions that are running."""
-    chain: list[ast.AST] = [loop, *_loops_around(function, loop)]
-    root = function
-    for caller, line in callers:
-        if _makes_optimizer(root):
-            return root, chain
-        calls_here = [
-            call
-            for call in _calls_of(program, caller, root)
-            if call.lineno <= line <= (call.end_lineno or line)
-        ]
-        if not calls_here:
-            return root, chain
-        root = caller
-        chain += [calls_here[0], *_loops_around(caller, calls_here[0])]
-    return root, chain
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
@@ -390,22 +371,14 @@ def _calls_of(program: Program, caller: Function, function: Function) -> list[as
     found = []
     for node in own_nodes(caller.body):
         if isinstance(node, ast.Call):
-            called = program.called(node, scope)
-            if called is not None and called[0] is function:
+            callee = program.called(node, scope)
+            if callee is not None and callee.function is function:
                 found.append(node)
     return found
 
 
 def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:
     """The loops of a function around a node, the innermost first."""
-    found: list[ast.AST] = []
-
-    def visit(node: ast.AST, loops: tuple[ast.AST, ...]) -> bool:
-        if node is target:
-            found.extend(reversed(loops))
-            return True
-        around = (*loops, node) if isinstance(node, LoopNode) else loops
-        return any(visit(child, around) for child in children_of(node))
-
-    any(visit(statement, ()) for statement in function.body)
-    return found
+    loops = [each for each in own_nodes(function.body) if isinstance(each, LoopNode)]
+    around = [each for each in loops if each is not target and target in ast.walk(each)]
+    return [*reversed(around)]

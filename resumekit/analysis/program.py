@@ -7,11 +7,18 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from resumekit.analysis import calls
 from resumekit.analysis.definitions import Definitions
-from resumekit.analysis.scopes import LOCAL, Class, Function, LoopNode, Scope, own_nodes, root_of
+from resumekit.analysis.scopes import Class, Function, LoopNode, Scope, own_nodes, root_of
+
+
+class Callee(NamedTuple):
+    """A function of the file that a call runs, with the path of ``self`` for a method."""
+
+    function: Function
+    receiver: str | None = None
 
 
 class Program(Definitions):
@@ -28,11 +35,11 @@ class Program(Definitions):
         program.collect()
         return program
 
-    def called(self, call: ast.Call, scope: Scope) -> tuple[Function, str | None] | None:
-        """The function of this file that a call runs, with the path of ``self`` for a method."""
+    def called(self, call: ast.Call, scope: Scope) -> Callee | None:
+        """The function of this file that a call runs."""
         function = self.function_named(call.func, scope)
         if function is not None:
-            return None if function.is_abstract else (function, None)
+            return None if function.is_abstract else Callee(function)
         owner: Class | None = None
         receiver: str | None = None
         name = "__call__"
@@ -43,14 +50,14 @@ class Program(Definitions):
                 return of_class
             receiver, owner = self._receiver(call.func.value, scope)
         if owner is None or name not in owner.methods:
-            receiver = scope.path(call.func)
-            owner, name = None if receiver is None else self.class_of(receiver), "__call__"
+            receiver, name = scope.path(call.func), "__call__"
+            owner = self.class_of(receiver)
         if owner is None or (owner.is_module and name in ("forward", "__call__")):
             return None
         method = owner.methods.get(name)
         if method is None or method.is_abstract:
             return None
-        return method, None if method.is_static else receiver
+        return Callee(method, receiver if method.receiver else None)
 
     def mentioned(self, scope: Scope) -> frozenset[str]:
         """The variables that a function uses, in the functions of the file that it calls too."""
@@ -74,19 +81,19 @@ class Program(Definitions):
     def _add_mentioned(self, call: ast.Call, scope: Scope, found: set[str]) -> None:
         called = self.called(call, scope)
         if called is not None:
-            inner, _ = self.enter(call, scope, *called)
+            inner, _ = self.enter(call, scope, called)
             found |= self.mentioned(inner)
 
-    def forward_of(self, call: ast.Call, scope: Scope) -> tuple[Function, str | None] | None:
+    def forward_of(self, call: ast.Call, scope: Scope) -> Callee | None:
         """``forward()`` of a module of this file that a call runs."""
         node = call.func
         if isinstance(node, ast.Attribute) and node.attr == "forward":
             node = node.value
         path = scope.path(node)
-        owner = None if path is None else self.class_of(path)
+        owner = self.class_of(path)
         if owner is None or not owner.is_module or "forward" not in owner.methods:
             return None
-        return owner.methods["forward"], path
+        return Callee(owner.methods["forward"], path)
 
     def property_read(self, node: ast.expr, scope: Scope) -> ast.Call | None:
         """Reading an attribute as a call, where the attribute is a property of this file."""
@@ -94,18 +101,16 @@ class Program(Definitions):
             return None
         call = calls.call_of(node)
         found = self.called(call, scope)
-        return call if found is not None and found[0].is_property else None
+        return call if found is not None and found.function.is_property else None
 
-    def _method_of_class(
-        self, node: ast.Attribute, scope: Scope
-    ) -> tuple[Function, str | None] | None:
+    def _method_of_class(self, node: ast.Attribute, scope: Scope) -> Callee | None:
         """``Class.method``: with the class as receiver of a class method, without one otherwise."""
         path = scope.path(node.value)
         owner = self.classes.get(path or "")
         method = None if owner is None else owner.methods.get(node.attr)
         if method is None or method.is_abstract:
             return None
-        return method, path if "classmethod" in method.decorators else None
+        return Callee(method, path if "classmethod" in method.decorators else None)
 
     def _receiver(self, node: ast.expr, scope: Scope) -> tuple[str | None, Class | None]:
         """The object whose method is called, and its class; ``super()`` is ``self``."""
@@ -116,10 +121,10 @@ class Program(Definitions):
                 base = owner.bases[0] if owner.bases else None
                 return scope.path_of(function.parameters[0]), base
         path = scope.path(node)
-        return path, None if path is None else self.class_of(path)
+        return path, self.class_of(path)
 
     def enter(
-        self, call: ast.Call, scope: Scope, function: Function, receiver: str | None
+        self, call: ast.Call, scope: Scope, callee: Callee
     ) -> tuple[Scope, dict[str, ast.expr]]:
         """The activation that a call makes.
 
@@ -127,6 +132,7 @@ class Program(Definitions):
             The scope, and the arguments that are copied into locals of the function, by the path of
             the local.
         """
+        function, receiver = callee
         skipped = 1 if receiver is not None else self.num_bound(call.func, scope)
         arguments = _arguments(call, function, skipped)
         bindings: dict[str, str] = {}
@@ -138,13 +144,13 @@ class Program(Definitions):
             if path is not None and name not in function.assigned_parameters:
                 bindings[name] = path
             else:
-                copied[f"{function.name}{LOCAL}{name}"] = value
+                copied[function.local(name)] = value
         unpacked = [each.value for each in call.args if isinstance(each, ast.Starred)]
         unpacked += [each.value for each in call.keywords if each.arg is None]
         if unpacked:  # any other parameter may be in it
             others = [each for each in function.parameters if each not in arguments]
             missing = (each for each in others if each not in bindings)
-            copied.update((f"{function.name}{LOCAL}{each}", unpacked[-1]) for each in missing)
+            copied.update((function.local(each), unpacked[-1]) for each in missing)
         parent = scope if function.parent is scope.function else None
         return Scope(function, tuple(sorted(bindings.items())), parent), copied
 

@@ -21,7 +21,6 @@ from resumekit.analysis.expressions import ExpressionSlice, Flow
 from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import (
-    LOCAL,
     Function,
     LoopNode,
     Relevant,
@@ -72,9 +71,9 @@ class Relevance(ExpressionSlice):
         chain: Iterable[ast.AST],
         inner: ast.AST,
         *,
-        every_use: bool = False,
-        only_inside: Set[str] = frozenset(),
-        is_invariant: Callable[[ast.expr, Scope], bool] = lambda test, scope: False,
+        every_use: bool,
+        only_inside: Set[str],
+        is_invariant: Callable[[ast.expr, Scope], bool],
     ) -> None:
         super().__init__(program, roles, every_use=every_use)
         self._chain = frozenset(map(id, chain))
@@ -122,8 +121,7 @@ class Relevance(ExpressionSlice):
     def _used(self, out: Relevant, context: Context) -> Flow:
         scope, function = context.scope, context.scope.function
         is_active = function in self._active
-        prefix = f"{function.name}{LOCAL}"
-        local = {path for path in out if path.startswith(prefix)} if is_active else set[str]()
+        local = {path for path in out if is_active and function.has_local(path)}
         asked = (context.wants_result, context.elements, context.no_grad)
         key = (function.name, scope.bindings, frozen(out), *asked)
         if key in self._memo:

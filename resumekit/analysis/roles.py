@@ -6,12 +6,20 @@ Names never count. Where objects exist, their types decide (``live``); the uses 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Program
-from resumekit.analysis.scopes import LOCAL, Function, Scope, own_nodes, pairs_of, variable_of
+from resumekit.analysis.program import Callee, Program
+from resumekit.analysis.scopes import (
+    LOCAL,
+    Function,
+    Scope,
+    own_nodes,
+    pairs_of,
+    prefixes,
+    variable_of,
+)
 
 _OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
 
@@ -63,17 +71,8 @@ class Roles:
 
     def of_whole(self, path: str) -> Role | None:
         """The role of the object at a path or of one around it; ``self`` has none."""
-        head, at, variable = path.rpartition(LOCAL)
-        parts = variable.split(".")
-        function = self._program.functions.get(head)
-        first = 1
-        if function is not None and function.owner and function.parameters[:1] == (parts[0],):
-            first = 2
-        for count in range(first, len(parts) + 1):
-            role = self.of(f"{head}{at}{'.'.join(parts[:count])}")
-            if role is not None:
-                return role
-        return None
+        roles = (self.of(p) for p in prefixes(path) if not self._program.is_receiver(p))
+        return next((role for role in roles if role is not None), None)
 
     def is_training(self, path: str) -> bool:
         """Whether it is a model, an optimizer, a loader or the like."""
@@ -121,12 +120,10 @@ class Roles:
 
     def _canonical(self, path: str) -> str:
         """The path with an object of a known class in place of the variable that refers to it."""
-        function, at, variable = path.rpartition(LOCAL)
-        parts = variable.split(".")
-        for count in range(len(parts) - 1, 0, -1):
-            owner = self._program.class_of(f"{function}{at}{'.'.join(parts[:count])}")
+        for each in reversed(prefixes(path)[:-1]):
+            owner = self._program.class_of(each)
             if owner is not None:
-                return ".".join((f"{owner.name}{LOCAL}self", *parts[count:]))
+                return f"{owner.name}{LOCAL}self{path[len(each) :]}"
         return path
 
     def _link(self, one: str, other: str) -> None:
@@ -179,8 +176,8 @@ class Roles:
         found = self._program.called(value, scope) if isinstance(value, ast.Call) else None
         if found is None:
             return
-        inner = Scope(found[0])
-        for node in own_nodes(found[0].body):
+        inner = Scope(found.function)
+        for node in own_nodes(found.function.body):
             if isinstance(node, ast.Return) and node.value is not None:
                 for each, returned in pairs_of(target, node.value):
                     one, other = scope.path(each), inner.path(returned)
@@ -212,9 +209,18 @@ class Roles:
             self._note(scope.path(call.func), Role.TRAINING)  # a loss scaler
         found = self._program.called(call, scope)
         if found is not None:
-            function, receiver = found
-            for parameter, path in _linked(self._program, call, scope, function, receiver):
-                self._link(parameter, path)
+            self._link_arguments(call, scope, found)
+
+    def _link_arguments(self, call: ast.Call, scope: Scope, callee: Callee) -> None:
+        """A parameter of a function of the file has the role of its argument."""
+        entered, copied = self._program.enter(call, scope, callee)
+        for name, path in entered.bindings:
+            if path != callee.receiver:
+                self._link(Scope(callee.function).path_of(name), path)
+        for parameter, value in copied.items():
+            given = scope.path(value)
+            if given is not None:
+                self._link(parameter, given)
 
     def _read_method(self, call: ast.Call, name: str, receiver: str | None) -> None:
         if name == "reset" and receiver is not None:
@@ -241,16 +247,3 @@ def _makes_remembering(value: ast.expr) -> bool:
 
 def _gives_parameters(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and calls.method(value) == "parameters"
-
-
-def _linked(
-    program: Program, call: ast.Call, scope: Scope, function: Function, receiver: str | None
-) -> Iterator[tuple[str, str]]:
-    entered, copied = program.enter(call, scope, function, receiver)
-    for name, path in entered.bindings:
-        if path != receiver:
-            yield Scope(function).path_of(name), path
-    for parameter, value in copied.items():
-        given = scope.path(value)
-        if given is not None:
-            yield parameter, given

@@ -28,7 +28,7 @@ class Class:
     name: str
     bases: tuple[Class, ...]
     methods: Mapping[str, Function]
-    attribute_classes: Mapping[str, str]
+    attribute_classes: dict[str, str]
     is_module: bool
 
     def class_of_attribute(self, name: str) -> str | None:
@@ -80,10 +80,19 @@ class Function:
             return frozenset()
         return frozenset(map(ast.unparse, self.node.decorator_list))
 
-    @property
-    def is_static(self) -> bool:
-        """Whether it is a method without ``self``."""
-        return "staticmethod" in self.decorators
+    @cached_property
+    def receiver(self) -> str | None:
+        """The name of ``self`` in a method."""
+        has_none = "staticmethod" in self.decorators or not self.owner or not self.parameters
+        return None if has_none else self.parameters[0]
+
+    def local(self, name: str) -> str:
+        """The path of a local."""
+        return f"{self.name}{LOCAL}{name}"
+
+    def has_local(self, path: str) -> bool:
+        """Whether a path begins with a local."""
+        return path.startswith(f"{self.name}{LOCAL}")
 
     @property
     def is_property(self) -> bool:
@@ -118,7 +127,7 @@ class Scope:
         if isinstance(function.node, ast.Module):
             return name
         if name in function.local_names or name in function.parameters:
-            return f"{function.name}{LOCAL}{name}"
+            return function.local(name)
         if self.parent is not None:
             return self.parent.path_of(name)
         if function.parent is not None:
@@ -128,10 +137,15 @@ class Scope:
     @property
     def receiver(self) -> str | None:
         """The path of ``self`` in a method."""
+        name = self.function.receiver
+        return None if name is None else self.path_of(name)
+
+    def is_self(self, path: str) -> bool:
+        """Whether a path is ``self`` of the method, or of the one around it."""
         function = self.function
-        if not function.owner or not function.parameters or function.is_static:
-            return None
-        return self.path_of(function.parameters[0])
+        while function.parent is not None and not function.owner:
+            function = function.parent
+        return path == Scope(function, self.bindings).receiver
 
     def path(self, node: ast.AST) -> str | None:
         """The path of a name or of an attribute of one; None for any other expression."""
@@ -248,6 +262,13 @@ def root_of(path: str) -> str:
     """The path of the variable that a path begins with."""
     function, at, variable = path.rpartition(LOCAL)
     return f"{function}{at}{variable.partition('.')[0]}"
+
+
+def prefixes(path: str) -> list[str]:
+    """The variable that a path begins with, then each attribute on the way, and the path itself."""
+    function, at, variable = path.rpartition(LOCAL)
+    parts = variable.split(".")
+    return [f"{function}{at}{'.'.join(parts[: i + 1])}" for i in range(len(parts))]
 
 
 def drop_guards_on(path: str, relevant: Relevant) -> None:

@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterable
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Program
+from resumekit.analysis.program import Callee, Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import (
     LOCAL,
@@ -90,18 +90,15 @@ class Staleness:
             found.add(self._program.origin_of(path))
         return found
 
-    def _written_inside(
-        self, node: ast.Call, scope: Scope, called: tuple[Function, str | None]
-    ) -> Paths:
+    def _written_inside(self, node: ast.Call, scope: Scope, callee: Callee) -> Paths:
         """What a function of the file writes that a call runs."""
-        function, receiver = called
-        inner, _ = self._program.enter(node, scope, function, receiver)
+        function = callee.function
+        inner, _ = self._program.enter(node, scope, callee)
         key = (function.name, inner.bindings)
         if key not in self._written:
             self._written[key] = frozenset()  # a recursive call adds nothing
             self._written[key] = self.written(function.body, inner)
-        prefix = f"{function.name}{LOCAL}"
-        return frozenset(p for p in self._written[key] if not p.startswith(prefix))
+        return _outside(function, self._written[key])
 
     def _written_by_call(self, node: ast.Call, scope: Scope, *, is_statement: bool) -> Paths:
         called = self._program.called(node, scope)
@@ -152,7 +149,7 @@ class Staleness:
         changes = calls.changes_receiver(node, is_statement=is_statement) or (
             self._roles.remembers(scope.path(receiver)) and not calls.only_looks(node)
         )
-        if path is not None and changes and not _is_receiver(path, scope):
+        if path is not None and changes and path != scope.receiver:
             is_imported = variable_of(path) in self._program.imported
             found |= set() if is_imported else self._with_alias(path)
         if calls.method(node) == "step" and is_statement:
@@ -287,15 +284,12 @@ class Staleness:
             for child in ([child.value] if isinstance(child, ast.keyword) else _parts(child))
         )
 
-    def _function_reads(
-        self, node: ast.Call, called: tuple[Function, str | None], stale: Paths, scope: Scope
-    ) -> bool:
-        function, receiver = called
+    def _function_reads(self, node: ast.Call, callee: Callee, stale: Paths, scope: Scope) -> bool:
+        function = callee.function
         if function in self._active or len(self._active) > _MAX_DEPTH:
             return False
-        inner, _ = self._program.enter(node, scope, function, receiver)
-        prefix = f"{function.name}{LOCAL}"
-        outside = frozenset(each for each in stale if not each.startswith(prefix))
+        inner, _ = self._program.enter(node, scope, callee)
+        outside = _outside(function, stale)
         self._active.append(function)
         found = any(
             self._reads(each.value, outside, inner)
@@ -325,30 +319,21 @@ class Staleness:
                 return frozenset(each for each in stale if not covers(path, each))
         return stale
 
-    def _enter(
-        self, node: ast.Call, called: tuple[Function, str | None], stale: Paths, scope: Scope
-    ) -> Paths:
-        function, receiver = called
+    def _enter(self, node: ast.Call, callee: Callee, stale: Paths, scope: Scope) -> Paths:
+        function = callee.function
         if function in self._active or len(self._active) > _MAX_DEPTH:
             return stale
-        inner, copied = self._program.enter(node, scope, function, receiver)
-        prefix = f"{function.name}{LOCAL}"
-        start = frozenset(each for each in stale if not each.startswith(prefix))
-        for parameter, value in copied.items():
-            if self._reads(value, stale, scope):
-                start |= {parameter}
+        inner, copied = self._program.enter(node, scope, callee)
+        given = {name for name, value in copied.items() if self._reads(value, stale, scope)}
         self._active.append(function)
-        after = self._body(function.body, start, inner)
+        after = self._body(function.body, _outside(function, stale) | given, inner)
         self._active.pop()
-        return frozenset(each for each in after if not each.startswith(prefix))
+        return _outside(function, after)
 
 
-def _is_receiver(path: str | None, scope: Scope) -> bool:
-    """Whether a path is ``self`` of a method: what its unknown methods change is not known."""
-    function = scope.function
-    if not function.owner or not function.parameters:
-        return False
-    return path == scope.path_of(function.parameters[0])
+def _outside(function: Function, paths: Paths) -> Paths:
+    """The paths that do not begin with a local of a function."""
+    return frozenset(each for each in paths if not function.has_local(each))
 
 
 def _switched(node: ast.If, scope: Scope) -> Paths:
