@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from resumekit.analysis import calls
 from resumekit.analysis.scopes import (
     LOCAL,
     Class,
@@ -71,16 +73,16 @@ class Definitions:
     def _collect(
         self, body: list[ast.stmt], prefix: str, parent: Function | None, owner: str | None
     ) -> None:
-        for node in _definitions(body):
-            name = f"{prefix}{node.name}"
+        for node in own_nodes(body):
             if isinstance(node, ast.ClassDef):
+                name = f"{prefix}{node.name}"
                 self._collect(node.body, f"{name}.", None, name)
                 self.classes[name] = self._class(name, node)
-            else:
+            elif isinstance(node, FunctionNode):
                 enclosing = parent if parent and parent.name else None
-                function = function_at(name, node, enclosing, owner)
-                self.functions[name] = function
-                self._collect(node.body, f"{name}.", function, None)
+                function = function_at(f"{prefix}{node.name}", node, enclosing, owner)
+                self.functions[function.name] = function
+                self._collect(node.body, f"{function.name}.", function, None)
 
     def _never_stored(self) -> set[str]:
         """The names that only an import with a star can bind."""
@@ -118,7 +120,8 @@ class Definitions:
     def _read_value(self, targets: list[ast.expr], value: ast.expr, scope: Scope) -> None:
         if isinstance(value, (ast.Compare, ast.BoolOp)):
             self.flags.update(p for p in map(scope.path, targets) if p)
-        made = _name_of(value.func) if isinstance(value, ast.Call) else ""
+        maker = value.func if isinstance(value, ast.Call) else None
+        made = maker.id if isinstance(maker, ast.Name) else ""
         for target in targets:
             if isinstance(value, (ast.List, ast.Tuple)):
                 self._lists[scope.path(target) or ""] = value
@@ -165,7 +168,7 @@ class Definitions:
 
     def _read_optimizer(self, call: ast.Call, scope: Scope) -> None:
         """``Adam([log_alpha])``: the optimizer changes a tensor that no module has."""
-        if "optim" not in ast.unparse(call.func).lower() and not _OPTIMIZERS & {_last(call.func)}:
+        if "optim" not in ast.unparse(call.func).lower() and calls.method(call) not in _OPTIMIZERS:
             return
         for value in [*call.args[:1], *(e.value for e in call.keywords if e.arg == "params")]:
             listed = self._lists.get(scope.path(value) or "-", value)
@@ -176,10 +179,10 @@ class Definitions:
 
     def _read_decorators(self) -> None:
         """A decorator of the file that is used once: a call runs the function that it returns."""
-        uses: dict[str, list[Function]] = {}
+        uses: defaultdict[str, list[Function]] = defaultdict(list)
         for function in self.functions.values():
             for name in function.decorators:
-                uses.setdefault(name, []).append(function)
+                uses[name].append(function)
         for name, decorated in uses.items():
             decorator = self.functions.get(name)
             inner = decorator and self.functions.get(f"{name}.{_returned_name(decorator)}")
@@ -195,8 +198,6 @@ class Definitions:
 
     def _read_aliases(self, function: Function) -> None:
         scope = Scope(function)
-        stored: dict[str, int] = {}
-        found: dict[str, list[str]] = {}
         nodes = list(own_nodes(function.body))
         inner = {
             id(each)
@@ -204,22 +205,16 @@ class Definitions:
             if isinstance(node, ast.comprehension)
             for each in ast.walk(node.target)
         }
-        for node in nodes:
-            is_name = isinstance(node, ast.Name) and id(node) not in inner
-            if isinstance(node, ast.Name) and is_name and isinstance(node.ctx, ast.Store):
-                stored[node.id] = stored.get(node.id, 0) + 1
-            pairs: list[tuple[ast.expr, ast.expr]] = []
-            if isinstance(node, ast.Assign):
-                pairs = [(target, node.value) for target in node.targets]
-            elif isinstance(node, (ast.For, ast.AsyncFor)):
-                pairs = list(_elements(node.target, node.iter))
-            for target, value in pairs:
-                path = _base_path(value, scope)
-                if isinstance(target, ast.Name) and path is not None:
-                    found.setdefault(target.id, []).append(path)
+        names = (each for each in nodes if isinstance(each, ast.Name) and id(each) not in inner)
+        stored = Counter(each.id for each in names if isinstance(each.ctx, ast.Store))
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for target, value in (pair for node in nodes for pair in _bound(node)):
+            path = _base_path(value, scope)
+            if isinstance(target, ast.Name) and path is not None:
+                found[target.id].append(path)
         for name, paths in found.items():
             path = scope.path_of(name)
-            if stored.get(name) == len(paths) and set(paths) != {path} and len(set(paths)) == 1:
+            if stored[name] == len(paths) and set(paths) != {path} and len(set(paths)) == 1:
                 self.aliases[path] = paths[0]
 
     # ---------------------------------------------------------------- questions
@@ -307,12 +302,6 @@ class Definitions:
 _OPTIMIZERS = frozenset({"Adam", "AdamW", "SGD", "RMSprop", "Adagrad"})
 
 
-def _definitions(body: list[ast.stmt]) -> Iterator[FunctionNode | ast.ClassDef]:
-    for node in own_nodes(body):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node
-
-
 def _definition_of(node: ast.Lambda, name: str) -> ast.FunctionDef:
     """A lambda as the definition of a function."""
     body: list[ast.stmt] = [ast.copy_location(ast.Return(value=node.body), node)]
@@ -344,12 +333,20 @@ def _is_params(key: ast.expr | None) -> bool:
     return isinstance(key, ast.Constant) and key.value == "params"
 
 
+def _bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment or a ``for``, each with what it is, or is an element of."""
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets)
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        yield from _elements(node.target, node.iter)
+
+
 def _elements(target: ast.expr, iterable: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The targets of a ``for``, each with what it is an element of."""
     if not isinstance(iterable, ast.Call):
         yield target, iterable
         return
-    name, arguments = _last(iterable.func), iterable.args
+    name, arguments = calls.method(iterable), iterable.args
     elements = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
     if name == "enumerate" and len(elements) == 2 and arguments:
         yield from _elements(elements[1], arguments[0])
@@ -366,11 +363,3 @@ def _base_path(node: ast.expr, scope: Scope) -> str | None:
     while isinstance(node, ast.Subscript):
         node = node.value
     return scope.path(node)
-
-
-def _name_of(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else _name_of(node)

@@ -25,7 +25,6 @@ class Context:
     elements: frozenset[int] | None = None  # of a returned tuple, the ones that are wanted
     no_grad: bool = False
     indices: frozenset[str] = frozenset()  # of the for loops inside the training loop
-    depth: int = 0
 
 
 class CallEffects:

@@ -194,13 +194,7 @@ class ExpressionSlice(CallEffects, ABC):
         if found is None:
             return None
         scope, copied = self._program.enter(call, context.scope, found)
-        inner = Context(
-            scope,
-            wants_result=want,
-            elements=elements,
-            no_grad=context.no_grad,
-            depth=context.depth + 1,
-        )
+        inner = Context(scope, wants_result=want, elements=elements, no_grad=context.no_grad)
         inside, effect = self._function(after.relevant, inner)
         wanted = {p for p in inside if scope.function.has_local(p) and p not in after.relevant}
         given = set(map(id, copied.values()))

@@ -112,8 +112,9 @@ def loop_carried(
             tuple(_without_contradictions(relevance.at_safe_point, loop, scope, is_invariant))
         )
     relevant, used = found[0], found[-1]
-    variables = _reported(stale, relevant, program, roles, scope, staleness.stored)
-    logged = _reported(stale, used, program, roles, scope, staleness.stored)
+    variables, logged = (
+        _reported(stale, each, program, roles, scope, staleness.stored) for each in (relevant, used)
+    )
     names = {each.name for each in variables}
     indices = tuple(
         _shown(path, scope)

@@ -141,7 +141,7 @@ class Program(Definitions):
             bindings[function.parameters[0]] = receiver
         for name, value in arguments.items():
             path = scope.path(value)
-            if path is not None and name not in function.assigned_parameters:
+            if path is not None and name not in function.local_names:
                 bindings[name] = path
             else:
                 copied[function.local(name)] = value

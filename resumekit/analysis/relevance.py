@@ -29,9 +29,7 @@ from resumekit.analysis.scopes import (
     counts,
     derived_names,
     excludes,
-    frozen,
     is_exhaustive,
-    is_without_gradients,
     iterates_parameters,
     joined,
     negated,
@@ -40,6 +38,7 @@ from resumekit.analysis.scopes import (
     root_of,
     stored_names,
     target_names,
+    turns_gradients_off,
     under,
     without,
 )
@@ -123,13 +122,13 @@ class Relevance(ExpressionSlice):
         is_active = function in self._active
         local = {path for path in out if is_active and function.has_local(path)}
         asked = (context.wants_result, context.elements, context.no_grad)
-        key = (function.name, scope.bindings, frozen(out), *asked)
+        key = (function.name, scope.bindings, frozenset(out.items()), *asked)
         if key in self._memo:
             return self._memo[key]
-        if is_active or context.depth > _MAX_DEPTH:
+        if is_active or len(self._active) > _MAX_DEPTH:
             return Flow(out)
         self._active.append(function)
-        no_grad = context.no_grad or is_without_gradients(function)
+        no_grad = context.no_grad or any(map(turns_gradients_off, function.decorators))
         matters = False
         while True:
             inner = replace(context, at_return=out, returns_matter=matters, no_grad=no_grad)
@@ -317,9 +316,7 @@ class Relevance(ExpressionSlice):
 
     def _with(self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context) -> Flow:
         text = " ".join(ast.unparse(item.context_expr) for item in node.items)
-        inner = context
-        if "no_grad" in text or "inference_mode" in text:
-            inner = replace(context, no_grad=True)
+        inner = replace(context, no_grad=context.no_grad or turns_gradients_off(text))
         after = self._body(node.body, out, inner)
         for item in reversed(node.items):
             want = after.effect

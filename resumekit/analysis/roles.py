@@ -151,9 +151,10 @@ class Roles:
 
     def _read_assignment(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
-            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
-                for one, other in zip(target.elts, value.elts, strict=True):
-                    self._read_assignment(one, other, scope)
+            pairs = pairs_of(target, value)
+            if pairs != [(target, value)]:
+                for pair in pairs:
+                    self._read_assignment(*pair, scope)
             elif self._made(value, scope) is Role.TRAINING:
                 for each in target.elts:
                     self._note(scope.path(each), Role.TRAINING)

@@ -48,7 +48,6 @@ class Function:
         node: its definition.
         parameters: their names in order.
         local_names: what the function assigns, parameters excluded unless it assigns them.
-        assigned_parameters: the parameters that the function assigns.
         parent: the function around it.
         owner: the class whose method it is.
     """
@@ -57,7 +56,6 @@ class Function:
     node: FunctionNode | ast.Module
     parameters: tuple[str, ...]
     local_names: frozenset[str]
-    assigned_parameters: frozenset[str]
     parent: Function | None = None
     owner: str | None = None
 
@@ -178,7 +176,7 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
     while stack:
         node = stack.pop()
         yield node
-        if not isinstance(node, (*FunctionNode.__args__, ast.ClassDef, ast.Lambda)):
+        if not isinstance(node, FunctionNode | ast.ClassDef | ast.Lambda):
             stack.extend(reversed(children_of(node)))
 
 
@@ -201,15 +199,7 @@ def function_at(
         every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
         every += [each for each in (given.vararg, given.kwarg) if each is not None]
         parameters = tuple(each.arg for each in every)
-    return Function(
-        name,
-        node,
-        parameters,
-        frozenset(stored - outer),
-        frozenset(stored & set(parameters)),
-        parent,
-        owner,
-    )
+    return Function(name, node, parameters, frozenset(stored - outer), parent, owner)
 
 
 # ---------------------------------------------------------------- paths
@@ -236,11 +226,6 @@ def touches(path: str, other: str) -> bool:
 def touches_any(path: str, paths: Iterable[str]) -> bool:
     """Whether a path touches one of several."""
     return any(touches(path, each) for each in paths)
-
-
-def frozen(relevant: Relevant) -> frozenset[tuple[str, frozenset[str] | None]]:
-    """The same as a key of a dict."""
-    return frozenset(relevant.items())
 
 
 def without(relevant: Relevant, paths: set[str]) -> Relevant:
@@ -291,17 +276,12 @@ def excludes(guards: frozenset[str] | None, guard: str) -> bool:
 
 def under(then: Relevant, other: Relevant, guard: str) -> Relevant:
     """Both branches joined: what only the first makes relevant is so under its condition."""
-    result: Relevant = {}
-    for path in {**then, **other}:
-        if path in then and path in other:
-            one, two = then[path], other[path]
-            result[path] = None if one is None or two is None else one | two
-        elif path in then:
-            result[path] = then[path] if then[path] is not None else frozenset({guard})
-        else:
-            mine = other[path]
-            result[path] = mine if mine is not None else frozenset({negated(guard)})
-    return result
+    return joined(_only_under(guard, then, other), _only_under(negated(guard), other, then))
+
+
+def _only_under(guard: str, branch: Relevant, other: Relevant) -> Relevant:
+    mine = frozenset({guard})
+    return {p: mine if g is None and p not in other else g for p, g in branch.items()}
 
 
 # ---------------------------------------------------------------- syntax
@@ -367,14 +347,9 @@ def derived_names(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -
     return frozenset(found)
 
 
-def is_without_gradients(function: Function) -> bool:
-    """Whether a decorator switches gradients off."""
-    if not isinstance(function.node, FunctionNode):
-        return False
-    return any(
-        "no_grad" in text or "inference_mode" in text
-        for text in map(ast.unparse, function.node.decorator_list)
-    )
+def turns_gradients_off(text: str) -> bool:
+    """Whether a decorator or a context manager does so."""
+    return "no_grad" in text or "inference_mode" in text
 
 
 def counts(node: ast.expr) -> bool:
