@@ -10,16 +10,6 @@ from resumekit.requirements import PrivateName, faults
 
 _ACCELERATOR = "accelerate 1.15 accelerator.py Accelerator"
 
-# What was prepared and registered; nothing public gives it.
-OPTIMIZERS = PrivateName("_optimizers", _ACCELERATOR)
-SCHEDULERS = PrivateName("_schedulers", _ACCELERATOR)
-LOADERS = PrivateName("_dataloaders", _ACCELERATOR)
-REGISTERED = PrivateName("_custom_objects", _ACCELERATOR)
-# Replaced, because Accelerate calls its hook only before its own reading: it then unpickles what
-# was registered, fails on a file that was half written, and reads what FSDP and DeepSpeed wrote
-# before it calls the hooks.
-LOAD_STATE = PrivateName("load_state", _ACCELERATOR, ("input_dir",), is_written=True)
-
 # What is given to the sampler as the epoch.
 ITERATION = PrivateName(
     "iteration",
@@ -27,13 +17,18 @@ ITERATION = PrivateName(
     is_written=True,
 )
 
+# Each name is defined where it is listed, so that none is left unchecked.
 NAMES = (
     MODELS,
-    OPTIMIZERS,
-    SCHEDULERS,
-    LOADERS,
-    REGISTERED,
-    LOAD_STATE,
+    # What was prepared and registered; nothing public gives it.
+    OPTIMIZERS := PrivateName("_optimizers", _ACCELERATOR),
+    SCHEDULERS := PrivateName("_schedulers", _ACCELERATOR),
+    LOADERS := PrivateName("_dataloaders", _ACCELERATOR),
+    REGISTERED := PrivateName("_custom_objects", _ACCELERATOR),
+    # Replaced, because Accelerate calls its hook only before its own reading: it then unpickles
+    # what was registered, fails on a file that was half written, and reads what FSDP and DeepSpeed
+    # wrote before it calls the hooks.
+    LOAD_STATE := PrivateName("load_state", _ACCELERATOR, ("input_dir",), is_written=True),
     ENGINE,
     PrivateName("step", f"{_ACCELERATOR}.accumulate", is_written=True),
     PrivateName("project_configuration.iteration", f"{_ACCELERATOR}.save_state", is_written=True),

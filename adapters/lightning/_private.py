@@ -20,38 +20,25 @@ def _is_lightning() -> bool:
 
 
 if TYPE_CHECKING or _is_lightning():
-    from lightning.pytorch import Callback, Trainer, callbacks, strategies
-    from lightning.pytorch.loops.fetchers import _DataFetcher
-    from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _Metadata,
-        _ResultCollection,
-        _ResultMetric,
-        _Sync,
-    )
-    from lightning.pytorch.utilities import CombinedLoader
-    from lightning.pytorch.utilities.combined_loader import _ModeIterator
+    import lightning.pytorch as package
+    from lightning.pytorch.trainer.connectors.logger_connector import result
 else:
-    from pytorch_lightning import Callback, Trainer, callbacks, strategies
-    from pytorch_lightning.loops.fetchers import _DataFetcher
-    from pytorch_lightning.trainer.connectors.logger_connector.result import (
-        _Metadata,
-        _ResultCollection,
-        _ResultMetric,
-        _Sync,
-    )
-    from pytorch_lightning.utilities import CombinedLoader
-    from pytorch_lightning.utilities.combined_loader import _ModeIterator
+    import pytorch_lightning as package
+    from pytorch_lightning.trainer.connectors.logger_connector import result
 
-# Of the packages, for the other modules of this adapter.
-__all__ = ["Callback", "CombinedLoader", "Trainer", "callbacks", "strategies"]
+callbacks = package.callbacks
+strategies = package.strategies
+Callback = package.Callback
+Trainer = package.Trainer
 
 # Classes that the adapter derives from, or makes objects of from saved values.
-DataFetcher = _DataFetcher
-Metadata = _Metadata
-ResultCollection = _ResultCollection
-ResultMetric = _ResultMetric
-Sync = _Sync
-ModeIterator = _ModeIterator
+CombinedLoader = package.utilities.combined_loader.CombinedLoader
+ModeIterator = package.utilities.combined_loader._ModeIterator
+DataFetcher = package.loops.fetchers._DataFetcher
+Metadata = result._Metadata
+ResultCollection = result._ResultCollection
+ResultMetric = result._ResultMetric
+Sync = result._Sync
 
 
 def _name(
@@ -66,48 +53,32 @@ _VALIDATION = "loops/evaluation_loop.py _EvaluationLoop"
 _LOGGED = "trainer/connectors/logger_connector/logger_connector.py _LoggerConnector"
 _RESULT = "trainer/connectors/logger_connector/result.py _ResultMetric"
 
+# Each name is defined where it is listed, so that none is left unchecked.
 # Of the Trainer. setup_data takes the loaders from the sources, and makes iterators by the fetcher.
-TRAIN_SOURCE = _name("fit_loop._data_source", _FIT_LOOP)
-TRAIN_LOADER = _name("fit_loop._combined_loader", _FIT_LOOP, is_written=True)
-FETCHER = _name("fit_loop._data_fetcher", _FIT_LOOP, is_written=True)
-# reset: plateau schedulers would miss an epoch that restarts.
-RESTARTS = _name("fit_loop._restarting", _FIT_LOOP, is_written=True)
-TRAIN_RELOADED = _name("fit_loop._last_train_dl_reload_epoch", _FIT_LOOP, is_written=True)
-RESULTS = _name("fit_loop.epoch_loop._results", _EPOCH_LOOP, is_written=True)
-VALIDATION_SOURCE = _name("fit_loop.epoch_loop.val_loop._data_source", _VALIDATION)
-VALIDATION_LOADER = _name("fit_loop.epoch_loop.val_loop._combined_loader", _VALIDATION)
-VALIDATION_RELOADED = _name(
-    "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", _VALIDATION, is_written=True
-)
-IS_FIRST_BATCH = _name("_logger_connector._first_loop_iter", _LOGGED, is_written=True)
-CALLBACK_METRICS = _name("_logger_connector._callback_metrics", _LOGGED)
-LOGGED_METRICS = _name("_logger_connector._logged_metrics", _LOGGED)
-PROGRESS_BAR_METRICS = _name("_logger_connector._progress_bar_metrics", _LOGGED)
-# teardown restores the signal handlers that Lightning found.
-SIGNALS = _name("_signal_connector.teardown", "trainer/connectors/signal_connector.py", ())
-OPTIMIZERS = _name("strategy._lightning_optimizers", "strategies/strategy.py Strategy")
-# fit_loop.py on_run_end calls it after the module's on_train_end.
-ON_TRAIN_END = _name(
-    "strategy.on_train_end", "strategies/strategy.py Strategy", (), is_written=True
-)
-
 _OF_TRAINER = (
-    TRAIN_SOURCE,
-    TRAIN_LOADER,
-    FETCHER,
-    RESTARTS,
-    TRAIN_RELOADED,
-    RESULTS,
-    VALIDATION_SOURCE,
-    VALIDATION_LOADER,
-    VALIDATION_RELOADED,
-    IS_FIRST_BATCH,
-    CALLBACK_METRICS,
-    LOGGED_METRICS,
-    PROGRESS_BAR_METRICS,
-    SIGNALS,
-    OPTIMIZERS,
-    ON_TRAIN_END,
+    TRAIN_SOURCE := _name("fit_loop._data_source", _FIT_LOOP),
+    TRAIN_LOADER := _name("fit_loop._combined_loader", _FIT_LOOP, is_written=True),
+    FETCHER := _name("fit_loop._data_fetcher", _FIT_LOOP, is_written=True),
+    # reset: plateau schedulers would miss an epoch that restarts.
+    RESTARTS := _name("fit_loop._restarting", _FIT_LOOP, is_written=True),
+    TRAIN_RELOADED := _name("fit_loop._last_train_dl_reload_epoch", _FIT_LOOP, is_written=True),
+    RESULTS := _name("fit_loop.epoch_loop._results", _EPOCH_LOOP, is_written=True),
+    VALIDATION_SOURCE := _name("fit_loop.epoch_loop.val_loop._data_source", _VALIDATION),
+    VALIDATION_LOADER := _name("fit_loop.epoch_loop.val_loop._combined_loader", _VALIDATION),
+    VALIDATION_RELOADED := _name(
+        "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", _VALIDATION, is_written=True
+    ),
+    IS_FIRST_BATCH := _name("_logger_connector._first_loop_iter", _LOGGED, is_written=True),
+    CALLBACK_METRICS := _name("_logger_connector._callback_metrics", _LOGGED),
+    LOGGED_METRICS := _name("_logger_connector._logged_metrics", _LOGGED),
+    PROGRESS_BAR_METRICS := _name("_logger_connector._progress_bar_metrics", _LOGGED),
+    # teardown restores the signal handlers that Lightning found.
+    SIGNALS := _name("_signal_connector.teardown", "trainer/connectors/signal_connector.py", ()),
+    OPTIMIZERS := _name("strategy._lightning_optimizers", "strategies/strategy.py Strategy"),
+    # fit_loop.py on_run_end calls it after the module's on_train_end.
+    ON_TRAIN_END := _name(
+        "strategy.on_train_end", "strategies/strategy.py Strategy", (), is_written=True
+    ),
 )
 
 # Of a source; replaced on the object.
@@ -116,11 +87,9 @@ DATALOADER = _name(
 )
 # Of a data fetcher: the batches of the epoch so far.
 FETCHED = _name("fetched", "loops/fetchers.py _DataFetcher", is_written=True)
-# Of a CombinedLoader: how it combines loaders of unequal lengths.
+# Of a CombinedLoader: how it combines loaders of unequal lengths; a method that is overridden.
 MODE = _name("_mode", "utilities/combined_loader.py CombinedLoader")
-_STATE_DICTS = _name(
-    "_state_dicts", "utilities/combined_loader.py CombinedLoader", ()
-)  # overridden
+_STATE_DICTS = _name("_state_dicts", "utilities/combined_loader.py CombinedLoader", ())
 # Of a ModelParallelStrategy.
 TENSOR_PARALLEL = PrivateName(
     "_tensor_parallel_size", "lightning 2.6 strategies/model_parallel.py", is_optional=True
@@ -136,9 +105,11 @@ LAST_SAVED = (
     _name("_last_checkpoint_saved", "callbacks/model_checkpoint.py", is_written=True),
 )
 # Of a metric that was logged.
-RESULT_LAST = _name("_forward_cache", _RESULT, is_written=True)
-RESULT_DEFAULTS = _name("_defaults", _RESULT)
-RESULT_UPDATES = _name("_update_count", _RESULT, is_written=True)
+_OF_METRIC = (
+    RESULT_LAST := _name("_forward_cache", _RESULT, is_written=True),
+    RESULT_DEFAULTS := _name("_defaults", _RESULT),
+    RESULT_UPDATES := _name("_update_count", _RESULT, is_written=True),
+)
 
 # Of torch's schedulers: one learning rate for each param group at the last step.
 LAST_RATES = PrivateName("_last_lr", "torch 2.13 optim/lr_scheduler.py", is_written=True)
@@ -165,7 +136,7 @@ def trainer_faults(trainer: Any) -> Iterator[str]:
     yield from faults(CombinedLoader([]), (MODE, _STATE_DICTS))
     yield from faults(DataFetcher(), (FETCHED,))
     metric = ResultMetric(Metadata("training_step", "loss"), is_tensor=True)
-    yield from faults(metric, (RESULT_LAST, RESULT_DEFAULTS, RESULT_UPDATES))
+    yield from faults(metric, _OF_METRIC)
     for kind, names in _OF_CALLBACKS:
         for each in trainer.callbacks:
             if isinstance(each, kind):

@@ -44,12 +44,10 @@ _OF_RUN_EPOCH = {
 }
 
 # _run_epoch, _maybe_log_save_evaluate: what is summed up between two lines of the log.
-LOSS_SUM = PrivateName("_tr_loss", _TRAINER, is_written=True)
-LAST_LOGGED = PrivateName("_globalstep_last_logged", _TRAINER, is_written=True)
 SUMS = (
-    LOSS_SUM,
+    LOSS_SUM := PrivateName("_tr_loss", _TRAINER, is_written=True),
     PrivateName("_total_loss_scalar", _TRAINER, is_written=True),
-    LAST_LOGGED,
+    LAST_LOGGED := PrivateName("_globalstep_last_logged", _TRAINER, is_written=True),
     PrivateName("current_flos", _TRAINER, is_written=True),
 )
 
