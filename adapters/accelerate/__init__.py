@@ -168,7 +168,7 @@ class StepsTaken:
         self._engine: Any = None if wrapped is None else wrapped.engine
         kinds = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
         watched = kinds if self._engine is None else []
-        self._everyone = frozenset(range(len(watched)))
+        self._taken = [0] * len(watched)
         self._hooks = [
             each.register_step_post_hook(partial(self._note, number))
             for number, each in enumerate(watched)
@@ -178,14 +178,12 @@ class StepsTaken:
     @property
     def is_complete(self) -> bool:
         """Whether all have stepped since ``forget``."""
-        if self._engine is not None:
-            return self._count() > self._counted
-        return bool(self._everyone) and self._stepped_optimizers == self._everyone
+        pairs = list(zip(self._now(), self._counted, strict=True))
+        return bool(pairs) and all(now > counted for now, counted in pairs)
 
     def forget(self) -> None:
         """Counts the steps taken so far."""
-        self._stepped_optimizers: set[int] = set()
-        self._counted = self._count()
+        self._counted = self._now()
 
     def detach(self) -> None:
         """Removes the hooks from the optimizers."""
@@ -193,8 +191,8 @@ class StepsTaken:
             hook.remove()
 
     def _note(self, number: int, *_: Any) -> None:
-        self._stepped_optimizers.add(number)
+        self._taken[number] += 1
 
-    def _count(self) -> int:
+    def _now(self) -> list[int]:
         # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
-        return 0 if self._engine is None else int(self._engine.global_steps)
+        return [*self._taken] if self._engine is None else [self._engine.global_steps]

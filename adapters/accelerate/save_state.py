@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,6 @@ class AcceleratorCounts(AttributeState):
 
 
 def _next_number(project_dir: Path) -> int:
-    names = [path.name for path in (project_dir / "checkpoints").glob("checkpoint_*")]
-    found = [
-        match for match in (re.fullmatch(r"checkpoint_(\d+)", name) for name in names) if match
-    ]
-    return max((int(match[1]) + 1 for match in found), default=0)
+    folders = (project_dir / "checkpoints").glob("checkpoint_*")
+    numbers = [path.name.removeprefix("checkpoint_") for path in folders]
+    return max((int(each) + 1 for each in numbers if each.isdecimal()), default=0)
