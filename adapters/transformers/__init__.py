@@ -19,7 +19,7 @@ from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.log import logger
 from resumekit.requirements import check_tested, require
-from resumekit.run import FrameworkLoop, Options, checked_extras, require_order, run_directory
+from resumekit.run import Options, checked_extras, require_order, run_directory
 
 require("transformers")
 
@@ -52,9 +52,7 @@ from resumekit.adapters.transformers.user_state import changed_settings, user_st
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.capture import UserState
     from resumekit.run import OptionKeywords
-    from resumekit.state import StateComponent
 
 __all__ = ["ResumeCallback"]
 
@@ -100,22 +98,18 @@ class ResumeCallback(TrainerCallback):
         averages = ema.values() if isinstance(ema, Mapping) else [ema]
         self._extras = checked_extras(extras)
         self._saved_elsewhere = [*averages, self._extras, *self._extras.values()]
-        self._user_state: UserState
-        self._settings: UserState
         self._options = whole
         self._make_checkpointer: Callable[[int], Checkpointer] = lambda max_steps: Checkpointer(
             self._directory,
-            components=lambda: self._components(ema),
+            components=lambda: trainer_components(
+                trainer, self._user_state, self._settings, lambda: self._loop.progress, ema=ema
+            ),
             extras=self._extras,
             generators=generators,
             **with_defaults(options, trainer.args, max_steps),
         )
-        self._checkpointer: Checkpointer
         self._open = ExitStack()  # closes the Checkpointer after an error in train()
         self._finished_on: Any = None  # the data set of a train() that has finished
-        self._best: BestModel
-        self._loop: FrameworkLoop
-        self._plan: Plan
         self._num_epochs = 0
         self._in_training = False
         self.attach(trainer)
@@ -125,7 +119,7 @@ class ResumeCallback(TrainerCallback):
 
         ``_private.py`` lists them with what each is for.
         """
-        self._check_private_names(method_faults(trainer), trainer)
+        self._check_private_names(method_faults(trainer))
         require_supported(trainer.accelerator)
         check_arguments(trainer.args)
         if RUN_EPOCH.name in vars(trainer):
@@ -138,8 +132,8 @@ class ResumeCallback(TrainerCallback):
         ):
             method.write(trainer, partial(replacement, method.of(trainer)))
 
-    def _check_private_names(self, found: Iterable[str], trainer: Any) -> None:
-        warns = trainer.args.process_index == 0
+    def _check_private_names(self, found: Iterable[str]) -> None:
+        warns = self._trainer.args.process_index == 0
         versions = ("transformers", "accelerate", "torch", "trl")
         check_tested(*versions, found=found, strict=self._options.strict, warns=warns)
 
@@ -177,12 +171,6 @@ class ResumeCallback(TrainerCallback):
             vars(args).update(changed)
         self._finished_on = data
         return result
-
-    def _components(self, ema: Any) -> tuple[StateComponent, ...]:
-        """The components of the run, when the Trainer has prepared it."""
-        return trainer_components(
-            self._trainer, self._user_state, self._settings, lambda: self._loop.progress, ema=ema
-        )
 
     def _count(self, count: Callable[..., Any], args: Any, dataloader: Any) -> Counts:
         """How far the run goes, from the progress of its checkpoint."""
@@ -234,7 +222,7 @@ class ResumeCallback(TrainerCallback):
         """Every object exists; a resumed run was evaluated at its start."""
         found = list(attribute_faults(self._trainer))
         if found:
-            self._check_private_names(found, self._trainer)
+            self._check_private_names(found)
         report = self._loop.resume()
         args.eval_on_start = args.eval_on_start and not report.resumed
         self._best.take_over()
