@@ -293,10 +293,6 @@ def _set_rates(component: Any, saved: Any) -> None:
 
 def _changing(trainer: Any) -> Iterator[tuple[str, Any]]:
     """The callbacks, with the keys that their components have."""
-    seen: dict[str, int] = {}
-    for callback in trainer.callbacks:
-        name = type(callback).__name__
-        number = seen.setdefault(name, 0)
-        seen[name] += 1
+    for name, callback in by_class_and_ordinal(trainer.callbacks).items():
         if isinstance(callback, (callbacks.BaseFinetuning, callbacks.StochasticWeightAveraging)):
-            yield f"callbacks/{name}-{number}", callback
+            yield f"callbacks/{name}", callback
