@@ -70,8 +70,14 @@ class PreparedObjects:
             *extras.values(),
         ]
         given = {name: each for name, each in _by_name(lr_scheduler).items() if self._take(each)}
-        registered = [each for each in REGISTERED.of(accelerator) if self._take(each)]
-        self._others = [each for each in registered if not self._has_slot(each)]
+        self._others: list[Any] = []
+        for each in filter(self._take, REGISTERED.of(accelerator)):
+            if isinstance(each, torch.optim.Optimizer):
+                self.optimizers.append(each)
+            elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+                self._schedulers.append(each)
+            else:
+                self._others.append(each)
         self._named = given if isinstance(lr_scheduler, Mapping) else {}
         self._schedulers += () if self._named else given.values()
 
@@ -108,16 +114,6 @@ class PreparedObjects:
         if any(value is each for each in self._taken):
             return False
         self._taken.append(value)
-        return True
-
-    def _has_slot(self, registered: Any) -> bool:
-        """Adds a registered optimizer or scheduler to the prepared ones."""
-        if isinstance(registered, torch.optim.Optimizer):
-            self.optimizers.append(registered)
-        elif isinstance(registered, torch.optim.lr_scheduler.LRScheduler):
-            self._schedulers.append(registered)
-        else:
-            return False
         return True
 
 

@@ -165,7 +165,7 @@ class ResumeCallback(Callback):
             loop = self._loop
             if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
                 # The hooks that begin the epoch were not called yet.
-                self._loops.restore_user_state()
+                self._loops.user_state.restore_now()
                 loop.restore_random()
             TRAIN_LOADER.of(trainer).follow(trainer)
 

@@ -217,8 +217,7 @@ def _declares_state(callback: Any) -> bool:
     """Whether its own code gives its state, or it is one of Lightning's callbacks."""
     if _is_of_library(type(callback)):
         return True
-    hooks = ("state_dict", "on_save_checkpoint")
-    return any(overrides(callback, hook) and _is_overridden(callback, hook) for hook in hooks)
+    return any(_is_overridden(callback, hook) for hook in ("state_dict", "on_save_checkpoint"))
 
 
 def _is_overridden(value: Any, name: str) -> bool:

@@ -75,7 +75,7 @@ class LoopState(ComponentState):
         self._repeats_validation_request = False
         self._validated_in: float | None = None
         self._lost_averages: tuple[str, ...] = ()
-        self.user_state: UserState | None = None  # restored after the hooks before the first batch
+        self.user_state: UserState  # restored after the hooks before the first batch
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -205,14 +205,9 @@ class LoopState(ComponentState):
                 "log it again; log it in every batch",
             )
 
-    def restore_user_state(self) -> None:
-        """Restores the attributes that hooks such as ``on_train_start`` reset, once."""
-        if self.user_state is not None:
-            self.user_state.restore_now()
-
     def before_first_batch(self) -> None:
         """Lightning asks for the first batch of an epoch."""
-        self.restore_user_state()
+        self.user_state.restore_now()  # attributes that hooks such as on_train_start reset
         if self._pending is not None:
             self._enter_epoch(self._pending)
         self._restore_validation()
