@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
-from quick_set import COLLECTED, is_left_out, is_sampled
 from script_judge import ScriptJudge
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
 
-# Negative controls for which several ranks matter: what each rank has of its own. The others hold
-# the same on every rank, and are left out on one rank only.
-OF_EACH_RANK = ("model", "optimizer", "rng", "data")
-
-# Warm servers that are kept: files that follow one another often import the same.
+# Warm servers that are kept; files that import the same follow one another.
 NUM_KEPT = 2
 
 T = TypeVar("T", Kit, ScriptJudge)
@@ -39,36 +37,79 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `full` what the quick set leaves out."""
-    COLLECTED.clear()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as `full` what the quick set leaves out; sorts the files by what they import."""
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    _mark_cells(functions, whole=not any("::" in argument for argument in config.args))
+    _mark_matrices(functions)
+    imports: dict[object, int] = {}
+    items.sort(key=lambda item: imports.setdefault(preload_of(_module(item)), len(imports)))
+    gc.freeze()  # all that is imported stays: a collection in a test need not look at it
+
+
+def _module(item: pytest.Item) -> ModuleType | None:
+    return getattr(item, "module", None)
+
+
+def preload_of(module: ModuleType | None) -> tuple[str, ...]:
+    """What the warm server of a file imports."""
+    return getattr(module, "PRELOAD", DEFAULT_PRELOAD)
+
+
+def _mark_cells(items: Sequence[pytest.Function], *, whole: bool) -> None:
+    """Of a test with the mark `quick`, the cells that it does not name are `full`.
+
+    Raises:
+        pytest.UsageError: a pattern names no cell; not raised where only parts were collected.
+    """
+    used: dict[tuple[Any, str], bool] = {}
+    own = {item.function for item in items if item.function.__module__ == item.module.__name__}
+    classes: dict[Any, set[type | None]] = {}
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            cell = item.nodeid.partition("[")[2].removesuffix("]")
+            matching = [pattern for pattern in mark.args if _matches(cell, pattern)]
+            for pattern in mark.args:
+                used.setdefault((item.function, pattern), False)
+                used[item.function, pattern] |= pattern in matching
+            classes.setdefault(item.function, set()).add(item.cls)
+            if not matching:
+                item.add_marker("full")
+    wrong = [
+        f"{function.__qualname__}[{pattern}]"
+        for (function, pattern), is_used in used.items()
+        # What several suites inherit need not have all its cells in each of them.
+        if not is_used and (function in own or len(classes[function]) > 1)
+    ]
+    if wrong and whole:
+        raise pytest.UsageError(f"the mark `quick` names cells that are not there: {wrong}")
+
+
+def _matches(cell: str, pattern: str) -> bool:
+    return fnmatchcase(cell, pattern.replace("[", "[[]"))
+
+
+def _mark_matrices(items: Iterable[pytest.Function]) -> None:
+    """Of a suite's matrix, only cells in which each value occurs are in the quick set."""
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
-        file, _, test = item.nodeid.removeprefix("integration/").partition(".py::")
-        COLLECTED.setdefault(file, []).append(test)
-        if is_left_out(file, test):
-            item.add_marker("full")
-        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            params: dict[str, Any] = item.callspec.params
-            component = params.get("component", OF_EACH_RANK[0])
-            if params.get("world_size", 1) > 1 and component not in OF_EACH_RANK:
-                item.add_marker("full")
-            elif is_sampled(test) or getattr(item.cls, "matrices", {}).keys() & params.keys():
-                matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if getattr(item.cls, "matrices", {}).keys() & _params(item).keys():
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cells in matrices.values():
-        kept = _one_of_each([_values(cell.callspec.params) for cell in cells])
+        kept = _one_of_each([_values(_params(cell)) for cell in cells])
         for index, cell in enumerate(cells):
             if index not in kept:
                 cell.add_marker("full")
 
 
+def _params(item: pytest.Function) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
 def _values(params: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The parameters of a cell; those of a matrix come as one mapping."""
-    found: set[tuple[str, str]] = set()
-    for name, value in params.items():
-        inner = value.items() if isinstance(value, Mapping) else [(name, value)]
-        found.update((key, repr(one)) for key, one in inner)
-    return found
+    """The values of the factors of a cell, but for its kills: other tests are killed there."""
+    (factors,) = params.values()
+    return {(name, repr(value)) for name, value in factors.items() if name != "kill"}
 
 
 def _one_of_each(rows: Sequence[set[tuple[str, str]]]) -> set[int]:
@@ -82,20 +123,29 @@ def _one_of_each(rows: Sequence[set[tuple[str, str]]]) -> set[int]:
     return chosen
 
 
-class _Warm:
+class Warm:
     """The most recent kits or judges of this process, by what they import."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
         self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
-    def get(self, kind: type[T], **settings: Any) -> T:
+    def kit(self, preload: Sequence[str], **settings: Any) -> Kit:
+        """The kit that imports these modules."""
+        return self._get(Kit, tuple(preload), **settings)
+
+    def judge(self, preload: Sequence[str]) -> ScriptJudge:
+        """The judge of scripts that imports these modules."""
+        return self._get(ScriptJudge, tuple(preload))
+
+    def _get(self, kind: type[T], preload: tuple[str, ...], **settings: Any) -> T:
         """One of these settings; the oldest of the others is closed."""
-        key = (kind, *sorted(settings.items()))
+        key = (kind, preload, *sorted(settings.items()))
         if key not in self._kept:
             while len(self._kept) >= NUM_KEPT:
                 self._kept.popitem(last=False)[1].__exit__(None, None, None)
-            self._kept[key] = kind(self._factory.mktemp(kind.__name__), **settings)
+            directory = self._factory.mktemp(kind.__name__)
+            self._kept[key] = kind(directory, preload=preload, **settings)
         self._kept.move_to_end(key)
         found: T = self._kept[key]
         return found
@@ -106,29 +156,29 @@ class _Warm:
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Warm]:
-    warm = _Warm(tmp_path_factory)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    warm = Warm(tmp_path_factory)
     yield warm
     warm.close()
 
 
 @pytest.fixture(scope="module")
-def kit(request: pytest.FixtureRequest, warm: _Warm) -> Kit:
+def kit(request: pytest.FixtureRequest, warm: Warm) -> Kit:
     """The kit of a file, warm for all its tests.
 
     The file says as ``PRELOAD`` what is imported once for them (see ``preloads``), and as
     ``PEERS_SECONDS`` how long the other ranks go on after one of them died.
     """
-    settings: dict[str, Any] = {"preload": getattr(request.module, "PRELOAD", DEFAULT_PRELOAD)}
+    settings = {}
     if hasattr(request.module, "PEERS_SECONDS"):
         settings["peers_seconds"] = request.module.PEERS_SECONDS
-    return warm.get(Kit, **settings)
+    return warm.kit(preload_of(request.module), **settings)
 
 
 @pytest.fixture(scope="module")
-def judge(request: pytest.FixtureRequest, warm: _Warm) -> ScriptJudge:
+def judge(request: pytest.FixtureRequest, warm: Warm) -> ScriptJudge:
     """The judge of the scripts of a file; ``PRELOAD`` as for the kit."""
-    return warm.get(ScriptJudge, preload=getattr(request.module, "PRELOAD", DEFAULT_PRELOAD))
+    return warm.judge(preload_of(request.module))
 
 
 @pytest.fixture(autouse=True)

@@ -373,6 +373,7 @@ class Launch:
         self.epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
 
 
+@pytest.mark.full
 def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
     plain = Launch("plain_accelerate.py", tmp_path / "unused")
     assert len(plain.epochs) == 2, plain.log

@@ -37,6 +37,7 @@ def relaunched(
 
 
 # 92 samples in batches of 8, saved at steps 3, 6, ...
+@pytest.mark.quick("shuffle-ranks0-4", "generator-ranks5-12")
 @pytest.mark.parametrize(
     ("loader", "ranks", "padding"),
     [

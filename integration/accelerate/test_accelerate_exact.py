@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from adapter_suite import AdapterSuite
 from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
 from accelerate_workloads import train
 
-from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, KillPoint, Kit
 
 FEEDS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -57,7 +58,7 @@ EVERYTHING = {"augment": True, "scaler": True, "report": True}
 MATRICES = {"combination": {"kill": KILL_POINTS, "feed": tuple(FEEDS), "style": tuple(STYLES)}}
 
 
-class TestAccelerate(ConformanceSuite):
+class TestAccelerate(AdapterSuite):
     function = train
     steps_per_epoch = 12
     save_every = 3
@@ -86,6 +87,7 @@ class TestAccelerate(ConformanceSuite):
         options = {**FEEDS[combination["feed"]], **STYLES[combination["style"]]}
         kit.assert_exact(self.cell(combination["kill"], options))
 
+    @pytest.mark.quick("mid-epoch-2")
     @pytest.mark.parametrize("accumulate", [2, 5])
     @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(
@@ -103,6 +105,12 @@ class TestAccelerate(ConformanceSuite):
     def steps_in_epoch(cls, options: Mapping[str, Any], world_size: int) -> int:
         return super().steps_in_epoch(options, 1 if options.get("split") else world_size)
 
+    @pytest.mark.quick(
+        "augmented-on the boundary",
+        "split batches-mid-epoch 1",
+        "uneven batches-mid-epoch 1",
+        "dispatched and split, by 2 workers-mid*",
+    )
     @pytest.mark.parametrize("kill", ["mid-epoch 1", "on the boundary"])
     @pytest.mark.parametrize("sharding", SHARDINGS)
     def test_two_ranks_fed_otherwise_continue_exactly(
@@ -110,12 +118,14 @@ class TestAccelerate(ConformanceSuite):
     ) -> None:
         kit.assert_exact(self.cell(kill, SHARDINGS[sharding], world_size=2))
 
+    @pytest.mark.full
     def test_four_ranks_sum_gradients_in_the_order_that_they_had(self, kit: Kit) -> None:
         cell = self.cell((KillPoint.step(2),), {"save_every": 1}, world_size=4)
         kit.assert_exact(cell)
         verdict, _ = kit.judge(cell, inject="model/gradient_buckets")
         assert verdict.divergence is not None
 
+    @pytest.mark.quick("2")
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
         self, kit: Kit, world_size: int

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
 from accelerate_loops_workloads import joined, train
 
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "accelerate",
-    "resumekit.adapters.accelerate",
-)
+PRELOAD = ACCELERATE
 # An epoch has 6 steps on two ranks and 12 on one; the other loader has 8 batches on one.
 ROWS: dict[str, tuple[dict[str, Any], int, tuple[int, ...]]] = {
     "a loader made in each epoch": ({"new_loaders": True}, 2, (7, 9)),
@@ -27,12 +22,7 @@ ROWS: dict[str, tuple[dict[str, Any], int, tuple[int, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("row", ROWS)
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     options, world_size, steps = ROWS[row]

@@ -14,6 +14,7 @@ from resumekit.testing import Cell, KillPoint, Kit
 PRELOAD = ACCELERATE
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_two_models_with_two_optimizers_continue_exactly(kit: Kit, world_size: int) -> None:
     epoch = 12 // world_size
@@ -21,6 +22,7 @@ def test_two_models_with_two_optimizers_continue_exactly(kit: Kit, world_size: i
     kit.assert_exact(Cell(gan, {}, world_size, kills))
 
 
+@pytest.mark.quick("marked")
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "not marked"])
 def test_models_that_step_on_different_batches_continue_exactly(kit: Kit, mark: bool) -> None:
     # 24 batches make 8 steps of 3.
@@ -29,20 +31,24 @@ def test_models_that_step_on_different_batches_continue_exactly(kit: Kit, mark: 
     assert verdict.resumes[-1].step == 6
 
 
+@pytest.mark.quick("optimizer/AdamW-0")
 @pytest.mark.parametrize("component", ["model/Sequential-1", "optimizer/AdamW-0", "lr_scheduler"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(gan, {}, 1, (KillPoint.step(5),)), component)
 
 
+@pytest.mark.full
 def test_a_compiled_model_continues_exactly(kit: Kit) -> None:
     kit.assert_exact(Cell(compiled, {}, 1, (KillPoint.step(5), KillPoint.step(16))))
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_six_times_ends_with_the_same_bits(kit: Kit) -> None:
     kills = tuple(map(KillPoint.step, (2, 5, 11, 13, 17, 23)))
     kit.assert_exact(Cell(gan, {}, 1, kills))
 
 
+@pytest.mark.full
 def test_ranks_that_take_the_mean_of_their_weights_continue_exactly_from_there(kit: Kit) -> None:
     kills = (KillPoint.step(7), KillPoint.step(18))
     kit.assert_exact(Cell(local_sgd, {"save_every": 4}, 2, kills))

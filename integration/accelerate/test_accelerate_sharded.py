@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloads import ACCELERATE, DEEPSPEED, SHARDED
+from preloads import ALL
 
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
@@ -17,7 +17,7 @@ from accelerate_sharded_workloads import train, two_engines
 from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*ACCELERATE, *DEEPSPEED, *SHARDED)
+PRELOAD = ALL
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
     "on the boundary": (KillPoint.checkpoint(6),),
@@ -25,12 +25,14 @@ KILLS = {
 }
 
 
+@pytest.mark.quick("FSDP1-mid-epoch 0", "FSDP2-twice in one epoch")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
     kit.assert_exact(Cell(train, {"sharding": sharding}, 2, KILLS[kill]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,12 +51,14 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, sharding: str) -> None:
     options = {"sharding": sharding, "states": True}
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(4), KillPoint.step(8))))
 
 
+@pytest.mark.quick("FSDP2-optimizer")
 @pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "ema", "rng", "data"])
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
@@ -62,11 +66,13 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, compo
     kit.assert_caught(Cell(train, options, 2, (KillPoint.step(5),)), component)
 
 
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("component", ["model", "optimizer"])
 def test_a_component_of_fsdp1_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(train, {"sharding": "FSDP1"}, 2, (KillPoint.step(5),)), component)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_window_that_the_framework_keeps_to_itself_is_refused_and_named(
     kit: Kit, sharding: str
@@ -81,6 +87,7 @@ def test_a_second_engine_is_refused_and_named(kit: Kit) -> None:
     assert "ConfigurationError: accelerator: more than one DeepSpeed engine" in run.failure
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [("FSDP2", "FSDP2"), ("FSDP1", "FSDP2")])
 def test_another_number_of_ranks_takes_the_parts_over(kit: Kit, before: str, after: str) -> None:
     first, then = Cell(train, {"sharding": before}, 2), Cell(train, {"sharding": after}, 3)
@@ -92,6 +99,7 @@ def test_another_number_of_ranks_takes_the_parts_over(kit: Kit, before: str, aft
     assert "number of ranks was 2, now 3" in log
 
 
+@pytest.mark.full
 def test_damage_to_one_ranks_part_sends_all_ranks_to_the_checkpoint_before(kit: Kit) -> None:
     cell = Cell(train, {}, 2)
     run = kit.run_again(kit.new_run(cell), kill=KillPoint.step(8))

@@ -40,17 +40,20 @@ def _a_new_process() -> Iterator[None]:
     PartialState._reset_state()
 
 
+@pytest.mark.quick("load_state-between a*")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("load", [True, False], ids=["load_state", "no load_state"])
 def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, kill: str, load: bool) -> None:
     kit.assert_exact(Cell(train, {"load": load}, 1, KILLS[kill]))
 
 
+@pytest.mark.quick("model", "callbacks/Best-0")
 @pytest.mark.parametrize("component", ["model", "callbacks/Best-0", "rng", "data"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(train, {}, 1, (KillPoint.step(5),)), component)
 
 
+@pytest.mark.full
 def test_two_ranks_that_save_by_save_state_continue_exactly(kit: Kit) -> None:
     kit.assert_exact(Cell(train, {"epochs": 3}, 2, (BETWEEN, KillPoint.step(11))))
 
@@ -60,6 +63,7 @@ def numbers(run: Run) -> list[int]:
     return sorted(int(folder.name.removeprefix("checkpoint_")) for folder in folders)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [None, 2])
 def test_the_names_of_save_state_go_on_and_its_limit_keeps_the_newest(
     kit: Kit, limit: int | None
@@ -86,6 +90,7 @@ def truncated(path: Path) -> None:
 FOLDER, OURS = "training/states/step_6", "training/run/step-00000006"
 
 
+@pytest.mark.quick("training/states/step_6/model*")
 @pytest.mark.parametrize(
     ("what", "harm", "step"),
     [
@@ -128,6 +133,7 @@ def test_plain_accelerate_reads_what_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.full
 def test_an_older_folder_is_gone_back_to_and_a_foreign_one_is_not_asked(tmp_path: Path) -> None:
     def step_after(folder: Path) -> int:
         _forget()

@@ -167,6 +167,7 @@ GEOMETRIES = [
 ]
 
 
+@pytest.mark.quick("resumable")
 @pytest.mark.parametrize("sampler", ["distributed", "resumable", "changing"])
 def test_over_four_geometries_each_sample_comes_once_in_each_epoch(kit: Kit, sampler: str) -> None:
     run = launched(kit, GEOMETRIES, sampler=sampler)
@@ -222,6 +223,7 @@ def _require_same_state_at_each_resume(run: Run) -> None:
     assert num_resumed == len(run.launches) - 1
 
 
+@pytest.mark.full
 def test_on_one_rank_a_shuffled_loader_follows_other_batch_sizes(kit: Kit) -> None:
     plan = [
         Launch(1, {"batch_size": 4}, KillPoint.step(8)),  # 24 samples are used
@@ -238,6 +240,7 @@ def test_the_ledger_shows_a_position_that_was_not_restored(kit: Kit) -> None:
     assert any(count.total() > 96 for count in counts(used).values())
 
 
+@pytest.mark.full
 def test_with_the_global_batch_kept_by_accumulation_its_sequence_is_the_same(kit: Kit) -> None:
     plan = [
         Launch(2, {"batch_size": 4, "accumulate": 3}, KillPoint.checkpoint(2)),
@@ -259,6 +262,7 @@ def global_batches(run: Run) -> list[list[int]]:
     return [sorted(steps[step]) for step in sorted(steps)]
 
 
+@pytest.mark.full
 def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_each_time(kit: Kit) -> None:
     def states() -> dict[int, str]:
         run = launched(kit, plan, epochs=1)
@@ -289,6 +293,7 @@ def test_a_change_that_is_not_allowed_is_refused_and_named(kit: Kit) -> None:
         assert f"allow_changes={{'{change}'}}" in run.failure
 
 
+@pytest.mark.full
 def test_a_state_of_each_rank_must_say_how_other_ranks_take_it_up(kit: Kit) -> None:
     plan = [
         Launch(2, {"batch_size": 4}, KillPoint.checkpoint(3)),

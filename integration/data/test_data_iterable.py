@@ -26,7 +26,7 @@ from iterable_workloads import (
     train,
     train_by_trainer,
 )
-from preloads import ACCELERATE, TORCH, TRAINER
+from preloads import ALL
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.data import open_source
@@ -60,7 +60,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "workers": ("0", "2"),
     "kill": (BOUNDARY, TWICE),
 }
-PRELOAD = (*TORCH, *ACCELERATE, *TRAINER)
+PRELOAD = ALL
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -76,10 +76,12 @@ def cell(kill: str, *, kind: str, workers: str, **options: Any) -> Cell:
     return Cell(train, whole, 1, KILLS[kill])
 
 
+@pytest.mark.quick("sharded, 2*", "drawing, 2*", "stateful iterable, 2*")
 def test_every_way_to_feed_continues_exactly(kit: Kit, fed: dict[str, str]) -> None:
     kit.assert_exact(cell(**fed))
 
 
+@pytest.mark.quick("buffered*")
 @pytest.mark.parametrize(
     ("kind", "kill"), [("drawing", TWICE), ("buffered", BOUNDARY), ("stateful map", TWICE)]
 )
@@ -87,6 +89,7 @@ def test_persistent_workers_continue_exactly(kit: Kit, kind: str, kill: str) -> 
     kit.assert_exact(cell(kill, kind=kind, workers="persistent"))
 
 
+@pytest.mark.quick("dispatcher*")
 @pytest.mark.parametrize(
     ("through", "workers", "kill"),
     [("dispatcher", "2", TWICE), ("shard", "0", BOUNDARY), ("shard", "persistent", TWICE)],
@@ -97,6 +100,7 @@ def test_loaders_that_accelerate_puts_around_a_stream_continue_exactly(
     kit.assert_exact(cell(kill, kind="drawing", through=through, workers=workers))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("through", "kind", "workers"),
     [
@@ -113,6 +117,7 @@ def test_streams_of_datasets_and_of_torchdata_continue_exactly_in_accelerates_lo
     kit.assert_exact(cell(TWICE, kind=kind, through=through, workers=workers))
 
 
+@pytest.mark.quick("shard")
 @pytest.mark.parametrize("through", ["dispatcher", "shard"])
 def test_two_ranks_continue_a_stream_exactly(kit: Kit, through: str) -> None:
     options = {"kind": "drawing", "through": through, "save_every": 1}
@@ -120,11 +125,13 @@ def test_two_ranks_continue_a_stream_exactly(kit: Kit, through: str) -> None:
     kit.assert_exact(Cell(train, options, 2, kills))
 
 
+@pytest.mark.full
 def test_the_trainer_continues_a_stream_exactly(kit: Kit) -> None:
     options = {"workers": "2", "save_every": SAVE_EVERY}
     kit.assert_exact(Cell(train_by_trainer, options, 1, KILLS[TWICE]))
 
 
+@pytest.mark.quick("drawing")
 @pytest.mark.parametrize("kind", ["drawing", "stateful map", "own"])
 def test_a_position_left_out_is_caught_and_named(kit: Kit, kind: str) -> None:
     kit.assert_caught(cell(TWICE, kind=kind, workers="0"), "data")

@@ -52,7 +52,7 @@ SLOW_CELLS = (("numpy", "in epoch 0"), ("torch", "in epoch 1"))
 
 TWO_RANKS = ("DistributedSampler", "DistributedResumableSampler")
 
-PRELOAD = (*TORCH, "datasets", "torchdata.stateful_dataloader")
+PRELOAD = TORCH
 
 
 # ---------------------------------------------------------------- the ledger
@@ -180,6 +180,7 @@ def test_every_kind_of_loader_is_on_the_page() -> None:
     assert tuple(ROWS) == KINDS
 
 
+@pytest.mark.full
 def test_every_kind_of_loader_is_fed_as_if_nobody_had_killed_it(
     kit: Kit, fed: dict[str, Any]
 ) -> None:
@@ -194,6 +195,7 @@ def test_every_kind_of_loader_is_fed_as_if_nobody_had_killed_it(
         assert reason == row.reason
 
 
+@pytest.mark.full
 def test_two_ranks_are_fed_as_if_nobody_had_killed_them(kit: Kit, ranks: dict[str, Any]) -> None:
     expected, found = resumed(kit, cell(**ranks, world_size=2))
     assert found.last == expected.last
@@ -213,6 +215,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "workers"), INEXACT)
 def test_what_is_said_not_to_be_exact_differs_indeed(kit: Kit, kind: str, workers: int) -> None:
     each = cell(kind, workers=workers, augmentation="random", kill="in epoch 0")
@@ -220,6 +223,7 @@ def test_what_is_said_not_to_be_exact_differs_indeed(kit: Kit, kind: str, worker
     assert found.last != expected.last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "workers"), INEXACT)
 def test_what_the_page_says_to_make_it_exact_does(kit: Kit, kind: str, workers: int) -> None:
     options = {"workers": workers, **REMEDIES[ROWS[kind].remedy]}
@@ -243,6 +247,7 @@ def test_the_ledger_of_an_uninterrupted_run_has_each_sample_once_an_epoch(kit: K
     assert orders[0] != orders[1]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("workers", WORKERS)
 def test_without_the_position_other_samples_come(kit: Kit, workers: int) -> None:
     each = cell("shuffle=True", workers=workers, augmentation="none", kill="in epoch 1")
@@ -253,6 +258,7 @@ def test_without_the_position_other_samples_come(kit: Kit, workers: int) -> None
     assert found.last[0, step].indices != expected.last[0, step].indices
 
 
+@pytest.mark.quick("torch")
 @pytest.mark.parametrize("augmentation", AUGMENTATIONS[1:])
 def test_without_the_random_state_the_same_samples_are_others(kit: Kit, augmentation: str) -> None:
     each = cell("shuffle=True", workers=0, augmentation=augmentation, kill="in epoch 1")

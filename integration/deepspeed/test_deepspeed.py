@@ -652,6 +652,7 @@ class Launch:
         self.epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
 
 
+@pytest.mark.full
 def test_the_script_started_twice_prints_what_its_stock_twin_prints(tmp_path: Path) -> None:
     stock = Launch("stock_deepspeed.py", tmp_path / "unused")
     assert len(stock.epochs) == 2, stock.log

@@ -60,6 +60,7 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.full
 def test_an_empty_directory_is_reported_in_one_line(trained: Run) -> None:
     log = (trained.directory / "launch-00000-rank-00000.log").read_text()
     assert log.count("resumekit: starting in ") == 1
@@ -98,6 +99,7 @@ def test_the_run_of_another_model_is_refused_and_left_alone(kit: Kit, trained: R
     assert content(training(trained)) == before
 
 
+@pytest.mark.quick("missing")
 @pytest.mark.parametrize("damage", ["missing", "flipped"])
 def test_a_bad_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(
     kit: Kit, trained: Run, damage: str
@@ -112,6 +114,7 @@ def test_a_bad_shard_of_one_rank_sends_all_ranks_to_the_older_checkpoint(
     assert f"passed over step-00000006: step-00000006/{SHARD}" in logs[0]
 
 
+@pytest.mark.full
 def test_a_bad_shard_without_an_older_checkpoint_is_an_error_each_time(
     kit: Kit, trained: Run
 ) -> None:
@@ -133,6 +136,7 @@ def spoil(shard: Path, damage: str) -> None:
         shard.write_bytes(data)
 
 
+@pytest.mark.quick("a step that is missing")
 @pytest.mark.parametrize("wrong", ["empty", "other files", "no latest", "a step that is missing"])
 def test_the_stock_engine_finds_nothing_and_says_nothing(kit: Kit, wrong: str) -> None:
     run = kit.run_again(kit.new_run(Cell(save_natively, {}, 2)))

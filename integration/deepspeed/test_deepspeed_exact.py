@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from adapter_suite import AdapterSuite
 from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
 from deepspeed_workloads import OVERFLOWS, train
 
-from resumekit.testing import ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KillPoint, Kit
 
 KILLS = ["mid-epoch 1", "on the boundary", "twice in one epoch"]
 STAGES: dict[str, tuple[int, int]] = {  # the ZeRO stage, and the ranks
@@ -51,7 +52,7 @@ STYLES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
 }
 
 
-class TestDeepSpeed(ConformanceSuite):
+class TestDeepSpeed(AdapterSuite):
     function = train
     steps_per_epoch = 12
     save_every = 3
@@ -70,12 +71,18 @@ class TestDeepSpeed(ConformanceSuite):
     )
     preload = DEEPSPEED
 
+    @pytest.mark.quick(
+        "stage 1 on 2 ranks-on the boundary",
+        "stage 2 on 2 ranks-twice*",
+        "stage 3 on 2 ranks-mid-epoch 1",
+    )
     @pytest.mark.parametrize("kill", KILLS)
     @pytest.mark.parametrize("stage", STAGES)
     def test_every_stage_continues_exactly(self, kit: Kit, stage: str, kill: str) -> None:
         number, world_size = STAGES[stage]
         kit.assert_exact(self.cell(kill, {"stage": number}, world_size=world_size))
 
+    @pytest.mark.quick("stage 3")
     @pytest.mark.parametrize("stage", range(4), ids="stage {}".format)
     def test_sums_over_four_ranks_continue_exactly(self, kit: Kit, stage: int) -> None:
         # The first kill comes before the second iteration, in which DDP would form new buckets.
@@ -99,6 +106,7 @@ class TestDeepSpeed(ConformanceSuite):
         assert verdict.divergence is not None
         assert (verdict.divergence.component, verdict.is_reproducible) == (named, True)
 
+    @pytest.mark.quick("twice in one epoch")
     @pytest.mark.parametrize("kill", KILLS)
     def test_windows_of_two_continue_exactly(self, kit: Kit, kill: str) -> None:
         options = {"accumulate": 2, "augment": True, "mark": kill == "on the boundary"}
@@ -109,11 +117,15 @@ class TestDeepSpeed(ConformanceSuite):
         options = {"accumulate": 8, "save_every": 1, "mark": False}
         kit.assert_exact(self.cell((KillPoint.step(2),), options))
 
+    @pytest.mark.quick(
+        "in epochs, steps not marked", "bf16, gradients*", "an optimizer that loads itself, stage 3"
+    )
     @pytest.mark.parametrize("style", STYLES)
     def test_every_way_to_train_continues_exactly(self, kit: Kit, style: str) -> None:
         world_size, options = STYLES[style]
         kit.assert_exact(self.cell("mid-epoch 1", options, world_size=world_size))
 
+    @pytest.mark.quick("stage 0")
     @pytest.mark.parametrize("stage", [0, 2], ids="stage {}".format)
     def test_a_gradient_scaler_continues_exactly_and_is_caught_when_left_out(
         self, kit: Kit, stage: int
@@ -122,6 +134,7 @@ class TestDeepSpeed(ConformanceSuite):
         kit.assert_exact(cell)
         kit.assert_caught(cell, "grad_scaler")
 
+    @pytest.mark.quick("stage 3 on 2 ranks")
     @pytest.mark.parametrize("stage", STAGES)
     def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
         self, kit: Kit, stage: str
@@ -131,11 +144,13 @@ class TestDeepSpeed(ConformanceSuite):
         kit.assert_exact(cell)
         kit.assert_caught(cell, "model/attributes")
 
+    @pytest.mark.quick("stage 3 on 2 ranks")
     @pytest.mark.parametrize("stage", FP16)
     def test_fp16_with_skipped_steps_continues_exactly(self, kit: Kit, stage: str) -> None:
         number, world_size = FP16[stage]
         self.require_exact_in_fp16(kit, {"stage": number, "precision": "fp16"}, world_size)
 
+    @pytest.mark.full
     def test_fp16_with_the_fused_optimizer_continues_exactly(
         self, request: pytest.FixtureRequest, kit: Kit
     ) -> None:
@@ -152,6 +167,7 @@ class TestDeepSpeed(ConformanceSuite):
         print(f"{options}: {skipped} steps skipped, scale {scale} at the end")
         assert int(skipped) >= len(OVERFLOWS)  # one before the kills, one after them
 
+    @pytest.mark.quick("stage 3 on 2 ranks")
     @pytest.mark.parametrize("stage", FP16)
     def test_a_loss_scale_left_out_is_caught(self, kit: Kit, stage: str) -> None:
         number, world_size = FP16[stage]
@@ -164,6 +180,7 @@ class TestDeepSpeed(ConformanceSuite):
         options = {"loader": "own", "augment": True}
         kit.assert_exact(self.cell("twice in one epoch", options, world_size=2))
 
+    @pytest.mark.full
     def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
         with self.new_kit(tmp_path, cold=True) as cold:
             cold.assert_exact(self.cell("mid-epoch 1", self.everything))

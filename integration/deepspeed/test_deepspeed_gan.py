@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
 }
 
 
+@pytest.mark.quick("stage 3 on 2 ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_two_engines_continue_exactly(kit: Kit, case: str) -> None:
     world_size, options = CASES[case]
@@ -42,6 +43,7 @@ def test_two_engines_continue_exactly(kit: Kit, case: str) -> None:
         assert difference(whole, killed, rank) == ""
 
 
+@pytest.mark.quick("strict")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_gradients_that_another_engine_leaves_in_zero_are_reported(kit: Kit, strict: bool) -> None:
     # Through engine.forward() the next backward pass of the discriminator adds to them.
@@ -56,6 +58,7 @@ def test_gradients_that_another_engine_leaves_in_zero_are_reported(kit: Kit, str
     assert log.count("model/D/gradients: lost") == 1
 
 
+@pytest.mark.quick("stage 0-G")
 @pytest.mark.parametrize("given", ["D", "G"])
 @pytest.mark.parametrize("stage", [0, 3], ids="stage {}".format)
 def test_an_engine_that_was_not_given_is_caught(kit: Kit, stage: int, given: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from preloads import DEEPSPEED, TORCH
+from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
@@ -16,7 +16,7 @@ from zero_workloads import take_over
 
 from resumekit.testing import Cell, Kit
 
-PRELOAD = (*TORCH, *DEEPSPEED)
+PRELOAD = DEEPSPEED
 
 # For each launch the stage, None for none, and the ranks.
 Chain = tuple[tuple[int | None, int], ...]
@@ -45,6 +45,7 @@ def launched(kit: Kit, chain: Chain, **options: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.directory / "notes.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick("fewer and more ranks")
 @pytest.mark.parametrize("name", CHAINS)
 def test_another_stage_and_other_ranks_take_the_same_bits_over(kit: Kit, name: str) -> None:
     chain, options = CHAINS[name]
@@ -58,6 +59,7 @@ def test_another_stage_and_other_ranks_take_the_same_bits_over(kit: Kit, name: s
     assert notes[-1]["saved"]["steps"] == str(3 * len(chain))
 
 
+@pytest.mark.quick("2-model")
 @pytest.mark.parametrize(("stage", "component"), [(2, "model"), (3, "optimizer")])
 def test_a_component_left_out_is_seen_in_the_bits(kit: Kit, stage: int, component: str) -> None:
     run = kit.run_again(kit.new_run(Cell(take_over, {"stage": 1}, 2)))

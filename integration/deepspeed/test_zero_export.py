@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from preloads import DEEPSPEED, TORCH
+from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
 
@@ -23,7 +23,7 @@ from resumekit.export import export_model
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit, Run
 
-PRELOAD = (*TORCH, *DEEPSPEED)
+PRELOAD = DEEPSPEED
 
 EXPORTED: tuple[dict[str, Any], ...] = (
     {"stage": 0, "tied": True},
@@ -64,6 +64,7 @@ def assert_gathered(run: Run, tensors: dict[str, torch.Tensor]) -> None:
     assert {name: digest(tensor) for name, tensor in tensors.items()} == expected
 
 
+@pytest.mark.quick("{'stage': 3, 'precision': 'fp16'}")
 @pytest.mark.parametrize("options", EXPORTED, ids=str)
 def test_an_export_has_the_bits_that_deepspeed_gathers(
     kit: Kit, tmp_path: Path, options: dict[str, Any]
@@ -73,6 +74,7 @@ def test_an_export_has_the_bits_that_deepspeed_gathers(
     assert_gathered(run, exported(run, tmp_path / "model.safetensors"))
 
 
+@pytest.mark.full
 def test_the_command_needs_no_deepspeed(kit: Kit, tmp_path: Path) -> None:
     run = kit.run_again(kit.new_run(Cell(take_over, {"stage": 3}, 2)))
     file = tmp_path / "model.safetensors"
@@ -83,6 +85,7 @@ def test_the_command_needs_no_deepspeed(kit: Kit, tmp_path: Path) -> None:
     assert_gathered(run, load_file(file))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3], ids="stage {}".format)
 @pytest.mark.parametrize("function", [through_accelerate, through_trainer])
 def test_what_another_framework_trained_is_exported_alike(
@@ -94,6 +97,7 @@ def test_what_another_framework_trained_is_exported_alike(
     assert_gathered(run, exported(run, tmp_path / "model.safetensors"))
 
 
+@pytest.mark.quick("{'stage': 2*")
 @pytest.mark.parametrize("options", IN_16_BITS, ids=str)
 def test_an_export_in_16_bits_is_the_file_that_deepspeed_writes(
     kit: Kit, tmp_path: Path, options: dict[str, Any]

@@ -27,6 +27,8 @@ from resumekit.storage import StepName, Store
 from resumekit.testing import Cell, Kit, Run
 from resumekit.testing.task import target_of
 
+pytestmark = pytest.mark.full
+
 RecordProperty = Callable[[str, object], None]
 
 PRELOAD = DEEPSPEED

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from preloads import ALL
+
+from resumekit.testing import Cell, Kit
+from resumekit.testing.launchers import free_port
+
+PRELOAD = ALL
 
 HERE = Path(__file__).parent
 TRAINING = HERE / "golden_training.py"
@@ -28,36 +33,25 @@ NUM_RANKS = {"sharded": 2}
 VOLATILE = ("run_id", "attempt", "created", "digest", "parent")
 
 
-def launch(name: str, directory: Path, records: Path, *arguments: str, **variables: str) -> None:
-    """Runs a training, one process for each rank, until it ends."""
-    num_ranks = NUM_RANKS.get(name, 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(num_ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        if num_ranks > 1 or name == "deepspeed":
-            environment |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        command = [sys.executable, str(TRAINING), name, str(directory), str(records), *arguments]
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    for process in processes:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+def run_training(_: str, *, arguments: list[str]) -> None:
+    """Runs the script as a command does, in this process."""
+    if arguments[0] == "deepspeed":  # it asks for these also in a job of one rank
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    sys.argv = [str(TRAINING), *arguments]
+    runpy.run_path(str(TRAINING), run_name="__main__")
+
+
+def launch(
+    kit: Kit, name: str, folder: Path, *arguments: str, inject: str | None = None
+) -> dict[int, Any]:
+    """Runs a training, one process for each rank, until it ends; its steps."""
+    records = folder / "records.jsonl"
+    given = [name, str(folder / "run"), str(records), *arguments]
+    cell = Cell(run_training, {"arguments": given}, NUM_RANKS.get(name, 1))
+    run = kit.run_again(kit.new_run(cell, inject=inject))
+    assert not run.failure, run.failure
+    return steps_of(records)
 
 
 def steps_of(records: Path) -> dict[int, Any]:
@@ -66,12 +60,10 @@ def steps_of(records: Path) -> dict[int, Any]:
     return {each.pop("step"): each for each in lines}
 
 
-def resumed(name: str, folder: Path, **variables: str) -> dict[int, Any]:
+def resumed(kit: Kit, name: str, folder: Path, inject: str | None = None) -> dict[int, Any]:
     """The steps of a run that begins from the stored checkpoint."""
-    stored = HERE / "checkpoints" / name
-    shutil.copytree(stored / STEP, folder / "run" / STEP)
-    launch(name, folder / "run", folder / "records.jsonl", **variables)
-    return steps_of(folder / "records.jsonl")
+    shutil.copytree(HERE / "checkpoints" / name / STEP, folder / "run" / STEP)
+    return launch(kit, name, folder, inject=inject)
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -92,27 +84,27 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_earlier_checkpoint_resumes_exactly(name: str, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_resumes_exactly(kit: Kit, name: str, tmp_path: Path) -> None:
     whole = steps_of(HERE / "checkpoints" / name / "records.jsonl")
-    assert resumed(name, tmp_path) == {step: whole[step] for step in range(9, 13)}
+    assert resumed(kit, name, tmp_path) == {step: whole[step] for step in range(9, 13)}
 
 
 @pytest.mark.parametrize("component", ["rng", "optimizer", "data"])
 def test_without_one_component_the_earlier_checkpoint_does_not(
-    component: str, tmp_path: Path
+    kit: Kit, component: str, tmp_path: Path
 ) -> None:
     whole = steps_of(HERE / "checkpoints" / "torch" / "records.jsonl")
-    left_out = resumed("torch", tmp_path, RESUMEKIT_INJECT=component)
+    left_out = resumed(kit, "torch", tmp_path, component)
     assert left_out != {step: whole[step] for step in range(9, 13)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_files_are_those_of_the_earlier_version(name: str, tmp_path: Path) -> None:
+def test_the_files_are_those_of_the_earlier_version(kit: Kit, name: str, tmp_path: Path) -> None:
     stored = HERE / "checkpoints" / name / STEP
     versions = json.loads((stored / "manifest.json").read_text())["fingerprint"]["versions"]
     if versions["torch"].split("+")[0] != torch.__version__.split("+")[0]:
         pytest.skip(f"the stored files were written with torch {versions['torch']}")
-    launch(name, tmp_path / "run", tmp_path / "records.jsonl", "--stop-after", "10")
+    launch(kit, name, tmp_path, "--stop-after", "10")
     written, expected = content_of(tmp_path / "run" / STEP), content_of(stored)
     assert written.keys() == expected.keys()
     assert [path for path, content in written.items() if content != expected[path]] == []

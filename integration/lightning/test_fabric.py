@@ -10,6 +10,8 @@ pytest.importorskip("lightning")
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_fabric.py"
 PRELOAD = (
     *DEFAULT_PRELOAD,

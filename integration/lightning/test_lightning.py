@@ -403,6 +403,7 @@ def test_a_sized_loader_is_asked_for_a_batch_when_all_code_of_the_step_before_ha
 # ---------------------------------------------------------------- what does not change
 
 
+@pytest.mark.quick("Classifier-0")
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("module", [Classifier, Planned, WithLoader])
 def test_the_callback_changes_no_bit_of_the_training(
@@ -432,6 +433,7 @@ KINDS = (
 )
 
 
+@pytest.mark.quick("a list of two-0", "stream-0")
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("workers", ["0", "2"])
@@ -465,6 +467,7 @@ def test_other_callbacks_see_the_restored_run_and_nothing_twice(tmp_path: Path) 
     assert recorder.losses == whole.losses[16:]
 
 
+@pytest.mark.quick("averaging1")
 @pytest.mark.parametrize("averaging", [[], [EMAWeightAveraging]])
 def test_a_finished_run_trains_nothing_and_stays_as_it_was(
     tmp_path: Path, averaging: list[Any]
@@ -617,6 +620,16 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(
+    "a stream that*",
+    "accumulation*",
+    "a first validation*",
+    "a layer that a hook has frozen",
+    "a validation and*",
+    "averages*",
+    "gradients*",
+    "fitted to a few batches",
+)
 @pytest.mark.filterwarnings("ignore:You requested to overfit")  # it turns off the shuffling
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("name", EXACT)
@@ -659,6 +672,7 @@ class PlannedAndDraws(Planned):
         self.layers[0].bias.data.add_(torch.rand(()))  # type: ignore[operator]
 
 
+@pytest.mark.quick("in fit", "none")
 @pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
 def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
     tmp_path: Path, finder: str
@@ -823,6 +837,7 @@ class Clocked(Callback):
             raise CrashError
 
 
+@pytest.mark.quick("left_out1")
 @pytest.mark.parametrize("left_out", [(), ("callbacks/Timer-0",)])
 def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
     tmp_path: Path, left_out: tuple[str, ...]
@@ -1088,6 +1103,7 @@ class Launch:
         self.status, self.log = done.returncode, done.stderr
 
 
+@pytest.mark.full
 def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> None:
     at_step_45 = {TRACE_VARIABLE: str(tmp_path / "trace"), KILL_VARIABLE: "step:45"}
     killed = Launch(tmp_path / "run", **at_step_45)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from adapter_suite import AdapterSuite
 from preloads import LIGHTNING
 
 pytest.importorskip("lightning")
 
 from lightning_workloads import train, train_stock
 
-from resumekit.testing import Cell, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 
 FEEDS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -42,7 +43,7 @@ WITHIN = (KillPoint.checkpoint(1), KillPoint.step(3), KillPoint.checkpoint(4))
 WINDOWS = {"accumulate": 4, "asks": True, "save_every": None, "mid_accumulation": "gradients"}
 
 
-class TestLightning(ConformanceSuite):
+class TestLightning(AdapterSuite):
     function = train
     steps_per_epoch = 12
     save_every = 3
@@ -80,6 +81,7 @@ class TestLightning(ConformanceSuite):
         options = {**FEEDS[combination["feed"]], **STYLES[combination["style"]]}
         kit.assert_exact(self.cell(combination["kill"], options))
 
+    @pytest.mark.quick("mid-epoch-2")
     @pytest.mark.parametrize("accumulate", [2, 5])
     @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(
@@ -92,6 +94,7 @@ class TestLightning(ConformanceSuite):
         options = {"accumulate": accumulate, "augment": True, "save_every": 1}
         kit.assert_exact(self.cell(kills, options))
 
+    @pytest.mark.quick("2")
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_a_kill_inside_a_window_is_exact(self, kit: Kit, world_size: int) -> None:
         # Each requested save follows the second batch of an accumulation window. Two ranks have
@@ -104,23 +107,20 @@ class TestLightning(ConformanceSuite):
         at = KillPoint.step(4 - world_size)
         kit.assert_caught(replace(cell, kills=(at,)), "model/gradients")
 
+    @pytest.mark.full
     def test_by_default_the_same_saves_are_made_between_windows(self, kit: Kit) -> None:
         options = {**WINDOWS, "mid_accumulation": "boundary"}
         kit.assert_exact(self.cell((KillPoint.checkpoint(1), KillPoint.step(3)), options))
-
-    @pytest.mark.parametrize("world_size", [1])  # a rank more finds nothing more here
-    def test_a_component_left_out_is_caught_and_named(
-        self, kit: Kit, component: str, world_size: int
-    ) -> None:
-        super().test_a_component_left_out_is_caught_and_named(kit, component, world_size)
 
     def test_a_run_that_is_stopped_early_continues_exactly(self, kit: Kit) -> None:
         options = {"validate": True, "val_check_interval": 5, "stop_after": 2}
         kit.assert_finished(self.cell(TWICE, options))
 
+    @pytest.mark.full
     def test_a_run_that_ends_within_an_epoch_continues_exactly(self, kit: Kit) -> None:
         kit.assert_finished(self.cell(TWICE, {"max_steps": 18, "validate": True}))
 
+    @pytest.mark.quick("on the boundary")
     @pytest.mark.parametrize("kill", ["mid-epoch 0", "on the boundary"])
     def test_two_ranks_that_average_and_validate_continue_exactly(
         self, kit: Kit, kill: str
@@ -129,6 +129,7 @@ class TestLightning(ConformanceSuite):
         options = {"ema": "callback", "validate": True, "scheduler": "plateau"}
         kit.assert_exact(self.cell(kill, options, world_size=2))
 
+    @pytest.mark.full
     def test_four_ranks_sum_gradients_in_the_order_that_they_had(self, kit: Kit) -> None:
         cell = self.cell((KillPoint.step(2),), {"save_every": 1}, world_size=4)
         kit.assert_exact(cell)

@@ -21,7 +21,7 @@ from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.kit import Run
 
-PRELOAD = (*LIGHTNING, "torchdata.stateful_dataloader")
+PRELOAD = LIGHTNING
 MIDDLE = (KillPoint.step(17),)  # of the second epoch; two steps are repeated
 TWICE = (KillPoint.step(5), KillPoint.step(17))
 BOUNDARY = (KillPoint.checkpoint(12),)
@@ -139,6 +139,9 @@ def require_equal(reference: Run, run: Run) -> None:
         assert logical(found / name) == logical(expected / name)
 
 
+@pytest.mark.quick(
+    "what its*", "new loaders in every epoch", "averaged weights, killed*", "outputs and*"
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     options, kills = ROWS[row]
@@ -146,18 +149,21 @@ def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     require_equal(kit.run_uninterrupted(cell), kit.run_killed(cell))
 
 
+@pytest.mark.quick("a stream")
 @pytest.mark.parametrize("row", ["a stream", "two loaders of which the shorter begins again"])
 def test_two_ranks_continue_exactly(kit: Kit, row: str) -> None:
     options, _ = ROWS[row]  # an epoch has 6 steps on each rank
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(5), KillPoint.step(10))))
 
 
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("component", ["optimizer", "callbacks/StochasticWeightAveraging-0"])
 def test_averaged_weights_without_a_part_are_caught(kit: Kit, component: str) -> None:
     options, _ = ROWS["averaged weights without batch norms"]
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(29),)), component)
 
 
+@pytest.mark.quick("after-4")
 @pytest.mark.parametrize("save_every", [3, 4])
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 def test_killed_around_a_validation_the_same_is_validated(
@@ -174,6 +180,7 @@ def test_killed_around_a_validation_the_same_is_validated(
     assert {key[0] for key in validated} == {None, *range(3, 25, 3)}
 
 
+@pytest.mark.quick("stream-data", "a dict of two-data")
 @pytest.mark.parametrize("component", ["data", "rng"])
 @pytest.mark.parametrize("loader", ["stream", "a dict of two"])
 def test_the_position_in_other_loaders_left_out_is_caught_and_named(
@@ -190,6 +197,7 @@ def test_what_the_module_keeps_left_out_is_caught_and_named(kit: Kit, component:
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("component", ["data", "callbacks/lightning", "rng", "lr_scheduler"])
 def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     loader = {"loader": "min_size", "module": "of two"}
@@ -197,6 +205,7 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(train, options, kills=(KillPoint.step(17),)), component)
 
 
+@pytest.mark.full
 def test_a_run_directory_that_was_moved_is_continued(kit: Kit) -> None:
     cell = Cell(train, {"val_check_interval": 4, "own_saving": True})
     run = kit.run_again(kit.new_run(cell), kill=KillPoint.step(14))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from preloads import DEEPSPEED, LIGHTNING, SHARDED
+from preloads import ALL
 
 pytest.importorskip("lightning")
 pytest.importorskip("deepspeed")
@@ -19,7 +19,7 @@ from lightning_sharded_workloads import GATHERED, train
 
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*LIGHTNING, *DEEPSPEED, *SHARDED)
+PRELOAD = ALL
 # An epoch has 6 steps on two ranks.
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
@@ -32,23 +32,27 @@ def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
     return Cell(train, options, 2, kills)
 
 
+@pytest.mark.quick("FSDP2-twice in one epoch", "ZeRO-2-on the boundary")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
     kit.assert_exact(cell(KILLS[kill], sharding=sharding))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["ZeRO-1", "ZeRO-3"])
 def test_each_stage_continues_exactly(kit: Kit, sharding: str) -> None:
     kit.assert_exact(cell(KILLS["twice in one epoch"], sharding=sharding))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_accumulated_and_validated_it_continues_exactly(kit: Kit, sharding: str) -> None:
     options = {"sharding": sharding, "accumulate": 2, "validate": True, "save_every": 1}
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(4)), **options))
 
 
+@pytest.mark.quick("FSDP2-optimizer")
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
@@ -62,6 +66,7 @@ ALONE = (
 )
 
 
+@pytest.mark.quick("FSDP2")
 @pytest.mark.parametrize("sharding", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_an_export_has_the_weights_by_the_modules_own_names(
     kit: Kit, tmp_path: Path, sharding: str

@@ -30,12 +30,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {  # the options, and the compone
 KILLS = (KillPoint.step(8), KillPoint.step(17))
 
 
+@pytest.mark.quick("a helper object in the module")
 @pytest.mark.parametrize("case", CASES)
 def test_objects_in_attributes_continue_exactly(kit: Kit, case: str) -> None:
     cell = Cell(train, CASES[case][0], kills=KILLS)
     assert difference(kit.run_uninterrupted(cell), kit.run_killed(cell)) == ""
 
 
+@pytest.mark.quick("a helper object in the module")
 @pytest.mark.parametrize("case", CASES)
 def test_objects_in_attributes_that_are_not_restored_are_caught(kit: Kit, case: str) -> None:
     options, component = CASES[case]

@@ -17,24 +17,37 @@ _ENGINE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # for the first engine, as the next
     "torch.utils.cpp_extension",
 )
-_ASKED_FOR = tuple(name for name in ("deepspeed", "datasets") if find_spec(name))
+_DATASETS = ("datasets",) if find_spec("datasets") else ()
+_DEEPSPEED = ("deepspeed",) if find_spec("deepspeed") else ()
+_SHARDED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 
-SHARDED = ("torch.distributed.fsdp", "torch.distributed.checkpoint")
-TORCH = (*_BASE, "resumekit.adapters.torch")
-DEEPSPEED = (*_BASE, *_ENGINE, "resumekit.adapters.deepspeed")
+
+TORCH = (*_BASE, *_SHARDED, "resumekit.adapters.torch")
+DEEPSPEED = (*_BASE, *_ENGINE, "resumekit.adapters.deepspeed", "resumekit.adapters.torch")
 ACCELERATE = (
     *_BASE,
     _STATEFUL,
+    *_DATASETS,  # of several ranks each looks what the batches are
     "accelerate",
     "resumekit.adapters.accelerate",
 )
 # The Trainer asks of every model whether it is an engine, and of every dataset whose it is.
 TRAINER = (
     *_BASE,
-    *_ASKED_FOR,
+    *_SHARDED,
+    *_DEEPSPEED,
+    *_DATASETS,
     _STATEFUL,
     "transformers.trainer",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
     "resumekit.adapters.transformers",
 )
 LIGHTNING = (*_BASE, "lightning.pytorch", "resumekit.adapters.lightning")
+# For tests of what frameworks have in common.
+ALL = (*TORCH, *ACCELERATE, *TRAINER, *LIGHTNING, *DEEPSPEED)

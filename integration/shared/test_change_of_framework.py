@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from preloads import ACCELERATE, DEEPSPEED, TORCH
+from preloads import ALL
 
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
@@ -18,7 +18,7 @@ from change_workloads import train
 
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
-PRELOAD = (*TORCH, *ACCELERATE, *DEEPSPEED, "transformers.models.gpt2.modeling_gpt2")
+PRELOAD = ALL
 CHAIN = (None, 2, None)  # for each launch the stage, None for none
 
 
@@ -38,6 +38,7 @@ def losses(run: Run) -> dict[int, float]:
     return dict(map(json.loads, (run.directory / "losses.jsonl").read_text().splitlines()))
 
 
+@pytest.mark.full
 def test_its_losses_are_those_of_a_run_that_stays(kit: Kit) -> None:
     whole = kit.run_uninterrupted(Cell(train, {"stage": None}))
     run = changed(kit)
@@ -52,6 +53,7 @@ def test_it_goes_to_accelerate_and_back_inside_an_epoch_too(kit: Kit) -> None:
     assert losses(changed(kit, chain=(2, "accelerate", 2))) == losses(whole)
 
 
+@pytest.mark.full
 def test_a_component_left_out_is_seen_in_the_losses(kit: Kit) -> None:
     whole = kit.run_uninterrupted(Cell(train, {"stage": None}))
     found, expected = losses(changed(kit, inject="optimizer")), losses(whole)

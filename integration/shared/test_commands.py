@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "integration" / "scripts" / "train_torch.py")
 COMMAND = [sys.executable, TRAIN, "--epochs", "12"]

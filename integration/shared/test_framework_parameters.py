@@ -7,8 +7,11 @@ from typing import Any
 
 import framework_parameters_workloads as workloads
 import pytest
+from preloads import ALL
 
 from resumekit.testing import Cell, KillPoint, Kit
+
+PRELOAD = ALL
 
 KEY = "optimizer/parameters"
 CELLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -20,6 +23,7 @@ CELLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("accelerate")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_killed_run_continues_exactly_and_without_the_values_it_does_not(
     kit: Kit, name: str

@@ -7,11 +7,11 @@ journal cannot find is listed with the reason; the kit, which compares whole sta
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from resumekit.testing import ConformanceSuite, Kit
+from resumekit.testing import ConformanceSuite
 from resumekit.testing.evidence import worst_verdict
 
 AVERAGED = "an average of the weights reaches no loss"
@@ -72,21 +72,21 @@ def suite_of(name: str) -> type[ConformanceSuite]:
     return found
 
 
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kit]]:
-    found = {name: suite_of(name).new_kit(tmp_path_factory.mktemp("kit")) for name in TABLES}
-    yield found
-    for kit in found.values():
-        kit.close()
-
-
+@pytest.mark.quick(
+    "test_torch_exact.TestTorch-model",
+    "test_torch_exact.TestTorch-optimizer",
+    "test_torch_exact.TestTorch-lr*",
+    "test_torch_exact.TestTorch-rng",
+    "test_torch_exact.TestTorch-progress",
+    "*-data",
+)
 @pytest.mark.parametrize(("name", "component"), ROWS)
 def test_the_journal_alone_finds_a_component_that_was_left_out(
-    kits: dict[str, Kit], name: str, component: str
+    warm: Any, name: str, component: str
 ) -> None:
     suite = suite_of(name)
     cell = suite.cell("mid-epoch 1", suite.everything)
-    run = kits[name].run_killed(cell, inject=component)
+    run = warm.kit(suite.preload).run_killed(cell, inject=component)
     found = worst_verdict(run.directory / "training")
     assert found is not None, run.failure
     expected = TABLES[name][component]

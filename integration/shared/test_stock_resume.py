@@ -13,6 +13,8 @@ import pytest
 
 from resumekit.prove import Outcome, prove
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 SAMPLE = ("torch", "accelerate")

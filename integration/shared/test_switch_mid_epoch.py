@@ -5,7 +5,7 @@ Its samples are those of the epoch that was begun, each once, in the order that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,23 +15,15 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
+from preloads import ALL
 from switch_mid_epoch_workloads import NUM_SAMPLES, SAVE_EVERY, train
 from used_samples import ledger
 
 from resumekit.prove import CHECKPOINT, read_trace
 from resumekit.prove.records import RESUMED
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit, Run
+from resumekit.testing import Cell, KillPoint, Kit, Run
 
-PRELOAD = (
-    *DEFAULT_PRELOAD,
-    "sklearn.datasets",
-    "lightning.pytorch",
-    "transformers.trainer",
-    "resumekit.adapters.accelerate",
-    "resumekit.adapters.lightning",
-    "resumekit.adapters.torch",
-    "resumekit.adapters.transformers",
-)
+PRELOAD = ALL
 STEPS_PER_EPOCH = 15
 
 PLAIN = {"framework": "torch"}
@@ -49,12 +41,6 @@ class Launch(NamedTuple):
 
     options: dict[str, Any]
     kill: int | None = None
-
-
-@pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
-        yield kit
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +119,7 @@ def log_of(run: Run) -> str:
 # ---------------------------------------------------------------- one rank
 
 
+@pytest.mark.quick("lightning first")
 @pytest.mark.parametrize(
     "frameworks",
     [[PLAIN, ACCELERATE, LIGHTNING, PLAIN], [PLAIN, LIGHTNING, ACCELERATE, PLAIN]],
@@ -150,6 +137,7 @@ def test_where_the_next_epoch_is_drawn_alike_nothing_shows(
     assert "samples draw other random numbers, if they draw any" in log_of(run)
 
 
+@pytest.mark.quick("to accelerate")
 @pytest.mark.parametrize(
     "frameworks",
     [
@@ -179,6 +167,7 @@ def test_where_each_draws_in_its_own_way_the_order_of_the_epoch_stays(
     assert "continues at sample" in log_of(run)
 
 
+@pytest.mark.full
 def test_in_the_second_epoch_the_trainer_continues_too(kit: Kit, whole: Run) -> None:
     run = launched(kit, [Launch(PLAIN, 21), Launch(TRAINER, 25), Launch(PLAIN)])
     assert order(run) == order(whole)
@@ -193,6 +182,7 @@ def test_at_the_end_of_an_epoch_and_of_the_run_each_takes_over(kit: Kit, whole: 
     assert {each.launch for each in ledger(run)} == {0, 1}  # the others find it finished
 
 
+@pytest.mark.full
 def test_samples_that_draw_are_exact_with_keys_and_in_workers(kit: Kit) -> None:
     frameworks = [PLAIN, ACCELERATE, LIGHTNING]
     for common in ({"randomness": "keyed"}, {"workers": 2}):
@@ -204,6 +194,7 @@ def test_samples_that_draw_are_exact_with_keys_and_in_workers(kit: Kit) -> None:
         assert "samples draw other random numbers" not in log_of(run)
 
 
+@pytest.mark.full
 def test_else_they_draw_other_numbers_and_it_is_reported(kit: Kit) -> None:
     options: dict[str, Any] = {"augment": True, "epochs": 1}
     uninterrupted = kit.run_uninterrupted(Cell(train, {**PLAIN, **options}))
@@ -216,6 +207,7 @@ def test_else_they_draw_other_numbers_and_it_is_reported(kit: Kit) -> None:
 # ---------------------------------------------------------------- two ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "frameworks", [[PLAIN, ACCELERATE, PLAIN], [ACCELERATE, PLAIN, TRAINER]], ids=["out", "in"]
 )
@@ -238,12 +230,14 @@ def test_on_two_ranks_the_rest_is_divided_as_the_other_does_it(
 # ---------------------------------------------------------------- it can fail
 
 
+@pytest.mark.quick("transformers")
 @pytest.mark.parametrize("then", [ACCELERATE, TRAINER, LIGHTNING], ids=lambda o: o["framework"])
 def test_without_the_position_samples_come_twice(kit: Kit, then: dict[str, Any]) -> None:
     run = launched(kit, [Launch(PLAIN, 5), Launch(then)], inject="data", epochs=1)
     assert len(set(order(run)[0])) < len(order(run)[0])
 
 
+@pytest.mark.full
 def test_without_the_optimizer_other_bits_are_trained(kit: Kit, whole: Run) -> None:
     run = launched(kit, [Launch(PLAIN, 5), Launch(ACCELERATE)], inject="optimizer", epochs=1)
     found, expected = trained(run), trained(whole)

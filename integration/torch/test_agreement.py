@@ -20,6 +20,7 @@ SAID = {
 }
 
 
+@pytest.mark.quick("step")
 @pytest.mark.parametrize("about", SAID)
 def test_a_disagreement_is_reported_on_every_rank(kit: Kit, about: str) -> None:
     run = kit.run_again(kit.new_run(Cell(disagree, {"about": about}, world_size=2)))
@@ -36,6 +37,7 @@ def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit)
     assert "RankLostError: the ranks: one of them does not answer" in logs(run)[0]
 
 
+@pytest.mark.full
 def test_a_slow_writer_does_not_end_the_training(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(save_slowly, {"group_seconds": 3}, world_size=2)))
     assert not run.failure, run.failure

@@ -82,6 +82,7 @@ def _is_typed(ended: Ended) -> bool:
 # ---------------------------------------------------------------- one rank
 
 
+@pytest.mark.full
 def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
     trials: Trials, all_calls: range, record_property: RecordProperty
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
     _count(record_property, "kills, one at every call", len(all_calls))
 
 
+@pytest.mark.full
 def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
     trials: Trials, record_property: RecordProperty
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
     _count(record_property, "torn writes", len(writes))
 
 
+@pytest.mark.full
 def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
     trials: Trials,
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
     trials.each(kill, (*range(1, 16), 30, 40, 46, 48, 50))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "policy"),
     [("{}=EIO", "raise"), ("{}+=ENOSPC", "raise"), ("{}+=EIO", "warn"), ("{}=ENOSPC", "warn")],
@@ -154,6 +158,7 @@ def test_an_error_at_every_call_is_reported_and_costs_at_most_the_save_under_way
     assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", ["open", "read_into", "list"])
 def test_an_error_at_every_read_proves_no_damage(
     call: str, trials: Trials, record_property: RecordProperty
@@ -194,6 +199,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
         yield trials
 
 
+@pytest.mark.quick("0-write:3-3")
 @pytest.mark.parametrize(
     ("rank", "call", "newest"),
     [
@@ -219,6 +225,7 @@ def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
     _finish(pairs, trial, world_size=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_fails_the_save_on_both(rank: int, pairs: Trials) -> None:
     trial = pairs.new()
@@ -244,6 +251,7 @@ def _mounted(path: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(path)], check=True)
 
 
+@pytest.mark.quick("raise")
 @pytest.mark.parametrize("policy", ["raise", "warn"])
 def test_a_full_disk_costs_nothing_that_was_saved(
     policy: str, trials: Trials, tmp_path: Path
@@ -269,6 +277,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(
         _finish(trials, trial)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_to_the_last_byte_is_a_typed_error(
     trials: Trials, tmp_path: Path
 ) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from optimizer_workloads import train
-from preloads import SHARDED, TORCH
+from preloads import TORCH
 
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")
+PRELOAD = TORCH
 KILLS = (KillPoint.checkpoint(3), KillPoint.step(7))
 
 NEVER: dict[str, tuple[dict[str, Any], int]] = {
@@ -27,6 +27,7 @@ NEVER: dict[str, tuple[dict[str, Any], int]] = {
 CLEARED = ("top", "bottom", "before backward", "top zero", "bottom zero")
 
 
+@pytest.mark.quick("FSDP2")
 @pytest.mark.parametrize("name", NEVER)
 def test_a_loop_that_never_clears_gradients_continues_exactly_and_without_them_does_not(
     kit: Kit, name: str
@@ -37,6 +38,7 @@ def test_a_loop_that_never_clears_gradients_continues_exactly_and_without_them_d
     kit.assert_caught(Cell(train, options, num_ranks, KILLS), "model/gradients")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("save_every", [1, 2])
 def test_the_first_checkpoints_hold_what_no_step_has_shown_yet(kit: Kit, save_every: int) -> None:
     for kill in (1, 2, 3):
@@ -50,6 +52,7 @@ def test_gradients_of_what_is_trained_with_the_model_are_saved_too(kit: Kit) -> 
     kit.assert_caught(cell, "optimizer/parameters/gradients")
 
 
+@pytest.mark.quick("1-bottom zero")
 @pytest.mark.parametrize("clears", CLEARED)
 @pytest.mark.parametrize("save_every", [1, 3])
 def test_a_loop_that_clears_them_continues_exactly(kit: Kit, clears: str, save_every: int) -> None:
@@ -62,6 +65,7 @@ CLEARING = [(*LAYOUTS[0], clears) for clears in CLEARED]
 CLEARING += [(*layout, clears) for layout in LAYOUTS[1:] for clears in ("top", "bottom")]
 
 
+@pytest.mark.quick("ddp-2-bottom")
 @pytest.mark.parametrize(("layout", "num_ranks", "clears"), CLEARING)
 def test_a_loop_that_clears_them_writes_no_gradient(
     kit: Kit, layout: str, num_ranks: int, clears: str
@@ -74,6 +78,7 @@ def test_a_loop_that_clears_them_writes_no_gradient(
         assert gradient_tensors(path) == []
 
 
+@pytest.mark.quick("top")
 @pytest.mark.parametrize("clears", CLEARED)
 def test_a_loop_that_saves_at_every_step_writes_no_gradient_once_it_has_cleared_them(
     kit: Kit, clears: str

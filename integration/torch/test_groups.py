@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from group_workloads import share_data, train_on_nodes
 from pipeline_workloads import take_over, train
-from preloads import SHARDED, TORCH
+from preloads import TORCH
 
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*TORCH, *SHARDED, "torch.distributed.pipelining")
+PRELOAD = TORCH
 
 # Another number of micro-batches or of ranks adds up in another order; see test_sharded.py.
 LOSS_TOLERANCE = 2e-6
@@ -31,12 +31,14 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("2 stages of 2 ranks under FSDP2")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_killed_pipeline_continues_exactly(kit: Kit, name: str) -> None:
     num_ranks, options = PIPELINES[name]
     kit.assert_exact(Cell(train, options, num_ranks, (KillPoint.step(5),)))
 
 
+@pytest.mark.quick("optimizer-by group")
 @pytest.mark.parametrize(
     ("component", "declared"), [("model", "sharded"), ("optimizer", "by group")]
 )
@@ -45,6 +47,7 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str, decl
     kit.assert_caught(cell, component)
 
 
+@pytest.mark.full
 def test_buffers_left_out_are_caught_and_named(kit: Kit) -> None:
     cell = Cell(train, {"buffer": True}, 4, (KillPoint.step(5),))
     verdict, _ = kit.judge(cell, inject="model/rank_buffers")
@@ -84,6 +87,7 @@ def test_stages_that_are_cut_differently_take_the_same_bits_over(kit: Kit) -> No
         assert found == pytest.approx(expected, abs=LOSS_TOLERANCE), where
 
 
+@pytest.mark.full
 def test_stages_of_different_rates_keep_them_and_cannot_share_a_group(kit: Kit) -> None:
     chain: tuple[tuple[int, dict[str, Any]], ...] = (
         (2, {"num_stages": 2, "own_rates": True, "num_beyond": 0}),
@@ -108,6 +112,7 @@ def test_a_layer_that_no_stage_holds_is_named(kit: Kit) -> None:
     assert "model: head.bias: in the checkpoint (and 9 more)" in run.failure
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_nodes", [2, 3])
 def test_what_each_node_has_is_restored_on_it(kit: Kit, num_nodes: int) -> None:
     options = {"num_nodes": num_nodes}
@@ -115,6 +120,7 @@ def test_what_each_node_has_is_restored_on_it(kit: Kit, num_nodes: int) -> None:
     kit.assert_caught(Cell(train_on_nodes, options, 4, (KillPoint.step(5),)), "callbacks/cache")
 
 
+@pytest.mark.full
 def test_ranks_of_a_node_that_differ_are_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(train_on_nodes, {"drift": True}, 4)))
     assert "callbacks/cache: value: replicated, and not alike (rank 2: " in run.failure
@@ -128,6 +134,7 @@ def test_another_number_of_nodes_is_refused_and_named(kit: Kit) -> None:
     )
 
 
+@pytest.mark.full
 def test_ranks_of_the_same_data_count_once_and_lose_no_sample(kit: Kit) -> None:
     jobs = ((2, 1), (4, 2), (1, 1), (4, 1), (2, 2), (4, 4), (4, 2))  # ranks and replicas
     run = None
@@ -162,6 +169,7 @@ def test_another_number_of_replicas_is_refused_unless_it_may_change(kit: Kit) ->
     assert "a job of 2 ranks, expected 2 ranks that share 1 parts" in run.failure
 
 
+@pytest.mark.full
 def test_the_example_of_a_trainer_of_ones_own_is_exact(kit: Kit) -> None:
     script = Path(__file__).parents[1] / "scripts" / "train_pipeline.py"
     kit.assert_exact(Cell(f"{script}:main", {"epochs": 1}, 4, (KillPoint.step(15),)))

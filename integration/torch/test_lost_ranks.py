@@ -21,6 +21,7 @@ NUM_TRIALS, ALL_TRIALS = 2, 20
 STOPPED_SECONDS, ALL_STOPPED_SECONDS = 6, 60  # the others wait for 3
 
 
+@pytest.mark.quick("SIGKILL")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_the_others_end_with_an_error_and_the_run_continues_exactly(
     request: pytest.FixtureRequest, kit: Kit, name: str

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from optimizer_workloads import train
-from preloads import SHARDED, TORCH
+from preloads import TORCH
 
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")
+PRELOAD = TORCH
 KEY = "optimizer/parameters"
 KILLS = (KillPoint.checkpoint(3), KillPoint.step(7))
 
@@ -31,6 +31,7 @@ CELLS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.quick("a group added later", "a bare tensor beside FSDP2")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_killed_run_continues_exactly_and_without_the_values_it_does_not(
     kit: Kit, name: str
@@ -49,6 +50,7 @@ def test_a_run_whose_modules_contain_every_parameter_has_no_such_component(kit: 
         assert KEY not in keys
 
 
+@pytest.mark.full
 def test_another_layout_and_number_of_ranks_take_the_values_over(kit: Kit) -> None:
     allowed = {"allow_changes": ["world_size", "batch_size"]}
     options = {"where": "bare", "save_every": 1, "checkpoint": allowed}

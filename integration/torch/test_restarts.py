@@ -13,6 +13,8 @@ from workloads import train
 from resumekit.prove import compare
 from resumekit.testing import Cell, Kit
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).with_name("restart_workload.py")
 
 

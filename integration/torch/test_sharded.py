@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloads import SHARDED, TORCH
+from preloads import TORCH
 from sharded_workloads import drift, take_over, train
 
 from resumekit.prove import compare
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*TORCH, *SHARDED, "torch.distributed.tensor.parallel")
+PRELOAD = TORCH
 
 LAYOUTS = (
     ("fsdp", 2),
@@ -38,6 +38,7 @@ LAYOUTS = (
 LOSS_TOLERANCE = 2e-6
 
 
+@pytest.mark.quick("offloaded-2", "tp-2", "fsdp x tp-4")
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
 def test_a_killed_run_continues_exactly_in_its_layout(
     kit: Kit, layout: str, num_ranks: int
@@ -46,6 +47,7 @@ def test_a_killed_run_continues_exactly_in_its_layout(
     kit.assert_exact(Cell(train, options, num_ranks, (KillPoint.step(5),)))
 
 
+@pytest.mark.quick("{'optimizer': 'fused*", "{'layout': 'fsdp1', 'optimizer': 'sgd*")
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,12 +65,14 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
     kit.assert_exact(Cell(train, {"layout": "fsdp", **options}, 2, kills))
 
 
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("component", ["model", "optimizer", "ema"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     cell = Cell(train, {"layout": "fsdp", "ema": True}, 2, (KillPoint.step(5),))
     kit.assert_caught(cell, component)
 
 
+@pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("component", ["model", "optimizer"])
 def test_one_left_out_under_fsdp1_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(train, {"layout": "fsdp1"}, 2, (KillPoint.step(5),)), component)
@@ -112,6 +116,7 @@ CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chain", CHAINS)
 def test_another_layout_takes_the_same_bits_over(kit: Kit, chain: str) -> None:
     notes = launched(kit, CHAINS[chain])
@@ -123,6 +128,7 @@ def test_another_layout_takes_the_same_bits_over(kit: Kit, chain: str) -> None:
         assert found == pytest.approx(expected, abs=LOSS_TOLERANCE), where
 
 
+@pytest.mark.quick("{'optimizer': 'sgd', 'tied': True}")
 @pytest.mark.parametrize(
     "options", [{"optimizer": "sgd", "tied": True}, {"optimizer": "groups", "ema": True}], ids=str
 )
@@ -165,6 +171,7 @@ def test_damage_to_one_ranks_file_sends_all_ranks_to_the_checkpoint_before(kit: 
     assert compare(kit.run_uninterrupted(cell).trace, run.trace, expect_resume=True).exact
 
 
+@pytest.mark.quick("another model")
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"tied": True}, "once_more.weight"), ({"optimizer": "sgd"}, "AdamW")],
@@ -189,6 +196,7 @@ COPIES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "num_ranks", "tensor", "where"), COPIES)
 def test_copies_that_have_drifted_apart_are_caught_and_named(
     kit: Kit, layout: str, num_ranks: int, tensor: str, where: str
@@ -204,6 +212,7 @@ def test_copies_that_have_drifted_apart_are_caught_and_named(
     assert not list(Path(run.directory, "training").glob("step-*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp1"])
 def test_a_rank_that_cannot_store_its_part_ends_the_save_on_all(kit: Kit, layout: str) -> None:
     options = {"layout": layout, "tensor": "head.bias:unstorable", "validate": "off"}
@@ -214,6 +223,7 @@ def test_a_rank_that_cannot_store_its_part_ends_the_save_on_all(kit: Kit, layout
     assert not list(Path(run.directory, "training").glob("step-*"))
 
 
+@pytest.mark.full
 def test_copies_are_not_compared_where_that_is_turned_off(kit: Kit) -> None:
     options = {"layout": "tp", "tensor": "norm.weight", "validate": "off"}
     run = kit.run_again(kit.new_run(Cell(drift, options, 2)))

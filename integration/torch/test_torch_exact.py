@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_suite import AdapterSuite
 from preloads import TORCH
 from workloads import BATCH_SIZE, NUM_SAMPLES, train
 
-from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, KillPoint, Kit
 
 FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
@@ -54,7 +55,7 @@ MATRICES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-class TestTorch(ConformanceSuite):
+class TestTorch(AdapterSuite):
     function = train
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
     save_every = 3
@@ -90,6 +91,7 @@ class TestTorch(ConformanceSuite):
         every = next(number for number in (3, 5, 1) if epoch % number == 0 and epoch > number)
         kit.assert_exact(self.cell(fed["kill"], {**options, "save_every": every}))
 
+    @pytest.mark.quick("1-2")
     @pytest.mark.parametrize(("save_every", "killed_at"), [(1, 2), (2, 3)])
     def test_several_ranks_sum_gradients_in_the_order_that_they_had(
         self, kit: Kit, save_every: int, killed_at: int
@@ -102,10 +104,12 @@ class TestTorch(ConformanceSuite):
         assert verdict.divergence is not None
         assert verdict.divergence.component in ("model", "optimizer", "model/gradient_buckets")
 
+    @pytest.mark.full
     def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
         with self.new_kit(tmp_path, cold=True) as cold:
             cold.assert_exact(self.cell("three times", self.everything))
 
+    @pytest.mark.quick("1")
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
         self, kit: Kit, world_size: int

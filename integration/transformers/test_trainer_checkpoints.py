@@ -49,6 +49,7 @@ def require_equal(trainer: Trainer, other: torch.nn.Module) -> None:
     assert all(torch.equal(expected[k], v) for k, v in trainer.model.state_dict().items())
 
 
+@pytest.mark.quick("True0")
 @pytest.mark.parametrize("given", [True, "True", "run", False], ids=str)
 def test_to_resume_is_what_it_does_anyway(tmp_path: Path, given: bool | str) -> None:
     asked = str(tmp_path / given) if given == "run" else given
@@ -86,6 +87,7 @@ def test_a_path_is_refused_before_anything_is_loaded(
     require_equal(trainer, untouched.model)
 
 
+@pytest.mark.full
 def test_the_newest_that_the_trainer_saved_is_what_scripts_give(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 4}
     whole = continued(tmp_path / "whole", **saving)
@@ -109,6 +111,7 @@ def reported(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if "Trainer's own" in line]
 
 
+@pytest.mark.full
 def test_a_newer_checkpoint_of_its_own_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +141,7 @@ class Seen(TrainerCallback):
         self.folders[state.global_step] = state.best_model_checkpoint
 
 
+@pytest.mark.full
 def test_without_its_own_saving_the_best_is_that_of_the_run(tmp_path: Path) -> None:
     seen = Seen()
     trainer = make_trainer(tmp_path, seen, **{**EVALUATED, "greater_is_better": False})
@@ -180,6 +184,7 @@ def test_the_best_model_of_the_run_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert trainer.args.save_total_limit == 1
 
 
+@pytest.mark.full
 def test_a_best_model_that_nobody_can_name_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, eval_strategy="epoch")
     trainer.args.load_best_model_at_end = True
@@ -188,6 +193,7 @@ def test_a_best_model_that_nobody_can_name_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.full
 def test_a_best_model_that_is_sharded_is_not_promised(tmp_path: Path) -> None:
     trainer = with_the_best(tmp_path)
     trainer.is_fsdp_enabled = True
@@ -195,6 +201,7 @@ def test_a_best_model_that_is_sharded_is_not_promised(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.full
 def test_a_best_checkpoint_of_its_own_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     arguments = {**EVALUATED, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     interrupted(tmp_path, 17, **arguments)

@@ -62,6 +62,7 @@ def require_equal(found: torch.nn.Module, expected: torch.nn.Module) -> None:
     assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
 
 
+@pytest.mark.quick("causal")
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_pretrained_opens_the_step_directory(tmp_path: Path, kind: str) -> None:
     trainer = trained(tmp_path, kind)
@@ -86,6 +87,7 @@ def test_an_adapter_is_opened_over_its_base(tmp_path: Path) -> None:
     require_equal(peft.PeftModel.from_pretrained(causal(), tmp_path / "own"), trainer.model)
 
 
+@pytest.mark.full
 @needs_peft
 @of_peft
 def test_the_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:

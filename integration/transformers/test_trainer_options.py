@@ -16,7 +16,7 @@ from trainer_workloads import train
 
 from resumekit.testing import Cell, KillPoint, Kit, pairwise
 
-PRELOAD = (*TRAINER, "transformers.models.t5.modeling_t5")
+PRELOAD = TRAINER
 STEPS_PER_EPOCH = 12
 KILLS = {
     "mid-epoch": (KillPoint.step(8), KillPoint.step(STEPS_PER_EPOCH + 5)),
@@ -76,6 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("one", chosen, ids=[", ".join(each.values()) for each in chosen])
 
 
+@pytest.mark.quick("warmup_stable_decay, sgd*")
 def test_a_killed_run_continues_exactly(kit: Kit, one: dict[str, str]) -> None:
     options = {
         "scheduler": one["scheduler"],
@@ -86,6 +87,7 @@ def test_a_killed_run_continues_exactly(kit: Kit, one: dict[str, str]) -> None:
     kit.assert_exact(Cell(train, {"save_every": 3, **options}, 1, KILLS[one["kill"]]))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_evaluated_by_generating_it_continues_exactly(kit: Kit, sampled: bool) -> None:
     options = {"kind": "seq2seq", "predict_with_generate": True, "sampled": sampled}
@@ -94,11 +96,13 @@ def test_evaluated_by_generating_it_continues_exactly(kit: Kit, sampled: bool) -
     kit.assert_exact(Cell(train, {"save_every": 3, **options, **evaluated}, 1, kills))
 
 
+@pytest.mark.full
 def test_tokens_averaged_over_two_ranks_continue_exactly(kit: Kit) -> None:
     options = {"average_tokens_across_devices": True, "include_num_input_tokens_seen": "all"}
     kit.assert_exact(Cell(train, {"save_every": 3, **options}, 2, (KillPoint.step(8),)))
 
 
+@pytest.mark.quick("lr_scheduler")
 @pytest.mark.parametrize("component", ["lr_scheduler", "optimizer", "rng"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     options = {"scheduler": "greedy", **SCHEDULERS["greedy"], "neftune_noise_alpha": 5.0}

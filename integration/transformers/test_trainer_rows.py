@@ -120,6 +120,14 @@ def require_exact(kit: Kit, one: Cell) -> None:
     assert found.read_text(encoding="utf-8") == expected.read_text(encoding="utf-8")
 
 
+@pytest.mark.quick(
+    "masked by 2 workers",
+    "LoRA",
+    "a stream, in a later pass",
+    "parameters*",
+    "a Trainer that holds something",
+    "TRL, preferences",
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     needed = NEEDS.get(row)
@@ -129,11 +137,13 @@ def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     require_exact(kit, cell(options, *kills))
 
 
+@pytest.mark.quick("callbacks/attributes", "callbacks/trainer_state")
 @pytest.mark.parametrize("component", ["callbacks/attributes", "callbacks/trainer_state", "model"])
 def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(cell({"callbacks": "averaging"}, MIDDLE), component)
 
 
+@pytest.mark.quick("attributes", "settings")
 @pytest.mark.parametrize(
     ("options", "component"),
     [
@@ -150,6 +160,7 @@ def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
+@pytest.mark.full
 @needs_trl
 @pytest.mark.parametrize(
     ("row", "component"),
@@ -165,6 +176,7 @@ def test_what_trl_holds_is_caught_when_it_is_left_out(kit: Kit, row: str, compon
     kit.assert_caught(cell(options, MIDDLE), component)
 
 
+@pytest.mark.full
 @needs_trl
 def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(cell({"kind": "unknown"})))
@@ -180,6 +192,7 @@ def test_early_stopping_ends_at_the_same_step(kit: Kit) -> None:
     assert json.loads(result.read_text(encoding="utf-8"))["steps"] == 8  # of 36
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiled_before", [True, False])
 def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
     kit: Kit, compiled_before: bool
@@ -197,6 +210,7 @@ def test_compiled_on_one_side_only_continues_as_one_process_that_changes_over(
     assert [resume.step for resume in verdict.resumes] == [6]
 
 
+@pytest.mark.quick("masked, unseeded")
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,6 +226,7 @@ def test_two_ranks_continue_exactly(kit: Kit, options: dict[str, Any]) -> None:
     require_exact(kit, cell(options, KillPoint.step(10), world_size=2))
 
 
+@pytest.mark.full
 def test_four_ranks_sum_gradients_in_the_order_that_they_had(kit: Kit) -> None:
     # With ddp_find_unused_parameters=True, as it is by default, DDP never forms other buckets.
     options = {"kind": "seq2seq", "ddp_find_unused_parameters": False, "epochs": 1}
@@ -224,6 +239,7 @@ def test_four_ranks_sum_gradients_in_the_order_that_they_had(kit: Kit) -> None:
 CHANGES = ["world_size", "horizon", "batch_size"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_continues_between_two_epochs(
     kit: Kit, before: int, after: int
@@ -270,6 +286,7 @@ def relaunched(
     return run
 
 
+@pytest.mark.quick("two to one and back")
 @pytest.mark.parametrize("change", GEOMETRIES)
 def test_within_an_epoch_other_ranks_use_each_sample_of_it_once(kit: Kit, change: str) -> None:
     common, plan, padding, steps = GEOMETRIES[change]
@@ -281,6 +298,7 @@ def test_within_an_epoch_other_ranks_use_each_sample_of_it_once(kit: Kit, change
     assert json.loads(result.read_text(encoding="utf-8"))["steps"] == steps
 
 
+@pytest.mark.full
 def test_with_the_global_batch_kept_by_accumulation_its_sequence_is_the_same(kit: Kit) -> None:
     allowed = {"allow": ["world_size"]}  # the run has as many steps as before
     whole = relaunched(kit, {**allowed, "save_every": 1}, [(2, {}, 0)])
@@ -300,6 +318,7 @@ def test_with_the_global_batch_kept_by_accumulation_its_sequence_is_the_same(kit
     assert all(before[step] >= after[step] for step in ends)
 
 
+@pytest.mark.quick("options0-words0")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

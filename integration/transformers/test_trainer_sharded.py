@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloads import SHARDED, TRAINER
+from preloads import TRAINER
 
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
@@ -21,7 +21,7 @@ from resumekit.export import export_model
 from resumekit.storage import Store
 from resumekit.testing import Cell, KillPoint, Kit
 
-PRELOAD = (*TRAINER, *SHARDED)
+PRELOAD = TRAINER
 # An epoch has 6 steps on two ranks.
 KILLS = {
     "mid-epoch 0": (KillPoint.step(4),),
@@ -34,24 +34,28 @@ def cell(kills: tuple[KillPoint, ...], **options: Any) -> Cell:
     return Cell(train, {"save_every": 3, **options}, 2, kills)
 
 
+@pytest.mark.quick("FSDP2-twice in one epoch")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:
     kit.assert_exact(cell(KILLS[kill], sharding=sharding))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_accumulated_and_evaluated_it_continues_exactly(kit: Kit, sharding: str) -> None:
     options = {"sharding": sharding, "accumulate": 4, "evaluate": "epoch", "save_every": 1}
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(3)), **options))
 
 
+@pytest.mark.quick("FSDP2-optimizer")
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
     kit.assert_caught(cell((KillPoint.step(5),), sharding=sharding), component)
 
 
+@pytest.mark.quick("FSDP2")
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_from_pretrained_opens_what_the_export_wrote(
     kit: Kit, tmp_path: Path, sharding: str

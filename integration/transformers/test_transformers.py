@@ -38,6 +38,7 @@ from resumekit.data.order import may_draw_lazily
 from resumekit.errors import ConfigurationError, InexactError
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_callback_changes_no_bit_of_the_training(tmp_path: Path, workers: int) -> None:
     runs = {}

@@ -72,6 +72,7 @@ def learning_rates(trainer: Trainer) -> dict[int, float]:
 
 
 # After 15 steps of 8 samples, in the second epoch with 68 of 92 left.
+@pytest.mark.quick("{'per_device_train_batch_size': 4}*")
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
@@ -100,6 +101,7 @@ def test_no_sample_is_lost_or_used_twice(
     used.require_each_once()
 
 
+@pytest.mark.quick("16-3")
 @pytest.mark.parametrize(
     ("batch_size", "num_whole_epochs"),
     [(4, 1), (16, 3)],  # 15 steps and 17 of 4; or 15, 5 and 6 of 16, and 4 more
@@ -115,6 +117,9 @@ def test_a_run_of_so_many_steps_takes_as_many_epochs_as_it_needs(
     assert max(used.by_epoch[num_whole_epochs].values()) == 1
 
 
+@pytest.mark.quick(
+    "{'num_train*", "{'per_device_train_batch_size': 4}-allow3*", "{'num_samples': 91*"
+)
 @pytest.mark.parametrize(
     ("arguments", "allow", "error", "words"),
     [

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from adapter_suite import AdapterSuite
 from preloads import TRAINER
 
 pytest.importorskip("transformers")
 
 from transformers_workloads import train
 
-from resumekit.testing import KILL_POINTS, ConformanceSuite, KillPoint, Kit
+from resumekit.testing import KILL_POINTS, KillPoint, Kit
 
 FEEDS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -33,7 +34,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-class TestTransformers(ConformanceSuite):
+class TestTransformers(AdapterSuite):
     function = train
     steps_per_epoch = 12
     save_every = 3
@@ -71,6 +72,7 @@ class TestTransformers(ConformanceSuite):
             options["evaluate"] = "no"  # reported as lost, see test_transformers.py
         kit.assert_exact(self.cell(combination["kill"], options))
 
+    @pytest.mark.quick("mid-epoch-2")
     @pytest.mark.parametrize("accumulate", [2, 5])
     @pytest.mark.parametrize("kill", ["mid-epoch", "boundary"])
     def test_an_accumulated_run_continues_exactly(

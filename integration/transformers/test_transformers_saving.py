@@ -49,6 +49,11 @@ def trained(directory: Path, options: dict[str, Any] | None = None, **arguments:
 END = 2 * STEPS_PER_EPOCH
 
 
+@pytest.mark.quick(
+    "{'save_strategy': 'steps', 'save_steps': 7*",
+    "{'save_strategy': 'epoch*",
+    "{'save_strategy': 'no*",
+)
 @pytest.mark.parametrize(
     ("arguments", "steps", "words"),
     [
@@ -160,6 +165,7 @@ def _lose_the_manifest(step: Path) -> None:
 DAMAGES = (_truncate, _flip_a_bit_of_the_optimizer, _lose_the_optimizer, _lose_the_manifest)
 
 
+@pytest.mark.quick("_flip_a_bit_of_the_optimizer", "_lose_the_manifest")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_one_before_is_used(
     tmp_path: Path, damage: Any, capfd: pytest.CaptureFixture[str]
@@ -184,6 +190,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_never_starts_over(tmp_path: 
         trained(tmp_path)
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("during", ["forward", "backward"])
 def test_a_signal_in_the_middle_of_a_step_leaves_at_its_end(tmp_path: Path, during: str) -> None:
     whole = trained(tmp_path / "whole", augment=True, logging_steps=1)
@@ -240,6 +247,7 @@ class CountingLoss:
         return outputs["logits"].square().mean()
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_what_user_code_counts_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool

@@ -58,6 +58,7 @@ def test_it_is_the_stock_script_and_the_line_of_the_callback() -> None:
     assert removed == {line for line in NOT_NEEDED.splitlines() if line} | set(REPLACED)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="pip install transformers")
 def test_it_continues_exactly_with_the_trainers_own_saving_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

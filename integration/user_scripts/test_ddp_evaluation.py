@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from preloads import TORCH
+from preloads import ALL
 from script_judge import Script, ScriptJudge
 
-PRELOAD = (*TORCH, "accelerate")
+pytestmark = pytest.mark.full
+
+PRELOAD = ALL
 CASES = ("before", "resumed", "inside", "accelerate")
 
 

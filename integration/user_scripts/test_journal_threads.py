@@ -7,6 +7,8 @@ import re
 import pytest
 from script_judge import Execution, Script, ScriptJudge, differences
 
+pytestmark = pytest.mark.full
+
 PRELOAD: tuple[str, ...] = ()  # torchrun starts every launch cold
 STEPS = range(9, 16)  # saved after step 8, killed inside step 16: these are repeated
 THREADS = Script("ddp_threads.py", num_ranks=2, kills=(16,), torchrun=True)

@@ -37,32 +37,38 @@ def bare(name: str) -> Script:
     return Script(name, ("--bare",), kills=KILLS[name])
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_with_its_variables_in_extras_a_script_is_exact(judge: ScriptJudge, name: str) -> None:
     judge.assert_exact(given(name))
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_without_the_extras_of_the_checkpoint_it_differs(judge: ScriptJudge, name: str) -> None:
     judge.assert_differs(given(name), "trained", *FIELDS[name], without="extras")
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_strict_starts_with_the_variables_in_extras(judge: ScriptJudge, name: str) -> None:
     run = judge.run_uninterrupted(given(name).with_arguments("--strict")).require_success()
     assert not run.warnings
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_with_nothing_added_it_differs(judge: ScriptJudge, name: str) -> None:
     judge.assert_differs(bare(name), "trained", *FIELDS[name])
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_with_nothing_added_warnings_name_the_variables(judge: ScriptJudge, name: str) -> None:
     judge.assert_warns(bare(name), *CARRIED[name])
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_extras_change_no_bit_of_a_run(judge: ScriptJudge, name: str) -> None:
     one, other = judge.run_uninterrupted(bare(name)), judge.run_uninterrupted(given(name))
@@ -72,6 +78,7 @@ def test_extras_change_no_bit_of_a_run(judge: ScriptJudge, name: str) -> None:
     ]
 
 
+@pytest.mark.quick("nanogpt.py")
 @SCRIPTS
 def test_with_nothing_added_strict_refuses_its_variables(judge: ScriptJudge, name: str) -> None:
     judge.assert_strict_refuses(bare(name), *ASSIGNED[name])

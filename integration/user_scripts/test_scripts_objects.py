@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from preloads import ACCELERATE, LIGHTNING
+from preloads import ALL
 from script_judge import USER_STATE, Script, ScriptJudge
 
-PRELOAD = (*LIGHTNING, *ACCELERATE, "resumekit.adapters.torch")
+PRELOAD = ALL
 CASES = pytest.mark.parametrize("case", ["anneal", "roll", "flip", "permute"])
 DQN = Script("dqn_lightning.py")
 EARLY_STOPPING = Script("early_stopping.py")
@@ -16,16 +16,19 @@ def script(case: str) -> Script:
     return Script("helper_objects.py", ("--case", case))
 
 
+@pytest.mark.full
 @CASES
 def test_an_object_in_an_attribute_is_restored(judge: ScriptJudge, case: str) -> None:
     judge.assert_exact(script(case))
 
 
+@pytest.mark.full
 @CASES
 def test_without_user_state_it_differs(judge: ScriptJudge, case: str) -> None:
     judge.assert_differs(script(case), "extra", without=USER_STATE)
 
 
+@pytest.mark.full
 @CASES
 def test_strict_starts_with_an_object_in_an_attribute(judge: ScriptJudge, case: str) -> None:
     run = judge.run_uninterrupted(script(case).with_arguments("--strict")).require_success()
@@ -36,6 +39,7 @@ def test_agent_environment_and_replay_buffer_of_a_module_are_restored(judge: Scr
     judge.assert_exact(DQN)
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("batches", ["5", "16"])
 def test_a_replay_buffer_is_sampled_again_as_it_was_when_the_epoch_began(
     judge: ScriptJudge, batches: str
@@ -47,6 +51,7 @@ def test_an_agent_that_each_launch_makes_again_differs(judge: ScriptJudge) -> No
     judge.assert_differs(DQN.with_arguments("--forget", "yes"), "trained", "agent", "inputs")
 
 
+@pytest.mark.full
 def test_strict_starts_with_an_agent_in_an_attribute(judge: ScriptJudge) -> None:
     run = judge.run_uninterrupted(DQN.with_arguments("--strict")).require_success()
     assert not run.warnings
@@ -59,11 +64,13 @@ def test_a_stream_that_reads_a_growing_buffer_differs_and_is_reported(judge: Scr
     judge.assert_strict_refuses(late, "buffer")
 
 
+@pytest.mark.full
 def test_early_stopping_in_extras_is_exact(judge: ScriptJudge) -> None:
     judge.assert_exact(EARLY_STOPPING)
     judge.assert_differs(EARLY_STOPPING, "stopper", without="extras")
 
 
+@pytest.mark.full
 def test_early_stopping_that_was_not_given_differs_and_is_reported(judge: ScriptJudge) -> None:
     bare = EARLY_STOPPING.with_arguments("--bare")
     judge.assert_differs(bare, "stopper")

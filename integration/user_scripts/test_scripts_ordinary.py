@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from preloads import ACCELERATE, DEEPSPEED, LIGHTNING, TRAINER
+from preloads import ALL
 from script_judge import Script, ScriptJudge
 
-PRELOAD = (
-    *dict.fromkeys((*TRAINER, *LIGHTNING, *ACCELERATE, *DEEPSPEED)),
-    "torchmetrics.classification",
-    "tqdm.auto",
-    "transformers.models.bert.modeling_bert",
-)
+PRELOAD = ALL
 
 
 def loop(name: str, kill: int = 7, num_ranks: int = 1) -> Script:
@@ -53,6 +48,13 @@ SCRIPTS = (
 
 
 # strict=True refuses whatever is not exact, so a run that finishes has nothing to report.
+@pytest.mark.quick(
+    "ordinary_loops.py:evaluation*",
+    "ordinary_loops.py:ddp_meters-2",
+    "ordinary_frameworks.py:accelerate_accumulation*",
+    "ordinary_trainers.py:trainer_evaluating*",
+    "ordinary_trainers.py:lightning_metrics*",
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: f"{each.name}-{each.num_ranks}")
 def test_it_starts_without_a_warning_and_is_resumed_exactly(
     judge: ScriptJudge, script: Script

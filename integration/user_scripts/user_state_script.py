@@ -6,9 +6,6 @@ Arguments: ``torch`` or ``trainer``, the folder, and the step at which to kill i
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections import deque, namedtuple
 from pathlib import Path
 from typing import Any
@@ -114,17 +111,14 @@ class Acting(Net):
 class Diary:
     """What each step did, by the script's own means."""
 
-    def __init__(self, folder: Path, kill_at: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._file = folder / "diary"
-        self._kill_at = kill_at
 
     def note(self, step: int, loss: torch.Tensor, model: nn.Module) -> None:
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         line = f"{step} {float(loss).hex()} {xxhash.xxh3_64_hexdigest(weights)}\n"
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line)
-        if step == self._kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_torch(folder: Path, diary: Diary, **options: Any) -> None:
@@ -193,9 +187,7 @@ def train_trainer(folder: Path, diary: Diary, **options: Any) -> None:
     trainer.train()
 
 
-if __name__ == "__main__":
+def train(directory: str, *, kind: str) -> None:
     torch.manual_seed(0)
-    kind, target, kill = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    target.mkdir(parents=True, exist_ok=True)
-    run = {"torch": train_torch, "trainer": train_trainer}[kind]
-    run(target, Diary(target, kill), strict=True)
+    folder = Path(directory)
+    {"torch": train_torch, "trainer": train_trainer}[kind](folder, Diary(folder), strict=True)

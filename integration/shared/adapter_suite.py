@@ -1,0 +1,53 @@
+"""The conformance suite as the adapters of this repository inherit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resumekit.testing import ConformanceSuite, Kit
+
+
+class AdapterSuite(ConformanceSuite):
+    """The suite on the warm server that all files of its framework share.
+
+    The quick set has each adapter killed on one rank and on two, and what the adapter itself saves
+    left out once. Kill points and the components of the core are tested without a framework.
+    """
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def kit(cls, warm: Any) -> Kit:
+        """The kit of the files with the same ``PRELOAD``."""
+        found: Kit = warm.kit(cls.preload)
+        return found
+
+    @pytest.mark.quick("twice in one epoch-2 ranks", "on the boundary-1 rank")
+    def test_a_killed_run_continues_exactly(self, kit: Kit, kill: str, world_size: int) -> None:
+        super().test_a_killed_run_continues_exactly(kit, kill, world_size)
+
+    @pytest.mark.quick("2 ranks")
+    def test_a_run_that_was_asked_to_leave_continues_exactly(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        super().test_a_run_that_was_asked_to_leave_continues_exactly(kit, world_size)
+
+    @pytest.mark.quick(
+        *(f"{key}-1 rank" for key in ("model", "optimizer", "lr_scheduler", "data", "callbacks/*"))
+    )
+    def test_a_component_left_out_is_caught_and_named(
+        self, kit: Kit, component: str, world_size: int
+    ) -> None:
+        super().test_a_component_left_out_is_caught_and_named(kit, component, world_size)
+
+    @pytest.mark.quick("1 rank")
+    def test_the_identical_command_starts_resumes_and_then_does_nothing(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        super().test_the_identical_command_starts_resumes_and_then_does_nothing(kit, world_size)
+
+    @pytest.mark.full
+    def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
+        super().test_a_cold_start_continues_exactly(tmp_path)
