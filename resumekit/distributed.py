@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,15 +34,6 @@ AGREEMENT_TIMEOUT_SECONDS = 600
 
 # Disjoint groups of ranks, each in ascending order, in the order of their first ranks.
 Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The rank of this process and its node."""
-
-    rank: int = 0
-    world_size: int = 1
-    node: str = ""  # names this process's host among those of the job
 
 
 @dataclass(frozen=True)
@@ -110,25 +101,25 @@ class WorldChange:
 
 
 def groups_of(
-    pattern: SharingPattern, world: Sequence[Layout], declared: Sequence[Sequence[int]]
+    pattern: SharingPattern, nodes: Sequence[str], declared: Sequence[Sequence[int]]
 ) -> Groups:
     """The ranks that hold one state of a component together, group by group.
 
     Args:
         pattern: the component's sharing pattern.
-        world: the layout of every rank, in rank order.
+        nodes: the node of every rank, in rank order.
         declared: for each rank the ranks of its process group; none where it was given none.
     """
-    ranks = range(len(world))
+    ranks = range(len(nodes))
     if any(declared):
         return tuple(sorted({tuple(sorted(group)) for group in declared}))
     if pattern is SharingPattern.PER_RANK:
         return tuple((rank,) for rank in ranks)
     if pattern is SharingPattern.PER_NODE:
-        nodes: dict[str, list[int]] = {}
+        of_node: dict[str, list[int]] = {}
         for rank in ranks:
-            nodes.setdefault(world[rank].node, []).append(rank)
-        return tuple(map(tuple, nodes.values()))
+            of_node.setdefault(nodes[rank], []).append(rank)
+        return tuple(map(tuple, of_node.values()))
     return (tuple(ranks),)
 
 
@@ -140,28 +131,23 @@ class _Outcome:
     error: ResumekitError | None = None
 
 
+@dataclass(frozen=True)
 class World:
     """The ranks of the job, or of a group of them, as one process sees them.
 
     Args:
-        layout: of this process.
+        rank: the global rank of this process.
+        node: names this process's host among those of the job.
+        ranks: the global ranks.
         group: their gloo group; None for one rank.
-        ranks: their global ranks; by default all ranks of the job.
         timeout_seconds: after which a rank that waits for the others gives up.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        group: Any = None,
-        *,
-        ranks: tuple[int, ...] = (),
-        timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS,
-    ) -> None:
-        self.layout = layout
-        self.ranks = ranks or tuple(range(layout.world_size))
-        self._group = group
-        self._timeout_seconds = timeout_seconds
+    rank: int = 0
+    node: str = ""
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+    timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS
 
     @classmethod
     def current(cls, *, timeout_seconds: float = AGREEMENT_TIMEOUT_SECONDS) -> World:
@@ -183,11 +169,11 @@ class World:
                     expected="one process group over all ranks",
                     remedy="Call init_process_group before the Checkpointer is made",
                 )
-            return cls(Layout())
+            return cls()
         rank, world_size = dist.get_rank(), dist.get_world_size()
         # torchrun numbers the nodes; other launchers leave them to their names.
-        layout = Layout(rank, world_size, os.environ.get("GROUP_RANK") or socket.gethostname())
-        world = cls(layout, ranks=(rank,), timeout_seconds=timeout_seconds)
+        node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        world = cls(rank, node, (rank,), timeout_seconds=timeout_seconds)
         return world.within((tuple(range(world_size)),))
 
     def within(self, groups: Groups) -> World:
@@ -200,16 +186,11 @@ class World:
         for ranks in groups:
             group = None
             if len(ranks) > 1:
-                timeout = timedelta(seconds=self._timeout_seconds)
+                timeout = timedelta(seconds=self.timeout_seconds)
                 group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
             if self.rank in ranks:
-                mine = World(self.layout, group, ranks=ranks, timeout_seconds=self._timeout_seconds)
+                mine = replace(self, group=group, ranks=ranks)
         return mine
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this process."""
-        return self.layout.rank
 
     @property
     def world_size(self) -> int:
@@ -231,7 +212,7 @@ class World:
             return [value]
         values: list[Any] = [None] * self.world_size
         with _others_answer():
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -244,7 +225,7 @@ class World:
             return value
         values = [value]
         with _others_answer():
-            dist.broadcast_object_list(values, src=self.ranks[0], group=self._group)
+            dist.broadcast_object_list(values, src=self.ranks[0], group=self.group)
         return values[0]
 
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -257,7 +238,7 @@ class World:
         """
         largest = torch.tensor(values)
         with _others_answer():
-            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
 
         def result() -> list[int]:
@@ -309,14 +290,14 @@ class World:
         made: list[_Outcome] | None = None
         with _others_answer():
             first_has = values if self.is_first else None
-            dist.gather_object(value, first_has, dst=self.ranks[0], group=self._group)
+            dist.gather_object(value, first_has, dst=self.ranks[0], group=self.group)
         if self.is_first:
             outcome = self._attempt(lambda: make(values))
             failed = outcome.error is not None
             made = [outcome] * len(values) if failed else list(map(_Outcome, outcome.value))
         mine: list[Any] = [None]
         with _others_answer():
-            dist.scatter_object_list(mine, made, src=self.ranks[0], group=self._group)
+            dist.scatter_object_list(mine, made, src=self.ranks[0], group=self.group)
         return self._result(mine[0])  # type: ignore[no-any-return]
 
     def _result(self, outcome: _Outcome) -> Any:

@@ -197,7 +197,8 @@ def changes(then: Header, now: Header) -> tuple[str, ...]:
     found += [f"{OPTION} {name}" for name in _differ(then.options, now.options)]
     if now.excluded:
         found.append(f"{', '.join(now.excluded)} not restored")
-    found += [_code_change(name) for name in _differ(then.code, now.code)]
+    code = _differ(then.code, now.code)
+    found += [name if name == COMMAND else f"source of {name}" for name in code]
     return tuple(found)
 
 
@@ -236,10 +237,6 @@ def _differ(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     opened by its first step may come later in one that resumed elsewhere in the loop.
     """
     return [name for name in then if name in now and then[name] != now[name]]
-
-
-def _code_change(name: str) -> str:
-    return "command line" if name == COMMAND else f"source of {name}"
 
 
 # ---------------------------------------------------------------- conditions of an attempt

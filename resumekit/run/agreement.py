@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from resumekit.distributed import DataRanks, Groups, Layout, World, groups_of, ranks_of, who_said
+from resumekit.distributed import DataRanks, Groups, World, groups_of, ranks_of, who_said
 from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
@@ -52,18 +52,18 @@ class ComponentGroups:
         """
         own_ranks: dict[str, tuple[int, ...]] = {}
 
-        def declare() -> tuple[Layout, dict[str, tuple[int, ...]]]:
+        def declare() -> tuple[str, dict[str, tuple[int, ...]]]:
             own_ranks.update({each.key: _declared(each, named, world) for each in components})
-            return world.layout, own_ranks
+            return world.node, own_ranks
 
         said = world.everywhere(declare)
-        layouts = [layout for layout, _ in said]
+        nodes = [node for node, _ in said]
         groups: dict[str, Groups] = {}
         for each in components:
             assert isinstance(each.sharing_pattern, SharingPattern)
             declared = [declarations[each.key] for _, declarations in said]
             _require_groups(each.key, declared)
-            groups[each.key] = groups_of(each.sharing_pattern, layouts, declared)
+            groups[each.key] = groups_of(each.sharing_pattern, nodes, declared)
         return cls(world.rank, groups)
 
     def __contains__(self, key: str) -> bool:
@@ -201,11 +201,6 @@ def recorded_data_ranks(manifest: Manifest) -> DataRanks:
     return DataRanks(tuple(listed))
 
 
-# One state on all ranks, or on all ranks of a group.
-_REPLICATED = frozenset(
-    {SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE}
-)
-
 _NO_BOX = Box((), ())  # of a leaf that is no shard
 _NOTHING = Copy(WHOLE, _NO_BOX, "nothing")
 
@@ -232,7 +227,7 @@ class Replicas:
         compared = [
             each
             for each in components
-            if each.sharing_pattern in (*_REPLICATED, SharingPattern.SHARDED)
+            if each.sharing_pattern not in (SharingPattern.GLOBAL, SharingPattern.PER_RANK)
             and Validation.OFF not in (each.validate, level)
         ]
         self._at_save = compared if world.world_size > 1 else []
@@ -257,17 +252,17 @@ class Replicas:
     def _check(self, components: Sequence[StateComponent]) -> None:
         if not components:
             return
-        held: dict[str, dict[str, Copy]] = {}
+        common: dict[str, dict[str, Copy]] = {}
 
         def digest() -> dict[str, dict[str, str]]:
-            held.update({each.key: self._copies(each) for each in components})
-            return {key: _by_holders(copies) for key, copies in held.items()}
+            common.update({each.key: self._copies(each) for each in components})
+            return {key: _by_holders(copies) for key, copies in common.items()}
 
         every = self._world.everywhere(digest)
         for each in components:
             groups = self._membership.groups(each.key)
             if any(_is_in_doubt([every[rank][each.key] for rank in group]) for group in groups):
-                copies = self._world.gather(held[each.key])
+                copies = self._world.gather(common[each.key])
                 for group in groups:
                     self._refuse(each, {rank: copies[rank] for rank in group})
 

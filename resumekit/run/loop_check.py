@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -67,9 +67,7 @@ class LoopCheck:
         self._saved = saved
         self._lines: dict[str, CaptureLine] = {}
         self._unconfirmed: list[Unconfirmed] = []
-        self._variables = LoopVariables(
-            extras, options.transient, saved, limit_bytes=options.user_state_limit
-        )
+        self._variables = LoopVariables(options, extras, saved)
         self._made_by_caller = _objects_of_caller()
         self._num_steps = 0
         self.remedies: Mapping[Slot, str] = REMEDIES
@@ -165,26 +163,20 @@ class LoopVariables:
     """Analyses each loop of the user once, and confirms what it finds on the objects.
 
     Args:
+        options: of the run.
         extras: the user's live dict.
-        transient: the names that are not reported.
         saved: gives what the checkpoints of the run hold, at any time.
-        limit_bytes: the most that is digested of one object.
     """
 
     def __init__(
-        self,
-        extras: Mapping[Any, Any],
-        transient: Iterable[str],
-        saved: Callable[[], SavedObjects],
-        *,
-        limit_bytes: int,
+        self, options: Options, extras: Mapping[Any, Any], saved: Callable[[], SavedObjects]
     ) -> None:
+        self._options = options
         self._extras = extras
-        self._transient = frozenset(transient)
+        self._transient = frozenset(options.transient)
         self._saved = saved
         self._given = SavedObjects()  # while a loop is entered
         self._modules: Sequence[nn.Module] = ()  # that were saved when the last loop was entered
-        self._limit_bytes = limit_bytes
         self._lines: list[CaptureLine] = []
         self._candidates: list[_Candidate] = []
         self._copies: dict[str, Any] = {}  # values of extras that the loop may leave stale
@@ -320,7 +312,8 @@ class LoopVariables:
 
     def _digest(self, value: Any) -> int | None:
         """Of what an object holds beside what the run saves."""
-        return content_digest(value, limit_bytes=self._limit_bytes, foreign=self._modules)
+        limit_bytes = self._options.user_state_limit
+        return content_digest(value, limit_bytes=limit_bytes, foreign=self._modules)
 
     def _is_silent(
         self, variable: Variable, kept: set[str], value_of: Callable[[str], Any]
