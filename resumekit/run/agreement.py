@@ -50,11 +50,9 @@ class ComponentGroups:
             DeclarationError: a component's process group is not one, or does not hold this rank.
             RankDisagreementError: the ranks do not form groups; it names who said what.
         """
-        own_ranks: dict[str, tuple[int, ...]] = {}
 
         def declare() -> tuple[str, dict[str, tuple[int, ...]]]:
-            own_ranks.update({each.key: _declared(each, named, world) for each in components})
-            return world.node, own_ranks
+            return world.node, {each.key: _declared(each, named, world) for each in components}
 
         said = world.everywhere(declare)
         nodes = [node for node, _ in said]

@@ -90,13 +90,11 @@ class Run:
         self._membership: ComponentGroups
         self._looked = False
         self._found: Found | None = None  # until it is loaded
-        self._former_frameworks: frozenset[str] | None = None  # under which that was saved
         self._report: ResumeReport | None = None
         self._resumed_from: Manifest | None = None  # until the trace has it
-        self._parent: Manifest | None = None  # of the checkpoint that this attempt resumed from
+        self._parent: Manifest | None = None  # of the checkpoint that this attempt resumes from
         self._fresh: tuple[str, ...] = ()  # components that it lacks
         self._fingerprint: dict[str, Any] = {}
-        self._injected = injected_components()
 
     @property
     def components(self) -> tuple[StateComponent, ...]:
@@ -132,15 +130,14 @@ class Run:
             return self._found is not None
         self.world.require_equal("options", self.options.as_plain())
         store = self._open()
-        left_out = frozenset(self.options.exclude) | self._injected
+        left_out = frozenset(self.options.exclude) | injected_components()
         self._data_ranks = agreed_data_ranks(self.world, self._data_parallel_group, self._groups)
         known = () if callable(self._given) else self.components
         membership = self._agree_on_components(known)
         sources = self._sources(membership)
         finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
-        if self._found is not None:
-            self._former_frameworks = frameworks_of(self._found.manifest)
+        self._parent = self._found and self._found.manifest
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
@@ -253,7 +250,7 @@ class Run:
         changes = loading.divide()
         self.reporter.log_changes(changes)
         messages = loading.load(fit.fresh)
-        self._parent, self._fresh = found.manifest, fit.fresh
+        self._fresh = fit.fresh
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
         warnings, notes = drift_messages(fit.differences, self.options)
@@ -330,10 +327,10 @@ class Run:
     @property
     def _is_from_elsewhere(self) -> bool:
         """Whether another framework may have written the checkpoint."""
-        if self._former_frameworks is None:
+        if self._parent is None:
             return False
         is_known = self._report is not None or not callable(self._given)
-        return not is_known or frameworks_in(self.components) != self._former_frameworks
+        return not is_known or frameworks_in(self.components) != frameworks_of(self._parent)
 
     def finish_again(self) -> None:
         """A finished run was started again: all state is back, and there is nothing to do."""
