@@ -143,7 +143,6 @@ class Comparison:
         self._has_begun = False
         self._obstacle = ""
         self._loss_obstacle, self._largest = "", 0.0
-        self._losses: dict[int, float] = {}
 
     def _take(self, then: Header, records: Sequence[Record]) -> None:
         latest: dict[int, _Past] = {}

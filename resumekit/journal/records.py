@@ -39,7 +39,6 @@ class Has(IntEnum):
     DEVICE_RNG = 8
     LR = 16  # lr and lr_digest
     LOSS = 32
-    IDS_OF_ALL_RANKS = 64  # ids_sum and num_samples are summed over the data-parallel ranks
 
 
 class Record(NamedTuple):
