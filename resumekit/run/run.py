@@ -137,7 +137,7 @@ class Run:
         sources = self._sources(membership)
         finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
-        self._parent = self._found and self._found.manifest
+        self._parent = None if self._found is None else self._found.manifest
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
             self.counters.load_state_dict(progress)
