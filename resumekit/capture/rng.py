@@ -73,25 +73,24 @@ class RngState(ComponentState):
         fields = {"python": dict, "numpy": dict, "torch": torch.Tensor, "cuda": list}
         require_fields(self.key, state, {**fields, "generators": dict})
         live = self.state_dict()
-        saved_names, live_names = list(state["generators"]), list(self.generators)
+        then, now = state["generators"], live["generators"]
         mismatches = [
             Mismatch(name, "the checkpoint has no such generator", "one, as in this run")
-            for name in live_names
-            if name not in saved_names
+            for name in now
+            if name not in then
         ]
         mismatches += [
-            Mismatch(name, "a generator in the checkpoint", f"one of {live_names}")
-            for name in saved_names
-            if name not in live_names
+            Mismatch(name, "a generator in the checkpoint", f"one of {list(now)}")
+            for name in then
+            if name not in now
         ]
-        pairs = {name: (state[name], live[name]) for name in ("python", "numpy", "torch")}
-        for name in live_names:
-            if name in saved_names:
-                pairs[name] = (state["generators"][name], live["generators"][name])
-        for name, (then, now) in pairs.items():
-            kind_then, kind_now = _kind(then), _kind(now)
-            if kind_then != kind_now:
-                mismatches.append(Mismatch(name, kind_then, f"{kind_now}, as in this run"))
+        pairs = [(name, state[name], live[name]) for name in ("python", "numpy", "torch")]
+        pairs += [(name, then[name], now[name]) for name in now if name in then]
+        mismatches += [
+            Mismatch(name, _kind(saved), f"{_kind(live_state)}, as in this run")
+            for name, saved, live_state in pairs
+            if _kind(saved) != _kind(live_state)
+        ]
         refuse(self.key, mismatches, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -101,11 +100,10 @@ class RngState(ComponentState):
             Messages about CUDA devices on one side only, and about NumPy seed sequences whose
             ``spawn()`` gives other children.
         """
-        messages: list[str] = []
         set_python_state(random, state["python"])
         np.random.set_state(state["numpy"])
         torch.default_generator.set_state(state["torch"])
-        messages += _restore_cuda(state["cuda"])
+        messages = _restore_cuda(state["cuda"])
         for name, saved in state["generators"].items():
             message = set_generator_state(self.generators[name], saved)
             messages += [f"{name}: {message}"] if message else []
@@ -153,11 +151,8 @@ def _kind(state: Any) -> str:
 
 def _cuda_generators() -> tuple[torch.Generator, ...]:
     # Reading the states before CUDA is in use would create a context on every device.
-    return torch.cuda.default_generators if _uses_cuda() else ()
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch 2.13
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch 2.13
+    return torch.cuda.default_generators if is_used else ()
 
 
 def _restore_cuda(saved: list[torch.Tensor]) -> list[str]:

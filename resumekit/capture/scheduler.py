@@ -101,8 +101,11 @@ class SchedulerState(ComponentState):
         """
         live = self.scheduler.state_dict()
         saved = state["state"]
+        both = isinstance(saved, dict) and isinstance(live, dict)
         messages = tuple(
-            f"{name} is not in the checkpoint and stays as built" for name in _absent(saved, live)
+            f"{name} is not in the checkpoint and stays as built"
+            for name in (live if both else ())
+            if name not in saved
         )
         kept = _horizons(self.scheduler) if self.keep_horizon else []
         # torch's schedulers keep the dict that they load, and some modify it: they get a copy.
@@ -120,19 +123,27 @@ class SchedulerState(ComponentState):
         }
 
 
-def _classes(scheduler: Any, where: str = "") -> dict[str, str]:
+def _tree(scheduler: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The scheduler and all schedulers that it is composed of (SequentialLR, ChainedScheduler).
+
+    Yields:
+        What the names of its values begin with, ``_schedulers[0].``, and the scheduler.
+    """
+    yield prefix, scheduler
+    for index, part in enumerate(getattr(scheduler, _PARTS, ())):
+        yield from _tree(part, f"{prefix}{_PARTS}[{index}].")
+
+
+def _classes(scheduler: Any) -> dict[str, str]:
     """The classes of the scheduler (under ``""``) and of its parts, by dotted name."""
-    found = {where: class_name(scheduler)}
-    for name, part in parts(scheduler):
-        found.update(_classes(part, f"{where}.{name}" if where else name))
-    return found
+    return {prefix.removesuffix("."): class_name(each) for prefix, each in _tree(scheduler)}
 
 
 def _class_mismatches(then: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[Mismatch]:
     for where in [*now, *(where for where in then if where not in now)]:
         saved, live = str(then.get(where, "nothing")), now.get(where, "nothing")
         if not is_same_class(saved, live):
-            yield Mismatch(where, f"{saved} in the checkpoint", f"{live}, as in this run")
+            yield Mismatch.changed(where, saved, live)
 
 
 def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
@@ -168,12 +179,6 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 0
 
 
-def _absent(saved: Any, live: Any) -> list[str]:
-    if not isinstance(saved, dict) or not isinstance(live, dict):
-        return []
-    return [str(name) for name in live if name not in saved]
-
-
 def _copied(saved: Any, live: Any) -> Any:
     """A copy of the saved state with its tensors on the device of the live ones."""
     devices = {value.device for value in _tensors(live)}
@@ -195,9 +200,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _horizons(scheduler: Any) -> list[tuple[Any, dict[str, Any]]]:
     """The horizon attributes of the scheduler, its parts and its callables, by their object."""
-    kept = [(scheduler, copy.deepcopy(horizon_attributes(scheduler)))]
-    kept += [(function, callable_attributes(function)) for _, function in callables(scheduler)]
-    return kept + [entry for _, part in parts(scheduler) for entry in _horizons(part)]
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    for _, each in _tree(scheduler):
+        kept.append((each, copy.deepcopy(horizon_attributes(each))))
+        kept += [(function, callable_attributes(function)) for _, function in callables(each)]
+    return kept
 
 
 def horizon(scheduler: Any) -> dict[str, Any]:
@@ -208,26 +215,30 @@ def horizon(scheduler: Any) -> dict[str, Any]:
     Args:
         scheduler: any learning-rate scheduler.
     """
-    found = dict(horizon_attributes(scheduler))
-    for name, function in callables(scheduler):
-        found.update({f"{name}.{key}": value for key, value in _arguments(function).items()})
-    for name, part in parts(scheduler):
-        found.update({f"{name}.{key}": value for key, value in horizon(part).items()})
+    found: dict[str, Any] = {}
+    for prefix, each in _tree(scheduler):
+        found.update(_prefixed(prefix, horizon_attributes(each)))
+        for name, function in callables(each):
+            found.update(_prefixed(f"{prefix}{name}.", _arguments(function)))
     return found
 
 
 def settings(scheduler: Any) -> dict[str, Any]:
     """The constructor's arguments that are no horizon: ``gamma``, ``eta_min``, ``mode``, .."""
-    lengths = horizon_attributes(scheduler)
-    built = _constructor_attributes(scheduler)
-    found = {name: value for name, value in built.items() if name not in lengths}
-    for name, function in callables(scheduler):
-        code = getattr(inspect.unwrap(_plain_function(function)), "__code__", None)
-        numbers = [c for c in getattr(code, "co_consts", ()) if isinstance(c, (int, float))]
-        found[f"{name}.constants"] = numbers
-    for name, part in parts(scheduler):
-        found.update({f"{name}.{key}": value for key, value in settings(part).items()})
+    found: dict[str, Any] = {}
+    for prefix, each in _tree(scheduler):
+        lengths = horizon_attributes(each)
+        built = _constructor_attributes(each).items()
+        found.update(_prefixed(prefix, {k: v for k, v in built if k not in lengths}))
+        for name, function in callables(each):
+            code = getattr(inspect.unwrap(_plain_function(function)), "__code__", None)
+            numbers = [c for c in getattr(code, "co_consts", ()) if isinstance(c, (int, float))]
+            found[f"{prefix}{name}.constants"] = numbers
     return found
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def horizon_attributes(scheduler: Any) -> dict[str, Any]:
@@ -243,12 +254,6 @@ def callable_attributes(function: Any) -> dict[str, Any]:
     if isinstance(function, (functools.partial, types.FunctionType, types.MethodType)):
         return {}
     return _constructor_attributes(function)
-
-
-def parts(scheduler: Any) -> Iterator[tuple[str, Any]]:
-    """The schedulers that this one is composed of, by name (SequentialLR, ChainedScheduler)."""
-    for index, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        yield f"_schedulers[{index}]", part
 
 
 def callables(scheduler: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
