@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,9 @@ def test_an_unknown_value_is_refused(tmp_path: Path) -> None:
 
 
 def gradients_of(module: nn.Module) -> AccumulatedGradients:
-    return AccumulatedGradients(named_parameters(module), lambda: True, key="model/gradients")
+    return AccumulatedGradients(
+        partial(named_parameters, module), lambda: True, key="model/gradients"
+    )
 
 
 def brought_back(before: nn.Module, after: nn.Module) -> None:
@@ -319,7 +322,9 @@ def test_gradients_of_another_model_are_refused_with_its_name() -> None:
 
 def test_gradients_of_an_open_window_are_saved_although_steps_begin_without_any() -> None:
     model, is_open = nn.Linear(2, 1), [True]
-    gradients = AccumulatedGradients(named_parameters(model), lambda: is_open[0], key="model")
+    gradients = AccumulatedGradients(
+        partial(named_parameters, model), lambda: is_open[0], key="model"
+    )
     gradients.watch.inherit()  # as after steps that were seen to begin without gradients
     model(torch.ones(1, 2)).sum().backward()
     assert gradients.state_dict()["reason"] == "window"
@@ -329,7 +334,9 @@ def test_gradients_of_an_open_window_are_saved_although_steps_begin_without_any(
 
 def test_gradients_that_differ_between_the_ranks_allow_no_other_number_of_ranks() -> None:
     model = nn.Linear(2, 1)
-    gradients = AccumulatedGradients(named_parameters(model), lambda: True, key="model/gradients")
+    gradients = AccumulatedGradients(
+        partial(named_parameters, model), lambda: True, key="model/gradients"
+    )
     states = []
     for factor in (1.0, 2.0):
         model.zero_grad()

@@ -30,9 +30,9 @@ from resumekit.capture.gradients import (
 from resumekit.capture.model import IN_FP32, RANK_BUFFERS, TRAINED_IN, ModelState
 from resumekit.capture.naming import (
     by_class_and_ordinal,
+    by_clean_name,
     by_key,
     clean_name,
-    clean_names,
     one_or_named,
 )
 from resumekit.capture.not_given import REMEDIES, SavedObjects, Unconfirmed, not_given, slot_of
@@ -106,10 +106,10 @@ __all__ = [
     "bucket_components",
     "buckets_of",
     "by_class_and_ordinal",
+    "by_clean_name",
     "by_key",
     "class_name",
     "clean_name",
-    "clean_names",
     "content_digest",
     "ddp_around",
     "describe",

@@ -12,7 +12,7 @@ broadcast rank 0's buffers before the next forward pass.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
 from resumekit.capture.model import ModelState
-from resumekit.capture.naming import clean_names
+from resumekit.capture.naming import by_clean_name
 from resumekit.state import (
     ComponentState,
     Fidelity,
@@ -104,16 +104,12 @@ class GradientBuckets(ComponentState):
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
         """EXACT where the buckets can be restored, else the reason why not."""
-        for module in self._wrappers.values():
-            kept = _kept_by_hooks(module)
-            if kept:
-                reason = "the errors, counts and RNG states in it are reinitialised"
-                return Fidelity.LOST, f"the {kept} of a communication hook: {reason}"
-        for module in self._wrappers.values():
-            obstacle = _obstacle(module)
-            if obstacle:
-                reason = "the first step sums gradients in another order"
-                return Fidelity.EQUIVALENT, f"{obstacle}: {reason}"
+        for kept in filter(None, map(_kept_by_hooks, self._wrappers.values())):
+            reason = "the errors, counts and RNG states in it are reinitialised"
+            return Fidelity.LOST, f"the {kept} of a communication hook: {reason}"
+        for obstacle in filter(None, map(_obstacle, self._wrappers.values())):
+            reason = "the first step sums gradients in another order"
+            return Fidelity.EQUIVALENT, f"{obstacle}: {reason}"
         return Fidelity.EXACT, ""
 
     @property
@@ -192,8 +188,7 @@ def _obstacle(module: DistributedDataParallel) -> str:
         return "mixed_precision of DistributedDataParallel"
     if module._comm_hooks:
         return "a communication hook"
-    parameters = list(_parameters(module).values())
-    if any(map(_has_hooks, parameters)):
+    if any(map(_has_hooks, _parameters(module).values())):
         return "hooks on the gradients of parameters"
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "sparse gradients"
@@ -220,21 +215,13 @@ def _kept_by_hooks(module: DistributedDataParallel) -> str:
 
 
 def _state(module: DistributedDataParallel) -> dict[str, Any]:
-    state: dict[str, Any] = {}
     buckets = _buckets(module)
-    if buckets:
-        state[_BUCKETS] = buckets
+    state: dict[str, Any] = {_BUCKETS: buckets} if buckets else {}
     # torch 2.13 nn/parallel/distributed.py, will_sync_module_buffers. Without broadcasts the flag
     # may differ between ranks: one of them may have run an evaluation alone.
     if module.broadcast_buffers and module.modules_buffers:
         state[_BROADCASTS] = module.require_forward_param_sync
     return state
-
-
-def _logged(module: DistributedDataParallel) -> Mapping[str, Any]:
-    # torch 2.13 nn/parallel/distributed.py; no public API returns the buckets.
-    found: Mapping[str, Any] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    return found
 
 
 def _rebuild(module: DistributedDataParallel) -> None:
@@ -254,26 +241,26 @@ def _parameters(module: DistributedDataParallel) -> dict[str, Tensor]:
         for name, parameter in module.module.named_parameters()
         if parameter.requires_grad and name not in module.parameters_to_ignore
     }
-    names = clean_names(module.module, raw)
-    return {names[name]: parameter for name, parameter in raw.items()}
+    return by_clean_name(module.module, raw)
 
 
 def _buckets(module: DistributedDataParallel) -> Buckets:
-    listed = str(_logged(module).get("rebuilt_per_bucket_param_indices") or "")
+    # torch 2.13 nn/parallel/distributed.py; no public API returns the buckets.
+    logged = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    listed = str(logged.get("rebuilt_per_bucket_param_indices") or "")
     names = list(_parameters(module))
     return [[names[int(n)] for n in bucket.split()] for bucket in listed.split(",") if bucket]
 
 
-def _learn_order(module: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
+def _learn_order(module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
     """Runs a backward pass in which gradients become ready in the order of the parameters."""
-    every = list(parameters)
-    gradients = [parameter.grad for parameter in every]
+    gradients = [parameter.grad for parameter in parameters]
     module.reducer.prepare_for_forward()
     module.reducer.prepare_for_backward([])
     with torch.enable_grad():
-        for parameter in every:
+        for parameter in parameters:
             parameter.grad = None
             torch.autograd.backward(parameter.reshape(-1)[:1].sum() * 0)
-    for parameter, gradient in zip(every, gradients, strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     _rebuild(module)

@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from resumekit.capture.model import ModelState
-from resumekit.capture.naming import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.pipeline import is_same
 from resumekit.capture.restore import Mismatch, describe, refuse, require_dict, state_mismatches
 from resumekit.errors import DeclarationError, UnsupportedValueError
 from resumekit.serialization import FlatPart, fill, local_part, part_like
 
-# By name: importing it costs seconds, and a model that has one has loaded it. torch 2.13.
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+_WRAPPED = "_fsdp_wrapped_module"  # of FullyShardedDataParallel, as in naming.py
 _EXTRA_STATE = "_extra_state"
 _REMEDY = "Build the model as it was when the checkpoint was written"
 
@@ -42,7 +41,7 @@ Outline = dict[str, dict[str, Any]]
 def flat_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The sub-modules that FSDP1 wraps, by raw name."""
     for name, each in module.named_modules():
-        if any(f"{kind.__module__}.{kind.__qualname__}" == _FSDP1 for kind in type(each).__mro__):
+        if wrapped_attribute(each) == _WRAPPED:
             yield name, each
 
 
@@ -79,9 +78,8 @@ def flat_parts(key: str, module: nn.Module) -> dict[str, FlatPart]:
     for raw, fsdp in flat_modules(module):
         if fsdp._handle is not None:
             where = f"{key}: {raw}" if raw else key
-            prefix = f"{raw}.{wrapped_attribute(fsdp)}" if raw else wrapped_attribute(fsdp)
             for name, part in _parts_of(where, fsdp._handle):
-                parts[clean_name(module, f"{prefix}.{name}")] = part
+                parts[clean_name(module, _joined(raw, _WRAPPED, name))] = part
     return parts
 
 
@@ -103,19 +101,18 @@ def _parts_of(where: str, handle: Any) -> Iterator[tuple[str, FlatPart]]:
         )
     if not handle.uses_sharded_strategy:
         return  # not sharded: each rank has every parameter in its own shape
-    shard, copies = _local_shard(flat).detach(), _holders(handle)
+    shard, copies = _local_shard(flat).detach(), None
+    if handle.world_size != dist.get_world_size():  # several ranks hold it
+        copies = f"shard {handle.rank} of {handle.world_size}"
     first: dict[tuple[str, str], FlatPart] = {}
     for info, shape, local in zip(
         flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True
     ):
-        begin, offset, count = 0, 0, 0
+        begin, elements = 0, shard[:0]
         if local.in_shard:
-            begin, offset, count = (
-                local.intra_param_start_idx,
-                local.offset_in_shard,
-                local.numel_in_shard,
-            )
-        part = FlatPart(shape, begin, shard[offset : offset + count], copies)
+            begin = local.intra_param_start_idx
+            elements = shard.narrow(0, local.offset_in_shard, local.numel_in_shard)
+        part = FlatPart(shape, begin, elements, copies)
         first[info.module_name, info.param_name] = part
         yield _joined(info.module_name, info.param_name), part
     for info in flat._shared_param_infos:
@@ -133,13 +130,6 @@ def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _holders(handle: Any) -> str | None:
-    """Names the shard that several ranks hold; None where one rank holds it."""
-    if handle.world_size == dist.get_world_size():
-        return None
-    return f"shard {handle.rank} of {handle.world_size}"
-
-
 class FlatModelState(ModelState):
     """The state of a module with sub-modules under FSDP1. ``state_dict`` hooks are not called.
 
@@ -153,14 +143,13 @@ class FlatModelState(ModelState):
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters as shards, everything else as the modules give it; live, by clean name."""
-        parts = self._parts()
         raw: dict[str, Any] = {}
         for name, each in self.module.named_modules(remove_duplicate=False):
             if wrapped_attribute(each) is None:
                 each._save_to_state_dict(raw, f"{name}." if name else "", True)
-        names = clean_names(self.module, raw)
-        state = {names[n]: v.detach() if isinstance(v, Tensor) else v for n, v in raw.items()}
-        return {**state, **parts}
+        state = by_clean_name(self.module, raw)
+        live = {n: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
+        return {**live, **self._parts()}
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses other names, dtypes and shapes, and two values for tied parameters."""
@@ -178,7 +167,7 @@ class FlatModelState(ModelState):
             if isinstance(live, (Tensor, FlatPart)):
                 fill(live, state[name])
         for raw, each in self.module.named_modules():
-            name = clean_name(self.module, f"{raw}.{_EXTRA_STATE}" if raw else _EXTRA_STATE)
+            name = clean_name(self.module, _joined(raw, _EXTRA_STATE))
             if wrapped_attribute(each) is None and name in state:
                 each.set_extra_state(copy.deepcopy(state[name]))
         return ()
@@ -187,19 +176,6 @@ class FlatModelState(ModelState):
         """The parameters: ranks may have different buffers."""
         buffers = self.first_rank_only()
         return {name: value for name, value in self.state_dict().items() if name not in buffers}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The number of parameters, trainable and in total."""
-        parts = self._parts()
-        sizes: dict[int, tuple[int, bool]] = {}
-        for raw, parameter in self.module.named_parameters():
-            part = parts.get(clean_name(self.module, raw))
-            count = parameter.numel() if part is None else part.shape.numel()
-            sizes[id(parameter)] = (count, parameter.requires_grad)
-        return {
-            "num_parameters": sum(count for count, _ in sizes.values()),
-            "num_trainable_parameters": sum(count for count, trains in sizes.values() if trains),
-        }
 
     def _parts(self) -> dict[str, FlatPart]:
         """This rank's shards by wrapper-free name."""

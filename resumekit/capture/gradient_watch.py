@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from resumekit.capture.fsdp1 import flat_modules, free_gathered
-from resumekit.capture.naming import clean_name, clean_names, wrapped_attribute
+from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
 from resumekit.serialization import local_part
 
 # At the first boundaries every parameter is checked, later some of them in turn.
@@ -287,8 +287,7 @@ class FlatGradients:
                 name = clean_name(module, f"{path}{wrapped_attribute(fsdp)}.flat_param")
                 self._handles[name] = handle
         whole = {name: each for name, each in module.named_parameters() if id(each) not in managed}
-        names = clean_names(module, whole)
-        self._whole = {names[name]: parameter for name, parameter in whole.items()}
+        self._whole = by_clean_name(module, whole)
 
     def named(self) -> dict[str, Tensor]:
         """The flat parameters, resharded and with current ``.grad``, and the unwrapped ones."""

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
 from resumekit.capture.model import ModelState, RankBuffers
-from resumekit.capture.naming import clean_names
+from resumekit.capture.naming import by_clean_name
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
 from resumekit.capture.user_state import UserState
@@ -267,18 +268,9 @@ def _as_sharded(saved: Mapping[str, Any], parameter: Any) -> Tensor:
     )
 
 
-def named_parameters(module: nn.Module) -> Callable[[], Named]:
-    """A function that returns a module's parameters by wrapper-free name."""
-
-    def named() -> Named:
-        parameters = dict(module.named_parameters())
-        names = clean_names(module, parameters)
-        return {names[raw]: parameter for raw, parameter in parameters.items()}
-
-    return named
-
-
-_DERIVED_FROM_MODEL = (RankBuffers, GradientBuckets, AccumulatedGradients, UserState)
+def named_parameters(module: nn.Module) -> Named:
+    """A module's parameters by wrapper-free name."""
+    return by_clean_name(module, dict(module.named_parameters()))
 
 
 def gradient_components(
@@ -295,7 +287,8 @@ def gradient_components(
     """
     found: list[StateComponent] = []
     for component in components:
-        flat = _flat_of(component)
+        stateful = component.stateful
+        flat = FlatGradients(stateful.module) if isinstance(stateful, FlatModelState) else None
         named = _named_of(component) if flat is None else flat.named
         if named is not None:
             key = f"{component.key}/{_SUFFIX}"
@@ -319,9 +312,7 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
         ConfigurationError: a model keeps its gradients where they cannot be found.
     """
     for component in components:
-        if component.slot != Slot.MODEL.value or isinstance(
-            component.stateful, _DERIVED_FROM_MODEL
-        ):
+        if not _is_model(component):
             continue
         module = _module_of(component)
         if module is None:
@@ -345,15 +336,13 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
 def _named_of(component: StateComponent) -> Callable[[], Named] | None:
     if isinstance(component.stateful, OptimizerParameters):
         return component.stateful.named
-    if component.slot != Slot.MODEL.value or isinstance(component.stateful, _DERIVED_FROM_MODEL):
-        return None
-    module = _module_of(component)
-    return None if module is None else named_parameters(module)
+    module = _module_of(component) if _is_model(component) else None
+    return None if module is None else partial(named_parameters, module)
 
 
-def _flat_of(component: StateComponent) -> FlatGradients | None:
-    stateful = component.stateful
-    return FlatGradients(stateful.module) if isinstance(stateful, FlatModelState) else None
+def _is_model(component: StateComponent) -> bool:
+    derived = (RankBuffers, GradientBuckets, AccumulatedGradients, UserState)
+    return component.slot == Slot.MODEL.value and not isinstance(component.stateful, derived)
 
 
 def _module_of(component: StateComponent) -> nn.Module | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from resumekit.capture.naming import clean_names
+from resumekit.capture.naming import by_clean_name, clean_name, clean_names
 from resumekit.capture.restore import (
     Mismatch,
     describe,
@@ -20,7 +20,7 @@ from resumekit.capture.restore import (
     state_mismatches,
 )
 from resumekit.distributed import WorldChange
-from resumekit.serialization import fill, is_sharded, local_part
+from resumekit.serialization import FlatPart, fill, is_sharded, local_part
 from resumekit.state import ComponentState
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
@@ -57,15 +57,12 @@ class ModelState(ComponentState):
         Raises:
             ConfigurationError: two tensors have one wrapper-free name.
         """
-        raw = self.module.state_dict()
-        names = clean_names(self.module, raw)
-        return {names[name]: value for name, value in raw.items()}
+        return by_clean_name(self.module, self.module.state_dict())
 
     def replicated_state(self) -> dict[str, Any]:
         """The parameters and the sharded buffers: ranks may have different other buffers."""
-        raw = (name for name, _ in self.module.named_parameters(remove_duplicate=False))
-        names = set(clean_names(self.module, raw).values())
-        state = self.state_dict()
+        raw = dict(self.module.named_parameters(remove_duplicate=False))
+        names, state = by_clean_name(self.module, raw), self.state_dict()
         return {n: value for n, value in state.items() if n in names or is_sharded(value)}
 
     def check_state_dict(self, state: Any) -> None:
@@ -99,22 +96,62 @@ class ModelState(ComponentState):
 
     def first_rank_only(self) -> frozenset[str]:
         """The names of the unsharded buffers."""
-        buffers = clean_names(self.module, (name for name, _ in self.module.named_buffers()))
+        return frozenset(self.unsharded_buffers())
+
+    def unsharded_buffers(self) -> dict[str, Tensor]:
+        """The live persistent buffers that a replicated module has on each rank."""
         state = self.state_dict()
-        return frozenset(
-            name for name in buffers.values() if name in state and not is_sharded(state[name])
-        )
+        names = by_clean_name(self.module, dict(self.module.named_buffers()))
+        return {n: state[n] for n in names if n in state and not is_sharded(state[n])}
 
     def fingerprint(self) -> dict[str, Any]:
         """The number of parameters, trainable and in total."""
-        parameters = [p for p in self.module.parameters() if not is_lazy(p)]
+        parts = self._parts()
+        sizes = [
+            (parts.get(clean_name(self.module, raw), each).shape.numel(), each.requires_grad)
+            for raw, each in self.module.named_parameters()
+            if not is_lazy(each)
+        ]
         return {
-            "num_parameters": sum(p.numel() for p in parameters),
-            "num_trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "num_parameters": sum(size for size, _ in sizes),
+            "num_trainable_parameters": sum(size for size, trains in sizes if trains),
         }
 
+    def _parts(self) -> Mapping[str, FlatPart]:
+        """This rank's range of each parameter that is sharded without a DTensor, by name."""
+        return {}
 
-class RankBuffers(ComponentState):
+
+class NamedTensors(ComponentState):
+    """Live tensors by name, restored in place.
+
+    Args:
+        named: gives the tensors; called for each save and restore, because some may be added later.
+        key: the component's key, for errors.
+    """
+
+    remedy = _REMEDY
+
+    def __init__(self, named: Callable[[], dict[str, Tensor]], *, key: str) -> None:
+        self.named = named
+        self.key = key
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live values, not copies."""
+        return {name: tensor.detach() for name, tensor in self.named().items()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses other names, shapes and dtypes."""
+        refuse(self.key, state_mismatches(state, self.named()), remedy=self.remedy)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Copies every value into the live tensor of that name."""
+        for name, tensor in self.named().items():
+            fill(tensor, state[name])
+        return ()
+
+
+class RankBuffers(NamedTensors):
     """This rank's persistent buffers of a replicated module, by wrapper-free name.
 
     DDP averages gradients, not buffers: the running statistics of a batch norm follow each rank's
@@ -127,27 +164,7 @@ class RankBuffers(ComponentState):
     """
 
     def __init__(self, model: ModelState, *, key: str) -> None:
-        self.model = model
-        self.module = model.module
-        self.key = key
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The live buffers, not copies; sharded ones are saved with the model."""
-        state = self.model.state_dict()
-        raw_names = (name for name, _ in self.module.named_buffers())
-        names = clean_names(self.module, raw_names).values()
-        return {n: state[n] for n in names if n in state and not is_sharded(state[n])}
-
-    def check_state_dict(self, state: Any) -> None:
-        """Refuses other names, shapes and dtypes."""
-        refuse(self.key, state_mismatches(state, self.state_dict()), remedy=_REMEDY)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Copies every value into the live buffer of that name."""
-        with torch.no_grad():
-            for name, buffer in self.state_dict().items():
-                buffer.copy_(state[name])
-        return ()
+        super().__init__(model.unsharded_buffers, key=key)  # sharded ones are saved with the model
 
     def start_fresh(self) -> tuple[str, ...]:
         """A checkpoint of one rank has only the buffers of the module."""
@@ -212,19 +229,19 @@ def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
 def _ties(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     owner: dict[tuple[Any, ...], str] = {}
     for name, value in state.items():
-        if not _address(value):
+        if not address_of(value):
             continue
-        memory = (value.device, _address(value), value.shape, value.stride(), value.dtype)
+        memory = (value.device, address_of(value), value.shape, value.stride(), value.dtype)
         first = owner.setdefault(memory, name)
         if first != name:
             yield first, name
 
 
 def _is_one(tensor: Any, other: Any) -> bool:
-    return _address(tensor) == _address(other)
+    return address_of(tensor) == address_of(other)
 
 
-def _address(value: Any) -> int:
+def address_of(value: Any) -> int:
     """The address of a tensor's memory; 0 for a lazy, meta, sparse or empty one."""
     value = local_part(value)
     if not isinstance(value, Tensor) or is_lazy(value) or value.layout != torch.strided:

@@ -7,14 +7,16 @@ by cutting substrings: a sub-module that the user called ``module`` keeps its na
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from resumekit.errors import ConfigurationError, DeclarationError
 from resumekit.state import Slot, Stateful
+
+T = TypeVar("T")
 
 # The class of a wrapper, and the attribute under which it registers what it wraps. By name, because
 # importing torch._dynamo or FSDP only to ask isinstance costs seconds. torch 2.13.
@@ -77,18 +79,22 @@ def clean_name(module: nn.Module, raw_name: str) -> str:
     return ".".join(clean + parts[position:])
 
 
-def clean_names(module: nn.Module, raw_names: Iterable[str] | None = None) -> dict[str, str]:
+def by_clean_name(module: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
+    """Values of a module (parameters, buffers) by raw name, under their wrapper-free names."""
+    names = clean_names(module, values)
+    return {names[raw]: value for raw, value in values.items()}
+
+
+def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
     """Wrapper-free names by raw name.
 
     Args:
         module: the root, wrapped or not.
-        raw_names: the names to clean; by default those of every parameter and buffer.
+        raw_names: the names to clean.
 
     Raises:
         ConfigurationError: two raw names become one.
     """
-    if raw_names is None:
-        raw_names = _tensor_names(module)
     names = {raw: clean_name(module, raw) for raw in raw_names}
     owner: dict[str, str] = {}
     for raw, clean in names.items():
@@ -98,13 +104,6 @@ def clean_names(module: nn.Module, raw_names: Iterable[str] | None = None) -> di
                 clean, found=f"both {first!r} and {raw!r}", expected="one tensor for one name"
             )
     return names
-
-
-def _tensor_names(module: nn.Module) -> Iterator[str]:
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        yield name
-    for name, _ in module.named_buffers(remove_duplicate=False):
-        yield name
 
 
 def parameter_names(modules: Mapping[str, nn.Module], parameters: Iterable[Tensor]) -> list[str]:

@@ -6,17 +6,15 @@ moments are saved with the optimizer; the values are a separate component.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from resumekit.capture.averages import ObjectState
-from resumekit.capture.model import ModelState
+from resumekit.capture.model import ModelState, NamedTensors, address_of
 from resumekit.capture.naming import clean_name
-from resumekit.capture.restore import refuse, state_mismatches
-from resumekit.serialization import fill, is_sharded, local_part
+from resumekit.serialization import is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
     ComponentState,
@@ -29,39 +27,16 @@ from resumekit.state import (
 # What the key of such a component ends in.
 OPTIMIZER_PARAMETERS = "parameters"
 
-_REMEDY = "Give the optimizer the parameters that it had when the checkpoint was written"
-
 Named = dict[str, Tensor]
 
 
-class OptimizerParameters(ComponentState):
-    """The values of an optimizer's parameters that no other component contains, by name.
+class OptimizerParameters(NamedTensors):
+    """The values of an optimizer's parameters that no other component contains.
 
     Names are the optimizer's: ``group0.param3``, or those that the optimizer was given.
-
-    Args:
-        named: gives the live parameters by name; called for each save and restore, because param
-            groups may be added later.
-        key: the component's key, for errors.
     """
 
-    def __init__(self, named: Callable[[], Named], *, key: str) -> None:
-        self.key = key
-        self.named = named
-
-    def state_dict(self) -> Named:
-        """The live values, not copies."""
-        return {name: parameter.detach() for name, parameter in self.named().items()}
-
-    def check_state_dict(self, state: Any) -> None:
-        """Refuses other names, shapes and dtypes."""
-        refuse(self.key, state_mismatches(state, self.named()), remedy=_REMEDY)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Copies every value into the live parameter of that name."""
-        for name, parameter in self.named().items():
-            fill(parameter, state[name])
-        return ()
+    remedy = "Give the optimizer the parameters that it had when the checkpoint was written"
 
 
 def parameter_components(components: Sequence[StateComponent]) -> tuple[StateComponent, ...]:
@@ -73,8 +48,7 @@ def parameter_components(components: Sequence[StateComponent]) -> tuple[StateCom
     found: list[StateComponent] = []
     contained = _Contained(components)
     for component in _optimizers(components):
-        named = _parameters_of(component.stateful)
-        missing = None if named is None else contained.missing(named)
+        missing = contained.missing(_parameters_of(component.stateful))
         if missing:
             found.append(_component(component, components, missing.values()))
     return tuple(found)
@@ -92,8 +66,7 @@ def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[Capt
         key = f"{component.key}/{OPTIMIZER_PARAMETERS}"
         if key in keys:
             continue
-        named = _parameters_of(component.stateful)
-        missing = {} if named is None else contained.missing(named)
+        missing = contained.missing(_parameters_of(component.stateful))
         if isinstance(component.stateful, ComponentState):
             missing = {**missing, **component.stateful.lost_parameters()}
         if missing:
@@ -106,7 +79,7 @@ def _component(
     optimizer: StateComponent, components: Sequence[StateComponent], missing: Iterable[Tensor]
 ) -> StateComponent:
     def named() -> Named:
-        return _Contained(components).missing(_parameters_of(optimizer.stateful) or {})
+        return _Contained(components).missing(_parameters_of(optimizer.stateful))
 
     key = f"{optimizer.key}/{OPTIMIZER_PARAMETERS}"
     sharded = optimizer.process_group is not None or any(map(is_sharded, missing))
@@ -127,17 +100,15 @@ def _optimizers(components: Iterable[StateComponent]) -> Iterator[StateComponent
             yield component
 
 
-def _parameters_of(stateful: Any) -> Named | None:
-    """The parameters of an optimizer by name; None for one without param groups."""
+def _parameters_of(stateful: Any) -> Named:
+    """The parameters of an optimizer by name; empty for one without param groups."""
     named = stateful.named_parameters() if isinstance(stateful, ComponentState) else None
     if named is not None:
         return dict(named)
     groups = getattr(getattr(stateful, "optimizer", stateful), "param_groups", None)
-    if not isinstance(groups, list):
-        return None
     return {
         f"group{g}.param{p}": parameter
-        for g, group in enumerate(groups)
+        for g, group in enumerate(groups if isinstance(groups, list) else ())
         for p, parameter in enumerate(group["params"])
     }
 
@@ -159,17 +130,14 @@ class _Contained:
         if not missing:
             return {}
         # A model component may be a user object, whose state shares memory with the parameters.
-        saved = set(self._addresses())
-        return {n: p for n, p in missing.items() if _address(p) not in saved}
+        saved = {_memory(each) for each in self._saved_by_objects()} - {None}
+        return {n: p for n, p in missing.items() if _memory(p) not in saved}
 
-    def _addresses(self) -> Iterator[tuple[Any, ...]]:
+    def _saved_by_objects(self) -> Iterator[Any]:
         for component in self._components:
             if component.slot == Slot.MODEL.value and _holder(component.stateful) is None:
                 state = component.stateful.state_dict()
-                for value in state.values() if isinstance(state, Mapping) else ():
-                    address = _address(value) if isinstance(value, Tensor) else None
-                    if address is not None:
-                        yield address
+                yield from state.values() if isinstance(state, Mapping) else ()
 
 
 def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
@@ -192,9 +160,7 @@ def _holder(stateful: Any) -> tuple[nn.Module, Mapping[str, Any]] | None:
     return (stateful, stateful.state_dict()) if isinstance(stateful, nn.Module) else None
 
 
-def _address(tensor: Tensor) -> tuple[Any, ...] | None:
-    """The memory of a tensor with elements; two tensors with one address share it."""
-    tensor = local_part(tensor)
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return None
-    return tensor.device, tensor.data_ptr(), tensor.numel()
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """What two values that share memory have in common; None without an address."""
+    address, local = address_of(value), local_part(value)
+    return (local.device, address, local.numel()) if address else None

@@ -67,7 +67,7 @@ WRAPPINGS = {
 def test_names_are_those_of_the_unwrapped_module(wrapping: str) -> None:
     model = WRAPPINGS[wrapping](Misleading())
     assert [clean_name(model, raw) for raw in model.state_dict()] == PLAIN
-    assert sorted(clean_names(model).values()) == sorted(PLAIN)
+    assert sorted(clean_names(model, model.state_dict()).values()) == sorted(PLAIN)
     named = [clean_name(model, raw) for raw, _ in model.named_parameters()]
     assert named == [name for name, _ in Misleading().named_parameters()]
     assert type(unwrapped(model)) is Misleading
@@ -104,7 +104,7 @@ def test_two_tensors_that_get_one_name_are_refused() -> None:
     wrapper = DataParallel(nn.Linear(1, 1))
     wrapper.register_buffer("weight", torch.ones(1))
     with pytest.raises(ConfigurationError, match="one tensor for one name"):
-        clean_names(wrapper)
+        clean_names(wrapper, wrapper.state_dict())
 
 
 def test_a_tied_parameter_is_called_by_its_first_name() -> None:

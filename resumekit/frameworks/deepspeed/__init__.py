@@ -21,8 +21,8 @@ from resumekit.capture import (
     ModelState,
     OptimizerState,
     attribute_components,
+    by_clean_name,
     class_name,
-    clean_names,
     rank_buffer_components,
     refuse,
     require_fields,
@@ -51,7 +51,7 @@ from resumekit.frameworks.deepspeed._private import (
     fragment_address,
 )
 from resumekit.frameworks.deepspeed.zero import ZeroModelState, ZeroOptimizerState, is_by_name
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import SharingPattern, Slot, StateComponent
 
 __all__ = [
     "dynamic_scaler",
@@ -224,27 +224,19 @@ class _Counters(AttributeState):
         return {"config": self._engine.config}
 
 
-class _LossScaler(ComponentState):
+class _LossScaler(AttributeState):
     """The dynamic loss scale of fp16; how it changes is in the configuration."""
 
     def __init__(self, scaler: Any, *, key: str) -> None:
-        self._scaler = scaler
-        self._key = key
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._scaler, name) for name in self._names()}
+        names = (name for name in (*_SCALE, _HYSTERESIS) if hasattr(scaler, name))
+        super().__init__(scaler, names, key=key)
 
     def check_state_dict(self, state: Any) -> None:
-        require_fields(self._key, state, dict.fromkeys(_SCALE, object))
+        require_fields(self.key, state, dict.fromkeys(_SCALE, object))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        for name in self._names():
-            if name in state:  # an optimizer without ZeRO has no hysteresis
-                setattr(self._scaler, name, state[name])
-        return ()
-
-    def _names(self) -> list[str]:
-        return [name for name in (*_SCALE, _HYSTERESIS) if hasattr(self._scaler, name)]
+        # An optimizer without ZeRO has no hysteresis.
+        return super().load_state_dict({**self.state_dict(), **state})
 
 
 def dynamic_scaler(zero: Any) -> Any:
@@ -288,8 +280,7 @@ class _Model(ModelState):
         # deepspeed 0.19 runtime/zero/partition_parameters.py keeps the partition in `ds_tensor`.
         named: dict[str, Any] = dict(self.module.named_parameters(remove_duplicate=False))
         found = {raw: p.ds_tensor.data for raw, p in named.items() if hasattr(p, "ds_tensor")}
-        names = clean_names(self.module, found)
-        return {names[raw]: partition for raw, partition in found.items()}
+        return by_clean_name(self.module, found)
 
 
 class _Optimizer(OptimizerState):
@@ -314,9 +305,7 @@ class _Optimizer(OptimizerState):
         require_fields(self.key, state, {"layout": dict, "files": dict})
         then, now = state["layout"], self._layout()
         mismatches = [
-            Mismatch(
-                name, f"{then.get(name)} in the checkpoint", f"{now.get(name)}, as in this run"
-            )
+            Mismatch.changed(name, then.get(name), now.get(name))
             for name in {**now, **then}
             if then.get(name) != now.get(name)
         ]
