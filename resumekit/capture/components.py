@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -63,18 +64,16 @@ def state_components(
     optimizers, averages = by_key(Slot.OPTIMIZER, optimizer), by_key(Slot.EMA, ema)
     for key, each in averages.items():
         require_no_flat_parameters(key, each)
-    names = {_name_of(key): module for key, module in modules.items()}
+    names = {key.removeprefix(f"{Slot.MODEL.value}/"): each for key, each in modules.items()}
     prefix = _stage_prefix(stage_group)
-    states: dict[str, ComponentState] = {
-        **{key: model_state(module, key=key) for key, module in modules.items()},
-        **{
-            key: optimizer_kind(each, names, key=key, adopt=adopt, prefix=prefix)
-            for key, each in optimizers.items()
-        },
-        **{k: SchedulerState(v, key=k) for k, v in by_key(Slot.LR_SCHEDULER, lr_scheduler).items()},
-        **{k: ScalerState(v, key=k) for k, v in by_key(Slot.GRAD_SCALER, grad_scaler).items()},
-        **{key: ObjectState(each, key=key) for key, each in averages.items()},
-    }
+    kinds: tuple[tuple[Mapping[str, Any], Callable[..., ComponentState]], ...] = (
+        (modules, model_state),
+        (optimizers, partial(optimizer_kind, modules=names, adopt=adopt, prefix=prefix)),
+        (by_key(Slot.LR_SCHEDULER, lr_scheduler), SchedulerState),
+        (by_key(Slot.GRAD_SCALER, grad_scaler), ScalerState),
+        (averages, ObjectState),
+    )
+    states = {key: kind(each, key=key) for given, kind in kinds for key, each in given.items()}
     shared = [
         StateComponent(key, stateful, SharingPattern.SHARDED, process_group=stage_group)
         if stage_group is not None and key.split("/")[0] in _IN_STAGES
@@ -104,12 +103,10 @@ def _is_sharded(stateful: ComponentState) -> bool:
     if isinstance(stateful, OptimizerState):
         groups = getattr(stateful.optimizer, "param_groups", ())
         return any(is_sharded(parameter) for group in groups for parameter in group["params"])
-    module = stateful.module if isinstance(stateful, ModelState) else None
-    if isinstance(stateful, ObjectState):
-        if not isinstance(stateful.given, nn.Module):
-            return holds_sharded(stateful.state_dict())
-        module = stateful.given
-    return module is not None and any(map(is_sharded, (*module.parameters(), *module.buffers())))
+    model = stateful.weights if isinstance(stateful, ObjectState) else stateful
+    if isinstance(model, ModelState):
+        return any(map(is_sharded, (*model.module.parameters(), *model.module.buffers())))
+    return isinstance(stateful, ObjectState) and holds_sharded(stateful.state_dict())
 
 
 def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:
@@ -158,7 +155,3 @@ def _modules(model: Any) -> Mapping[str, nn.Module]:
                 key, found=f"a {type(module).__name__}", expected="a torch.nn.Module"
             )
     return modules
-
-
-def _name_of(key: str) -> str:
-    return key.removeprefix(f"{Slot.MODEL.value}/")

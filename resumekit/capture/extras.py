@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -89,17 +89,14 @@ def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
     if isinstance(saved, Tensor):
         return restore(live if isinstance(live, Tensor) else None, saved)
     value = restore(None, saved)
-    if type(live) is not type(saved):
+    if type(live) is not type(saved) or not isinstance(live, (dict, set, list, deque)):
         return value
-    if isinstance(live, (dict, OrderedDict, defaultdict, Counter, set)):
-        live.clear()
+    live.clear()
+    if isinstance(live, (dict, set)):
         live.update(value)
-        return live
-    if isinstance(live, (list, deque)):
-        live.clear()
+    else:
         live.extend(value)
-        return live
-    return value
+    return live
 
 
 class AttributeState(ComponentState):
@@ -219,13 +216,10 @@ def _content(value: Any) -> Any:
 
 def _made(kind: type, content: Any) -> Any:
     if kind is torch.dtype:
-        return {str(each).removeprefix("torch."): each for each in _dtypes()}[content]
+        dtypes = (each for each in vars(torch).values() if isinstance(each, torch.dtype))
+        return {str(each).removeprefix("torch."): each for each in dtypes}[content]
     if issubclass(kind, (Enum, torch.Size)):
         return kind(content)
     made = object.__new__(kind)
     vars(made).update(content)
     return made
-
-
-def _dtypes() -> list[torch.dtype]:
-    return [each for each in vars(torch).values() if isinstance(each, torch.dtype)]

@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -198,14 +199,9 @@ def _digest(value: Any) -> int | None:
     """Digest of a module's smallest tensors up to a limit, or of an optimizer's step counts."""
     if isinstance(value, nn.Module):
         tensors = sorted((*value.parameters(), *value.buffers()), key=lambda each: each.nbytes)
-        sample: list[Tensor] = []
-        num_bytes = 0
-        for each in tensors:
-            num_bytes += each.nbytes
-            if num_bytes > _SAMPLE_BYTES and sample:
-                break
-            sample.append(each)
-        return content_digest(sample, limit_bytes=2 * _SAMPLE_BYTES)
+        num_bytes = accumulate(each.nbytes for each in tensors)
+        num_sampled = sum(total <= _SAMPLE_BYTES for total in num_bytes)
+        return content_digest(tensors[: max(1, num_sampled)], limit_bytes=2 * _SAMPLE_BYTES)
     if isinstance(value, Optimizer):
         steps = [state.get("step", 0) for state in value.state.values()]
         return content_digest([len(steps), *steps], limit_bytes=_SAMPLE_BYTES)
@@ -230,13 +226,8 @@ def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
             queue.extend((each, depth + 1) for each in value.values())
         elif isinstance(value, (list, tuple, set, deque)):
             queue.extend((each, depth + 1) for each in value)
-        elif isinstance(value, nn.Module) and not _has_parts(value):
-            continue
+        elif isinstance(value, nn.Module) and not type(value).__module__.startswith("deepspeed"):
+            continue  # only DeepSpeed's engines hold an optimizer and a scheduler
         elif type(value).__module__.partition(".")[0] in _ENTERED:
             attributes = getattr(value, "__dict__", {})
             queue.extend((v, depth + 1) for n, v in attributes.items() if n != "state")
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Whether a module is an engine that holds an optimizer and a scheduler."""
-    return type(module).__module__.startswith("deepspeed")

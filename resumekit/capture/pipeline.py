@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -100,11 +101,10 @@ def merged_optimizers(key: str, states: Sequence[Mapping[str, Any]]) -> dict[str
         return dict(union(key, states))
     rest = [{name: v for name, v in state.items() if name != "param_groups"} for state in states]
     groups: list[Group] = []
-    for index in range(max(len(state["param_groups"]) for state in states)):
+    for of_stages in zip_longest(*(state["param_groups"] for state in states)):
         alike: list[Group] = []
-        for state in states:
-            if index < len(state["param_groups"]):
-                _join(alike, state["param_groups"][index])
+        for group in filter(None, of_stages):  # a stage may have fewer groups
+            _join(alike, group)
         groups += alike
     return {**union(key, rest), "param_groups": groups}
 

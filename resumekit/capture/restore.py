@@ -259,20 +259,16 @@ class Restorer:
         return live
 
     def _sequence(self, live: Any, saved: Any, new: NewTensor) -> Any:
-        partners = live if isinstance(live, type(saved)) and len(live) == len(saved) else None
-        values = [
-            self(None if partners is None else partners[index], value, new)
-            for index, value in enumerate(saved)
-        ]
+        is_alike = isinstance(live, type(saved)) and len(live) == len(saved)
+        partners = live if is_alike else [None] * len(saved)
+        values = [self(each, value, new) for each, value in zip(partners, saved, strict=True)]
         if isinstance(saved, list):
             if type(live) is not type(saved):
                 return values
             live[:] = values
             return live
-        make = getattr(
-            type(saved), "_make", type(saved)
-        )  # a namedtuple takes its fields as arguments
-        return make(values)
+        # A namedtuple takes its fields as arguments.
+        return getattr(type(saved), "_make", type(saved))(values)
 
 
 def fits(live: Any, saved: Any) -> bool:

@@ -5,7 +5,6 @@ The Trainer of transformers has an Accelerator too, so two adapters use this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from resumekit.capture import state_components
@@ -57,7 +56,11 @@ def accelerator_components(
     wrapped = ENGINE.of(accelerator)
     if wrapped is not None:
         _require_one_engine(accelerator, wrapped.engine)
-        return tuple(_engine_components(wrapped.engine, lr_scheduler=lr_scheduler, ema=ema))
+        # Imports DeepSpeed, which has made this engine.
+        from resumekit.frameworks.deepspeed import engine_components, require_resumable
+
+        require_resumable(wrapped.engine)
+        return tuple(engine_components(wrapped.engine, lr_scheduler=lr_scheduler, ema=ema))
     return state_components(
         model=model,
         optimizer=optimizer,
@@ -105,11 +108,3 @@ def _refuse(found: str, remedy: str | None = None) -> None:
     raise ConfigurationError(
         "accelerator", found=f"{found}, which is not available yet", remedy=remedy
     )
-
-
-def _engine_components(engine: Any, **others: Any) -> Iterator[StateComponent]:
-    # Imports DeepSpeed, which has made this engine.
-    from resumekit.frameworks.deepspeed import engine_components, require_resumable
-
-    require_resumable(engine)
-    return engine_components(engine, **others)

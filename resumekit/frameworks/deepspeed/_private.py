@@ -24,19 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa:
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
 from deepspeed.utils.tensor_fragment import fragment_address  # noqa: E402
 
+# The constants below are public by their names; these come from DeepSpeed.
 __all__ = [
-    "CHECKPOINT_ENGINE",
-    "FRAGMENT",
-    "GRADIENT_NORM",
-    "HAS_REDUCED",
-    "IS_COMPACT",
-    "IS_LINKED",
-    "IS_MANAGED",
-    "LINK",
-    "NUM_UNMANAGED",
-    "PARAM_SHAPES",
-    "SAVES_PARTITIONS",
-    "SET_BOUNDARY",
     "BF16_Optimizer",
     "CheckpointEngine",
     "DeepSpeedEngine",
@@ -47,7 +36,6 @@ __all__ = [
     "LossScaler",
     "ZeroStageEnum",
     "comm",
-    "engine_faults",
     "fragment_address",
 ]
 
