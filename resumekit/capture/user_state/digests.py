@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable, Container
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -36,60 +37,55 @@ class UncapturedError(Exception):
     """A value whose content cannot be read or stored."""
 
 
-class Walker(Protocol):
-    """The methods of a walk that its digests call."""
-
-    @property
-    def has_generators(self) -> bool:
-        """Whether random generators are state."""
-        ...
-
-    def path_of(self, value: Any, path: str) -> str | None:
-        """The path of an object with slots; None where it is left out."""
-        ...
-
-    def is_foreign(self, value: Any) -> bool:
-        """Whether an object or a tensor is saved elsewhere."""
-        ...
-
-
 class Content:
     """Digests of values, in the order of their elements.
 
     Args:
-        walker: gives the paths of objects with slots, and says what is foreign.
+        path_of: gives the path of an object with slots; None where it is left out.
+        foreign: objects and tensors that are saved elsewhere.
         limit_bytes: of Python objects, about, all values together.
         memory_bytes: of tensors and arrays, all values together.
         ignore_floats: see ``walk``.
     """
 
     def __init__(
-        self, walker: Walker, limit_bytes: int, memory_bytes: int, *, ignore_floats: bool
+        self,
+        path_of: Callable[[Any, str], str | None],
+        foreign: Container[Any],
+        limit_bytes: int,
+        memory_bytes: int,
+        *,
+        ignore_floats: bool,
     ) -> None:
-        self._walker = walker
+        self._path_of = path_of
+        self._foreign = foreign
         self._left = limit_bytes
         self._left_memory = memory_bytes
         self._ignore_floats = ignore_floats
         self._met: dict[int, int] = {}
         self._kept: list[Any] = []
-        self.is_plain = True
-
-    def begin(self) -> None:
-        """The next value is that of another slot."""
-        self._met, self._kept, self.is_plain = {}, [], True
+        self._has_generators = True
+        self.is_plain = True  # whether the last value held builtin values alone
 
     @property
     def num_left(self) -> int:
         """The bytes that may still be digested."""
         return self._left + self._left_memory
 
-    def digest(self, value: Any, path: str) -> Any:
+    def digest(self, value: Any, path: str, *, has_generators: bool) -> Any:
         """A value that is equal for equal content.
+
+        Args:
+            value: of a slot.
+            path: of the slot.
+            has_generators: whether random generators are state.
 
         Raises:
             OverLimitError: it is larger than what is left of the limit.
             UncapturedError: a part of it has no visible content.
         """
+        self._met, self._kept, self.is_plain = {}, [], True
+        self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
             self.is_plain = type(value) in SCALARS
             if self._ignore_floats and isinstance(value, (float, np.floating)):
@@ -128,13 +124,13 @@ class Content:
         elif kind is Kind.ARRAY:
             self._array(hasher, value, path)
         elif kind is Kind.GENERATOR:
-            if self._walker.has_generators:
+            if self._has_generators:
                 self.feed(hasher, generator_state(value), path)
         elif kind is Kind.STATEFUL:
-            if not self._walker.is_foreign(value):
+            if value not in self._foreign:
                 self.feed(hasher, value.state_dict(), path)
         else:
-            hasher.update(str(self._walker.path_of(value, path)).encode())
+            hasher.update(str(self._path_of(value, path)).encode())
 
     def _scalar(self, hasher: Any, value: Any) -> None:
         kind = class_of(value)
@@ -228,7 +224,7 @@ class Content:
             hasher.update(text.encode("utf-8", "surrogatepass"))
 
     def _tensor(self, hasher: Any, value: Tensor) -> None:
-        if self._walker.is_foreign(value):
+        if value in self._foreign:
             return
         self._spend_memory(value.nbytes)
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())

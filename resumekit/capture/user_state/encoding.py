@@ -153,13 +153,13 @@ class Encoder:
         if kind in (Kind.OBJECT, Kind.MODULE):
             return self._object(kind, without_wrappers(value))
         is_tensor = kind is Kind.TENSOR
-        if is_tensor and not self._foreign.has_tensor(value):
+        if is_tensor and value not in self._foreign:
             return ["tensor", value.detach(), value.device.type != "cpu", value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", value]
         if kind is Kind.GENERATOR:
             return ["generator", class_name(value), generator_state(value)]
-        if kind is Kind.STATEFUL and id(value) not in self._foreign.ids:
+        if kind is Kind.STATEFUL and value not in self._foreign:
             return ["stateful", class_name(value), value.state_dict()]
         if self._is_known and (kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor):
             return ["live"]

@@ -205,7 +205,11 @@ class _Walker:
         self._found = Walk(self._foreign)
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
         self._content = Content(
-            self, scope.limit_bytes, scope.memory_bytes, ignore_floats=ignore_floats
+            self.path_of,
+            self._foreign,
+            scope.limit_bytes,
+            scope.memory_bytes,
+            ignore_floats=ignore_floats,
         )
         self._holder = Holder(None)
         for name, holder in holders.items():
@@ -231,20 +235,10 @@ class _Walker:
         known = self._found.paths.get(id(value))
         if known is not None:
             return known
-        if id(value) in self._foreign.ids or self._scope.is_transient(path):
+        if value in self._foreign or self._scope.is_transient(path):
             return None
         self._add(path, value, self._holder)
         return path
-
-    def is_foreign(self, value: Any) -> bool:
-        """Whether an object or a tensor is saved elsewhere."""
-        is_tensor = isinstance(value, Tensor)
-        return self._foreign.has_tensor(value) if is_tensor else id(value) in self._foreign.ids
-
-    @property
-    def has_generators(self) -> bool:
-        """Whether the random generators of the holder at hand are state."""
-        return self._holder.has_generators
 
     def _add(self, path: str, value: Any, holder: Holder) -> None:
         self._found.paths[id(value)] = path
@@ -276,16 +270,15 @@ class _Walker:
             return
         if is_secret(slot.name, value) or self._scope.is_transient(path):
             return
-        if self._is_ignored(slot, value):
+        if self._is_ignored(value):
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
         content = self._content
-        content.begin()
         before = content.num_left
         digest: Any = None
         problem: Problem | None = None
         try:
-            digest = content.digest(value, path)
+            digest = content.digest(value, path, has_generators=self._holder.has_generators)
         except OverLimitError:
             problem = over_limit(size_of(value))
         except UncapturedError as error:
@@ -295,20 +288,16 @@ class _Walker:
             seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size)
             self._found.seen[path] = seen
 
-    def _is_ignored(self, slot: Slot, value: Any) -> bool:
-        if slot.role is Role.PARAMETER and self._foreign.has_tensor(value):
-            return True
+    def _is_ignored(self, value: Any) -> bool:
         kind = kind_of(value)
         if kind is Kind.SCALAR:
             return False
-        if kind is Kind.LEAF or id(value) in self._foreign.ids:
+        if kind is Kind.LEAF or value in self._foreign:
             return True
         if kind is Kind.GENERATOR:
             return not self._holder.has_generators
-        if kind is not Kind.TENSOR:
-            return False
-        is_computed = value.grad_fn is not None and value.numel() > _MAX_COMPUTED_ELEMENTS
-        return is_computed or self._foreign.has_tensor(value)
+        is_computed = kind is Kind.TENSOR and value.grad_fn is not None
+        return is_computed and value.numel() > _MAX_COMPUTED_ELEMENTS
 
 
 class Foreign:
@@ -323,31 +312,33 @@ class Foreign:
         roots = [each.value for each in holders if each.is_component]
         modules = [module for root in roots for module in root.modules()]
         self.of_components = {id(module) for module in modules}
-        self.ids: set[int] = set()
+        self._ids: set[int] = set()
         self._memory: set[int] = set()
         for each in given:
             if isinstance(each, nn.Module):
-                if id(each) not in self.ids:  # else it was added with the module that contains it
+                if id(each) not in self._ids:  # else it was added with the module that contains it
                     for module in each.modules():
                         self._add_module(module)
             elif isinstance(each, Tensor):
                 self._memory.add(_address(each))
             elif each is not None:
-                self.ids.add(id(each))
+                self._ids.add(id(each))
         for module in modules:
             self._memory.update(map(_address, tensors_in_state_dict(module)))
 
     def _add_module(self, module: nn.Module) -> None:
         if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
-            self.ids.add(id(module))
+            self._ids.add(id(module))
             registries = (registered(module, what) for what in ("parameters", "buffers"))
             self._memory.update(
                 _address(t) for each in registries for t in each.values() if t is not None
             )
 
-    def has_tensor(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of theirs, or begins in the memory of one."""
-        return bool(self._memory) and _address(tensor) in self._memory
+    def __contains__(self, value: Any) -> bool:
+        """Whether a value is one of them, or a tensor that begins in the memory of one."""
+        if isinstance(value, Tensor):
+            return bool(self._memory) and _address(value) in self._memory
+        return id(value) in self._ids
 
 
 def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
