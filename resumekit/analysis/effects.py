@@ -69,15 +69,12 @@ class CallEffects:
         return path is not None and path in self._program.flags
 
     def _role(self, node: ast.expr, context: Context) -> Role | None:
-        path = context.scope.path(base_of(node))
-        return None if path is None else self._roles.of(path)
+        return self._roles.of(context.scope.path(base_of(node)))
 
     def _is_logging(self, node: ast.Call, context: Context) -> bool:
-        if calls.is_logging(node):
-            return True
-        if isinstance(node.func, ast.Attribute):
-            return self._role(node.func.value, context) is Role.LOGGING
-        return False
+        receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
+        is_logger = receiver is not None and self._role(receiver, context) is Role.LOGGING
+        return is_logger or calls.is_logging(node)
 
     def _takes_training_object(self, node: ast.Call, context: Context) -> bool:
         """Whether a model, an optimizer or the like is an argument, also as ``m.parameters()``."""
@@ -89,8 +86,7 @@ class CallEffects:
                     value = (
                         value.func.value if isinstance(value.func, ast.Attribute) else value.func
                     )
-            path = context.scope.path(value)
-            if path is not None and self._roles.is_training(path):
+            if self._roles.is_training(context.scope.path(value)):
                 return True
         return False
 

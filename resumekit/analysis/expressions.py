@@ -221,30 +221,25 @@ class ExpressionSlice(CallEffects, ABC):
             return self._arguments(node, after, context, want=want, receiver=False)
         out = after.relevant
         effect, counts = self._effect(node, context, is_statement=is_statement)
-        wants_arguments = want or counts
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         path = None if receiver is None else context.scope.path(base_of(receiver))
-        wants_receiver = want or (effect and self._remembers(node, path, context))
+        reads = effect and self._remembers(node, path, context)
+        matters = False
         if path is not None:
-            out, matters, reads = self._changed_receiver(
+            out, matters, also = self._changed_receiver(
                 node, path, out, context, is_statement=is_statement
             )
-            effect, wants_arguments = effect or matters, wants_arguments or matters
-            wants_receiver = wants_receiver or reads
-        if self._changes_relevant(node, out, context):
-            effect = wants_arguments = True
-        if calls.dotted(node.func) == "next" and node.args:
-            iterator = context.scope.path(node.args[0])
-            if iterator is not None and touches_any(iterator, out):
-                wants_arguments = True
-        before, also = self._arguments(
-            node, Flow(out), context, want=wants_arguments, receiver=wants_receiver
+            reads = reads or also
+        matters = matters or self._changes_relevant(node, out, context)
+        flow = Flow(out, after.effect or effect or matters)
+        flow = self._arguments(
+            node, flow, context, want=want or counts or matters, receiver=want or reads
         )
-        if want or effect:
+        before = flow.relevant
+        if want or effect or matters:
             unknown = self._roles.changed_by_unknown(node, context.scope)
             before = joined(before, dict.fromkeys(unknown))
-        before = self._with_called(node, before, context, want=want)
-        return Flow(before, after.effect or effect or also)
+        return Flow(self._with_called(node, before, context, want=want), flow.effect)
 
     def _changed_receiver(
         self, node: ast.Call, path: str, out: Relevant, context: Context, *, is_statement: bool
@@ -271,10 +266,10 @@ class ExpressionSlice(CallEffects, ABC):
     def _changes_relevant(self, node: ast.Call, out: Relevant, context: Context) -> bool:
         """Whether a call changes the called object or an argument, and that is relevant."""
         function = context.scope.path(node.func)
-        if function is not None and self._roles.remembers(function) and touches_any(function, out):
+        if self._roles.remembers(function) and touches_any(function, out):
             return True
         changed = (context.scope.path(base_of(each)) for each in calls.changed_arguments(node))
-        return any(touches_any(path, out) for path in changed if path is not None)
+        return any(touches_any(path, out) for path in changed)
 
     def _with_called(
         self, node: ast.Call, before: Relevant, context: Context, *, want: bool

@@ -51,8 +51,10 @@ class Roles:
         for function in program.functions.values():
             self._read(function)
 
-    def of(self, path: str) -> Role | None:
+    def of(self, path: str | None) -> Role | None:
         """The role of the object at a path; that of an object around it if it has none."""
+        if path is None:
+            return None
         known = self._live(path) if self._live is not None else None
         if known is not None:
             return None if known is Role.NONE else known
@@ -60,21 +62,17 @@ class Roles:
         if owner is not None:
             is_average = calls.AVERAGE.search(owner.name)
             return Role.TRAINING if owner.is_module or is_average else None
-        leader = self._find(path)
         if self._has_state(path):
             return None
-        found = self._found.get(leader, ())
-        for role in (Role.TRAINING, Role.LOGGING):
-            if role in found:
-                return role
-        return None
+        found = self._found.get(self._find(path), ())
+        return next((role for role in (Role.TRAINING, Role.LOGGING) if role in found), None)
 
     def of_whole(self, path: str) -> Role | None:
         """The role of the object at a path or of one around it; ``self`` has none."""
         roles = (self.of(p) for p in prefixes(path) if not self._program.is_receiver(p))
         return next((role for role in roles if role is not None), None)
 
-    def is_training(self, path: str) -> bool:
+    def is_training(self, path: str | None) -> bool:
         """Whether it is a model, an optimizer, a loader or the like."""
         return self.of(path) is Role.TRAINING
 
@@ -82,20 +80,18 @@ class Roles:
         """Whether it is an object that changes when it is asked, as a filter or a stopping rule."""
         if path is None or self.of(path) is not None:
             return False
-        leader = self._find(path)
-        return any(self._find(each) == leader for each in self._remembering)
+        return self._is_one_of(self._remembering, path)
 
     def changed_by_unknown(self, call: ast.Call, scope: Scope) -> list[str]:
         """The buffers, filters and the like of ``self`` that an unknown method may change."""
-        func = call.func
-        if not isinstance(func, ast.Attribute) or scope.path(func.value) != scope.receiver:
+        func, receiver = call.func, scope.receiver
+        is_own = isinstance(func, ast.Attribute) and scope.path(func.value) == receiver
+        if not is_own or receiver is None or self._program.called(call, scope) is not None:
             return []
-        if scope.receiver is None or self._program.called(call, scope) is not None:
+        if calls.method(call) in self._program.property_names or calls.only_looks(call):
             return []
         attributes = map(self._program.own_attribute, self._remembering)
-        if func.attr in self._program.property_names or calls.only_looks(call):
-            return []
-        return [f"{scope.receiver}.{each}" for each in attributes if each is not None]
+        return [f"{receiver}.{each}" for each in attributes if each is not None]
 
     def given_to(self, path: str) -> list[str]:
         """What an object was made of and may change: the filter and the environment of an agent."""
@@ -103,8 +99,11 @@ class Roles:
         return [] if self._has_state(path) else given
 
     def _has_state(self, path: str) -> bool:
+        return self._is_one_of(self._environments | self._remembering, path)
+
+    def _is_one_of(self, paths: set[str], path: str) -> bool:
         leader = self._find(path)
-        return any(self._find(each) == leader for each in (*self._environments, *self._remembering))
+        return any(self._find(each) == leader for each in paths)
 
     def note_training(self, path: str) -> None:
         """Says that the object at a path is a loader."""

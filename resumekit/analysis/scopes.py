@@ -223,9 +223,9 @@ def touches(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
-def touches_any(path: str, paths: Iterable[str]) -> bool:
-    """Whether a path touches one of several."""
-    return any(touches(path, each) for each in paths)
+def touches_any(path: str | None, paths: Iterable[str]) -> bool:
+    """Whether a path touches one of several; what has no path touches none."""
+    return path is not None and any(touches(path, each) for each in paths)
 
 
 def without(relevant: Relevant, paths: set[str]) -> Relevant:

@@ -206,11 +206,8 @@ class Staleness:
 
     def _loop(self, node: LoopNode, stale: Paths, scope: Scope) -> Paths:
         is_chain = id(node) in self._chain
-        if isinstance(node, ast.While):
-            stale = self._expression(node.test, stale, scope)
-        else:
-            stale = self._expression(node.iter, stale, scope)
-        head = stale
+        tested = node.test if isinstance(node, ast.While) else node.iter
+        head = stale = self._expression(tested, stale, scope)
         if is_chain:
             head = stale | self.written(node.body, scope)
             targets = [] if isinstance(node, ast.While) else list(ast.walk(node.target))
@@ -261,7 +258,7 @@ class Staleness:
             return stale | {path}
         if isinstance(target, ast.Subscript) or keeps:
             return stale
-        return frozenset(each for each in stale if not covers(path, each))
+        return _without(path, stale)
 
     # ---------------------------------------------------------------- expressions
 
@@ -316,7 +313,7 @@ class Staleness:
         if isinstance(node.func, ast.Attribute):
             path = scope.path(base_of(node.func.value))
             if path is not None and is_statement and calls.resets_receiver(node):
-                return frozenset(each for each in stale if not covers(path, each))
+                return _without(path, stale)
         return stale
 
     def _enter(self, node: ast.Call, callee: Callee, stale: Paths, scope: Scope) -> Paths:
@@ -329,6 +326,11 @@ class Staleness:
         after = self._body(function.body, _outside(function, stale) | given, inner)
         self._active.pop()
         return _outside(function, after)
+
+
+def _without(path: str, paths: Paths) -> Paths:
+    """The paths that a store to a path does not overwrite."""
+    return frozenset(each for each in paths if not covers(path, each))
 
 
 def _outside(function: Function, paths: Paths) -> Paths:
