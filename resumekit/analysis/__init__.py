@@ -6,7 +6,9 @@ Standard library only; what exists at run time is asked through functions that t
 from __future__ import annotations
 
 from resumekit.analysis.loop_carried import LoopCarried, Variable, loop_carried
-from resumekit.analysis.program import (
+from resumekit.analysis.roles import Role
+from resumekit.analysis.scopes import Function, LoopNode
+from resumekit.analysis.source_file import (
     Located,
     Program,
     function_of,
@@ -14,8 +16,6 @@ from resumekit.analysis.program import (
     program_of,
     stored_keys,
 )
-from resumekit.analysis.roles import Role
-from resumekit.analysis.scopes import Function, LoopNode
 
 __all__ = [
     "Function",

@@ -6,9 +6,9 @@ import ast
 from dataclasses import dataclass, field
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import Relevant, Scope, base_of, variable_of
+from resumekit.analysis.source_file import Program
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from resumekit.analysis import calls
 from resumekit.analysis.effects import CallEffects, Context
-from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import (
     Relevant,
@@ -22,6 +21,7 @@ from resumekit.analysis.scopes import (
     variable_of,
     without,
 )
+from resumekit.analysis.source_file import Program
 
 
 class Flow(NamedTuple):

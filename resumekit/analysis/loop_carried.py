@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Program
 from resumekit.analysis.relevance import Relevance
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import (
@@ -27,6 +26,7 @@ from resumekit.analysis.scopes import (
     prefixes,
     touches_any,
 )
+from resumekit.analysis.source_file import Program
 from resumekit.analysis.staleness import Staleness
 
 
@@ -36,7 +36,7 @@ class Variable:
 
     Args:
         name: as the loop's function calls it.
-        path: in the program, see ``program``.
+        path: in the source file, see ``scopes``.
         is_rebound: the loop assigns it; otherwise the loop only changes the object.
     """
 

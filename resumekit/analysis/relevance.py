@@ -18,7 +18,6 @@ from typing import Any
 
 from resumekit.analysis.effects import Context
 from resumekit.analysis.expressions import ExpressionSlice, Flow
-from resumekit.analysis.program import Program
 from resumekit.analysis.roles import Role, Roles
 from resumekit.analysis.scopes import (
     Function,
@@ -42,6 +41,7 @@ from resumekit.analysis.scopes import (
     under,
     without,
 )
+from resumekit.analysis.source_file import Program
 
 _MAX_DEPTH = 10
 

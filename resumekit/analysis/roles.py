@@ -10,7 +10,6 @@ from collections.abc import Callable
 from enum import Enum
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Callee, Program
 from resumekit.analysis.scopes import (
     LOCAL,
     Function,
@@ -20,6 +19,7 @@ from resumekit.analysis.scopes import (
     prefixes,
     variable_of,
 )
+from resumekit.analysis.source_file import Callee, Program
 
 _OF_TRAINING_OBJECTS = frozenset({"param_groups", "require_backward_grad_sync"})
 

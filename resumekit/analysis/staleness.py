@@ -12,7 +12,6 @@ import ast
 from collections.abc import Iterable
 
 from resumekit.analysis import calls
-from resumekit.analysis.program import Callee, Program
 from resumekit.analysis.roles import Roles
 from resumekit.analysis.scopes import (
     LOCAL,
@@ -28,6 +27,7 @@ from resumekit.analysis.scopes import (
     touches_any,
     variable_of,
 )
+from resumekit.analysis.source_file import Callee, Program
 
 Paths = frozenset[str]
 _MAX_DEPTH = 10
