@@ -17,6 +17,7 @@ from resumekit.analysis.scopes import (
     covers,
     drop_guards_on,
     joined,
+    target_names,
     touches_any,
     variable_of,
     without,
@@ -66,10 +67,9 @@ class ExpressionSlice(CallEffects, ABC):
             keeps: the store reads the old value.
         """
         if isinstance(target, (ast.Tuple, ast.List)):
-            wanted = [self._store(t, out, before, context, keeps=keeps) for t in target.elts]
+            targets = target_names(target)
+            wanted = [self._store(each, out, before, context, keeps=keeps) for each in targets]
             return any(wanted)
-        if isinstance(target, ast.Starred):
-            return self._store(target.value, out, before, context, keeps=keeps)
         matters = self._is_component(target, context)
         if isinstance(target, ast.Subscript):
             return matters or self._store_item(target, out, before, context)

@@ -89,7 +89,6 @@ def loop_carried(
     _note_loaders(roles, chain, program)
     staleness = Staleness(program, roles, chain, loop)
     staleness.run(root)
-    stale = staleness.at_safe_point or frozenset()
     changed = staleness.changed_by_loops
 
     def is_invariant(test: ast.expr, scope: Scope) -> bool:
@@ -111,17 +110,17 @@ def loop_carried(
         found.append(
             tuple(_without_contradictions(relevance.at_safe_point, loop, scope, is_invariant))
         )
-    relevant, used = found[0], found[-1]
     variables, logged = (
-        _reported(stale, each, program, roles, scope, staleness.stored) for each in (relevant, used)
+        _reported(staleness.at_safe_point, each, program, roles, scope, staleness.stored)
+        for each in (found[0], found[-1])
     )
     names = {each.name for each in variables}
     indices = tuple(
         _shown(path, scope)
         for path in _relative_indices(loop, function, scope)
-        if touches_any(path, relevant)
+        if touches_any(path, found[0])
     )
-    asked = {path for path, trains in _asked(loop, scope) if trains or path in relevant}
+    asked = {path for path, trains in _asked(loop, scope) if trains or path in found[0]}
     others = tuple(Variable(_shown(path, scope), path, False) for path in sorted(asked))
     return LoopCarried(
         variables,

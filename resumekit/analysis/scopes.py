@@ -303,7 +303,7 @@ def target_names(target: ast.expr) -> list[ast.expr]:
     """The names, attributes and items that a target assigns."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return [name for each in target.elts for name in target_names(each)]
-    return [target]
+    return target_names(target.value) if isinstance(target, ast.Starred) else [target]
 
 
 def pairs_of(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:

@@ -9,7 +9,7 @@ it has.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from resumekit.analysis import calls
 from resumekit.analysis.roles import Roles
@@ -24,6 +24,7 @@ from resumekit.analysis.scopes import (
     is_exhaustive,
     own_nodes,
     pairs_of,
+    target_names,
     touches_any,
     variable_of,
 )
@@ -57,7 +58,7 @@ class Staleness:
         self._inner = inner
         self._active: list[Function] = []
         self._written: dict[object, Paths] = {}
-        self.at_safe_point: Paths | None = None
+        self.at_safe_point: Paths = frozenset()
         self.changed_by_loops: Paths = frozenset()
         self.stored: set[str] = set()
 
@@ -71,24 +72,22 @@ class Staleness:
 
     def written(self, body: list[ast.stmt], scope: Scope) -> Paths:
         """The paths that statements may write, in functions of the same file too."""
-        found: set[str] = set()
+        found: set[str | None] = set()
         statements = {id(n.value) for n in own_nodes(body) if isinstance(n, ast.Expr)}
         for node in own_nodes(body):
             if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                found.add(scope.path(node) or "")
+                found.add(scope.path(node))
                 self.stored.add(scope.path(node) or "")
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 found |= self._with_alias(scope.path(base_of(node)))
             elif isinstance(node, ast.Call):
                 found |= self._written_by_call(node, scope, is_statement=id(node) in statements)
-        return frozenset(each for each in found if each and self._roles.of_whole(each) is None)
+        paths = (each for each in found if each is not None)
+        return frozenset(each for each in paths if self._roles.of_whole(each) is None)
 
-    def _with_alias(self, path: str | None) -> set[str]:
+    def _with_alias(self, path: str | None) -> set[str | None]:
         """The path of a changed object, and the path that a local took the object from."""
-        found = {path or ""}
-        if path is not None:
-            found.add(self._program.origin_of(path))
-        return found
+        return set() if path is None else {path, self._program.origin_of(path)}
 
     def _written_inside(self, node: ast.Call, scope: Scope, callee: Callee) -> Paths:
         """What a function of the file writes that a call runs."""
@@ -100,33 +99,34 @@ class Staleness:
             self._written[key] = self.written(function.body, inner)
         return _outside(function, self._written[key])
 
-    def _written_by_call(self, node: ast.Call, scope: Scope, *, is_statement: bool) -> Paths:
+    def _written_by_call(
+        self, node: ast.Call, scope: Scope, *, is_statement: bool
+    ) -> Set[str | None]:
         called = self._program.called(node, scope)
         if called is not None:
             return self._written_inside(node, scope, called)
-        found: set[str] = set()
+        found = self._written_by_arguments(node, scope)
         forward = self._program.forward_of(node, scope)
         if forward is not None:
             found |= self._written_inside(node, scope, forward)
-        found |= self._written_by_arguments(node, scope)
         found.update(self._roles.changed_by_unknown(node, scope))
         function = scope.path(node.func)
-        if function is not None and self._roles.remembers(function):
+        if self._roles.remembers(function):
             found.add(function)
         if isinstance(node.func, ast.Attribute):
             found |= self._written_by_method(node, node.func.value, scope, is_statement)
-        elif function is not None and is_statement and self._is_called_object(function, scope):
+        elif is_statement and function is not None and self._is_called_object(function, scope):
             found.add(function)
-        return frozenset(found - {""})
+        return found
 
     def _is_called_object(self, path: str, scope: Scope) -> bool:
         """Whether a path is an object that is called for what it does, and no unknown callback."""
         is_parameter = path.rpartition(LOCAL)[2] in scope.function.parameters and LOCAL in path
         return self._program.is_variable(path) and not is_parameter
 
-    def _written_by_arguments(self, node: ast.Call, scope: Scope) -> set[str]:
+    def _written_by_arguments(self, node: ast.Call, scope: Scope) -> set[str | None]:
         """What an unknown function writes: arguments, and what functions among them write."""
-        found: set[str] = set()
+        found: set[str | None] = set()
         for value in calls.arguments_of(node):
             if isinstance(value, (ast.Name, ast.Attribute)):
                 call = calls.call_of(value)
@@ -135,23 +135,23 @@ class Staleness:
         for each in calls.changed_arguments(node):
             found |= self._with_alias(scope.path(base_of(each)))
         if calls.dotted(node.func) == "next" and node.args:
-            found.add(scope.path(node.args[0]) or "")
+            found.add(scope.path(node.args[0]))
         return found
 
     def _written_by_method(
         self, node: ast.Call, receiver: ast.expr, scope: Scope, is_statement: bool
-    ) -> set[str]:
+    ) -> set[str | None]:
         """What an unknown method writes: its object, and tensors that an optimizer updates."""
-        found: set[str] = set()
+        found: set[str | None] = set()
         if is_statement and not calls.writes_log(node):
-            found.add(scope.path(node.func) or "")
+            found.add(scope.path(node.func))
         path = scope.path(base_of(receiver))
         changes = calls.changes_receiver(node, is_statement=is_statement) or (
             self._roles.remembers(scope.path(receiver)) and not calls.only_looks(node)
         )
-        if path is not None and changes and path != scope.receiver:
-            is_imported = variable_of(path) in self._program.imported
-            found |= set() if is_imported else self._with_alias(path)
+        is_imported = path is not None and variable_of(path) in self._program.imported
+        if changes and not is_imported and path != scope.receiver:
+            found |= self._with_alias(path)
         if calls.method(node) == "step" and is_statement:
             found.update(self._program.optimized_in(scope))
         return found
@@ -218,7 +218,7 @@ class Staleness:
                 from_stale = not is_chain and self._reads(node.iter, head, scope)
                 start = self._store(node.target, head, scope, is_stale=from_stale)
             if node is self._inner:
-                self.at_safe_point = start | (self.at_safe_point or frozenset())
+                self.at_safe_point |= start
             after = self._body(node.body, start, scope)
             if after | head == head:
                 break
@@ -245,20 +245,13 @@ class Staleness:
     def _store(
         self, target: ast.expr, stale: Paths, scope: Scope, *, is_stale: bool, keeps: bool = False
     ) -> Paths:
-        if isinstance(target, (ast.Tuple, ast.List)):
-            for each in target.elts:
-                stale = self._store(each, stale, scope, is_stale=is_stale, keeps=keeps)
-            return stale
-        if isinstance(target, ast.Starred):
-            return self._store(target.value, stale, scope, is_stale=is_stale, keeps=keeps)
-        path = scope.path(base_of(target))
-        if path is None:
-            return stale
-        if is_stale:
-            return stale | {path}
-        if isinstance(target, ast.Subscript) or keeps:
-            return stale
-        return _without(path, stale)
+        for each in target_names(target):
+            path = scope.path(base_of(each))
+            if path is not None and is_stale:
+                stale |= {path}
+            elif path is not None and not isinstance(each, ast.Subscript) and not keeps:
+                stale = _without(path, stale)
+        return stale
 
     # ---------------------------------------------------------------- expressions
 
