@@ -39,11 +39,8 @@ def read_pieces(
     """
 
     def fill(part: tuple[list[memoryview], int]) -> None:
-        reader = open_reader()
-        try:
+        with open_reader() as reader:
             reader.read_into(*part, block_digests)
-        finally:
-            reader.close()
 
     parts = list(_parts(buffers, offset))
     if len(parts) == 1:
@@ -204,8 +201,7 @@ def read_ranges(
     Raises:
         CheckpointError: from the reader.
     """
-    reader = open_reader()
-    try:
+    with open_reader() as reader:
         for run in _runs(sorted(wanted, key=lambda each: each.offset)):
             memories = [
                 _flat_memory(each.target)
@@ -221,8 +217,6 @@ def read_ranges(
             for each, memory in zip(run, memories, strict=True):
                 if not each.is_direct:
                     each.copy_from(memory)
-    finally:
-        reader.close()
 
 
 def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:

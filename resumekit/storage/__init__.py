@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.storage.commit import Staging
-from resumekit.storage.digest import ALGORITHM, BLOCK_BYTES, BlockDigester, digest_bytes
+from resumekit.storage.digest import ALGORITHM, BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.files import FileEntry, FileReader, FileWriter
 from resumekit.storage.io import (
@@ -46,7 +46,6 @@ __all__ = [
     "StepName",
     "StepReader",
     "Store",
-    "digest_bytes",
     "parse_json",
     "select_deletions",
 ]

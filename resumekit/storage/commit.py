@@ -35,7 +35,7 @@ from resumekit.storage.directories import (
     path_problem,
 )
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.io import FileSystem, save_errors
+from resumekit.storage.io import MAKE_ROOM, FileSystem, save_errors
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
 
@@ -155,20 +155,19 @@ def check_space(
     with save_errors(directory):
         free = file_system.free(directory)
     needed_bytes = num_bytes + _MANIFEST_BYTES + _BLOCK_BYTES * (num_files + 1)
-    remedy = "Free space, or lower keep_latest"
     if free.num_bytes < needed_bytes:
         raise InsufficientSpaceError(
             str(directory),
             found=f"{free.num_bytes:,} bytes are free",
             expected=f"{needed_bytes:,} for the checkpoint",
-            remedy=remedy,
+            remedy=MAKE_ROOM,
         )
     if free.num_inodes is not None and free.num_inodes < num_files + 2:
         raise InsufficientSpaceError(
             str(directory),
             found=f"{free.num_inodes} more files can be made",
             expected=f"{num_files + 2} for the checkpoint",
-            remedy=remedy,
+            remedy=MAKE_ROOM,
         )
 
 

@@ -25,13 +25,6 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def digest_bytes(data: bytes | bytearray | memoryview) -> str:
-    """The file digest of these bytes, as 32 hexadecimal digits."""
-    digester = BlockDigester()
-    digester.update(memoryview(data))
-    return digester.hexdigest()
-
-
 def combine(blocks: Iterable[bytes]) -> str:
     """The file digest of these raw block digests, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
@@ -51,18 +44,12 @@ class BlockDigester:
         while offset < buffer.nbytes:
             piece = buffer[offset : offset + BLOCK_BYTES - self._open_bytes]
             offset += piece.nbytes
-            if piece.nbytes == BLOCK_BYTES:  # no state to keep: one call, without a copy
-                self._full.append(xxhash.xxh3_128_digest(piece))
-            else:
-                self._add(piece)
-
-    def _add(self, piece: memoryview) -> None:
-        self._open.update(piece)
-        self._open_bytes += piece.nbytes
-        if self._open_bytes == BLOCK_BYTES:
-            self._full.append(self._open.digest())
-            self._open.reset()
-            self._open_bytes = 0
+            self._open.update(piece)
+            self._open_bytes += piece.nbytes
+            if self._open_bytes == BLOCK_BYTES:
+                self._full.append(self._open.digest())
+                self._open.reset()
+                self._open_bytes = 0
 
     @property
     def blocks(self) -> list[bytes]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
-from resumekit.storage.io import FileSystem
+from resumekit.storage.io import FileSystem, read_fully
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -303,14 +303,11 @@ def read_small(file_system: FileSystem, path: Path, *, where: str, max_bytes: in
                 where, found=f"has {handle.size} bytes", expected=f"at most {max_bytes}"
             )
         content = bytearray(handle.size)
-        done = 0
-        while done < handle.size:
-            num_bytes = file_system.read_into(handle, done, memoryview(content)[done:])
-            if num_bytes == 0:
-                raise CorruptCheckpointError(
-                    where, found=f"ends after {done} bytes", expected=str(handle.size)
-                )
-            done += num_bytes
+        num_bytes = read_fully(file_system, handle, 0, memoryview(content))
+        if num_bytes < handle.size:
+            raise CorruptCheckpointError(
+                where, found=f"ends after {num_bytes} bytes", expected=str(handle.size)
+            )
     finally:
         with suppress(OSError):
             file_system.close(handle)

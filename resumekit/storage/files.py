@@ -6,11 +6,10 @@ compared, and reads no byte twice when it is used from front to back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -19,10 +18,9 @@ from resumekit.storage.digest import (
     BLOCK_BYTES,
     BlockDigester,
     combine,
-    digest_bytes,
     is_digest,
 )
-from resumekit.storage.io import FileSystem, read_errors, save_errors
+from resumekit.storage.io import FileSystem, read_errors, read_fully, save_errors
 
 WRITEBACK_BYTES = 8 << 20
 MAX_READ_BYTES = 1 << 30
@@ -45,7 +43,7 @@ class FileEntry:
     writer: int
 
 
-class FileWriter:
+class FileWriter(AbstractContextManager["FileWriter"]):
     """A new file of a checkpoint in staging; unusable after the first error.
 
     A failed fsync is not repeated: Linux marks the pages clean, and a second one would succeed
@@ -78,17 +76,13 @@ class FileWriter:
         Raises:
             SaveError: names the file and the cause.
         """
-        handle = self._alive()
-        try:
-            with save_errors(self._path):
-                for parts in cut_at_blocks(buffers, self._size):
-                    self._append(handle, parts)
-        except BaseException:
-            self.discard()
-            raise
+        with self._open_handle() as handle:
+            # One block at a time: its bytes are still in the CPU's cache when they are written.
+            for parts in cut_at_blocks(buffers, self._size):
+                self._write_block(handle, parts)
 
-    def _append(self, handle: int, parts: list[memoryview]) -> None:
-        # One block at a time: its bytes are still in the CPU's cache when they are written.
+    def _write_block(self, handle: int, parts: list[memoryview]) -> None:
+        """Digests and appends parts of one block."""
         for part in parts:
             self._digester.update(part)
             self._size += part.nbytes
@@ -103,15 +97,10 @@ class FileWriter:
         Raises:
             SaveError: names the file and the cause.
         """
-        handle = self._alive()
-        try:
-            with save_errors(self._path):
-                self._file_system.fsync(handle)
-                self._handle = None
-                self._file_system.close(handle)
-        except BaseException:
-            self.discard()
-            raise
+        with self._open_handle() as handle:
+            self._file_system.fsync(handle)
+            self._handle = None
+            self._file_system.close(handle)
         return FileEntry(self._relative, self._size, self._digester.hexdigest(), self._writer)
 
     def discard(self) -> None:
@@ -131,24 +120,23 @@ class FileWriter:
         """Bytes written so far."""
         return self._size
 
-    def _alive(self) -> int:
+    @contextmanager
+    def _open_handle(self) -> Iterator[int]:
+        """The handle of an unfinished file; an error in the body is the file's last."""
         if self._handle is None:
             raise SaveError(str(self._path), found="is finished or has failed")
-        return self._handle
+        try:
+            with save_errors(self._path):
+                yield self._handle
+        except BaseException:
+            self.discard()
+            raise
 
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 
-class FileReader:
+class FileReader(AbstractContextManager["FileReader"]):
     """A file of a checkpoint that returns verified bytes only.
 
     Args:
@@ -195,8 +183,8 @@ class FileReader:
                 self._where, found=f"has {self.entry.size} bytes", expected=f"at most {max_bytes}"
             )
         content = bytearray(self.entry.size)
-        self._fill(memoryview(content), 0)
-        self._compare(digest_bytes(content), self.entry.digest)
+        rest = memoryview(content)
+        self._read_all(rest[begin : begin + BLOCK_BYTES] for begin in self._block_offsets)
         return bytes(content)
 
     def read_into(
@@ -234,13 +222,8 @@ class FileReader:
             CorruptCheckpointError: names the file and both digests.
             UnreadableCheckpointError: the bytes could not be read.
         """
-        digester = BlockDigester()
         block = memoryview(bytearray(min(BLOCK_BYTES, self.entry.size)))
-        for offset in range(0, self.entry.size, BLOCK_BYTES):
-            part = block[: self.entry.size - offset]
-            self._fill(part, offset)
-            digester.update(part)
-        self._compare(digester.hexdigest(), self.entry.digest)
+        self._read_all(block[: self.entry.size - begin] for begin in self._block_offsets)
 
     def close(self) -> None:
         """Closes the file; may be called more than once."""
@@ -253,12 +236,11 @@ class FileReader:
         if block_digests is self._checked:
             return
         blocks = [_raw_digest(text, self._where) for text in block_digests]
-        num_blocks = -(-self.entry.size // BLOCK_BYTES)
-        if len(blocks) != num_blocks:
+        if len(blocks) != len(self._block_offsets):
             raise CorruptCheckpointError(
                 self._where,
                 found=f"the index holds {len(blocks)} block digests",
-                expected=str(num_blocks),
+                expected=str(len(self._block_offsets)),
             )
         self._compare(combine(blocks), self.entry.digest, of="the digest of the index's blocks")
         self._expected = blocks
@@ -269,7 +251,7 @@ class FileReader:
         num_bytes = sum(part.nbytes for part in parts)
         index, start = divmod(offset, BLOCK_BYTES)
         if start == 0 and num_bytes == self._block_size(index):
-            self._read_block(parts, index)
+            self._read_known_block(parts, index)
             return num_bytes
         self._keep_block(index)
         block = memoryview(self._block)
@@ -283,18 +265,31 @@ class FileReader:
             return
         self._block_index = -1
         self._block = self._block or bytearray(min(BLOCK_BYTES, self.entry.size))
-        self._read_block([memoryview(self._block)[: self._block_size(index)]], index)
+        self._read_known_block([memoryview(self._block)[: self._block_size(index)]], index)
         self._block_index = index
 
-    def _read_block(self, parts: list[memoryview], index: int) -> None:
+    def _read_all(self, blocks: Iterable[memoryview]) -> None:
+        """Reads the whole file into these blocks, one after the other, and verifies it."""
+        digests = [self._read_block([block], index) for index, block in enumerate(blocks)]
+        self._compare(combine(digests), self.entry.digest)
+
+    def _read_known_block(self, parts: list[memoryview], index: int) -> None:
+        found, expected = self._read_block(parts, index), self._expected[index]
+        self._compare(found.hex(), expected.hex(), of=f"the digest of its block {index}")
+
+    def _read_block(self, parts: list[memoryview], index: int) -> bytes:
+        """Fills parts that make up one block; returns its digest."""
         offset = index * BLOCK_BYTES
         digester = xxhash.xxh3_128()
         for part in parts:
             self._fill(part, offset)
             digester.update(part)
             offset += part.nbytes
-        found, expected = digester.digest(), self._expected[index]
-        self._compare(found.hex(), expected.hex(), of=f"the digest of its block {index}")
+        return digester.digest()
+
+    @property
+    def _block_offsets(self) -> range:
+        return range(0, self.entry.size, BLOCK_BYTES)
 
     def _block_size(self, index: int) -> int:
         return min(BLOCK_BYTES, self.entry.size - index * BLOCK_BYTES)
@@ -303,16 +298,13 @@ class FileReader:
         with read_errors(self._where):
             if offset == 0:
                 self._file_system.advise_sequential(self._handle)
-            while buffer.nbytes:
-                num_bytes = self._file_system.read_into(self._handle, offset, buffer)
-                if num_bytes == 0:
-                    raise CorruptCheckpointError(
-                        self._where,
-                        found=f"ends after {offset} bytes",
-                        expected=f"{self.entry.size} as the manifest says",
-                    )
-                buffer = buffer[num_bytes:]
-                offset += num_bytes
+            num_bytes = read_fully(self._file_system, self._handle, offset, buffer)
+        if num_bytes < buffer.nbytes:
+            raise CorruptCheckpointError(
+                self._where,
+                found=f"ends after {offset + num_bytes} bytes",
+                expected=f"{self.entry.size} as the manifest says",
+            )
 
     def _compare(self, found: str, expected: str, *, of: str = "its digest") -> None:
         if found != expected:
@@ -320,15 +312,7 @@ class FileReader:
                 self._where, found=f"{of} is {found}", expected=f"{expected} as recorded"
             )
 
-    def __enter__(self) -> FileReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

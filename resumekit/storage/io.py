@@ -15,7 +15,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -257,48 +257,45 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
     return found
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+    """Bytes read into the buffer: all of it, or fewer where the file ends."""
+    done = 0
+    while done < buffer.nbytes:
+        num_bytes = file_system.read_into(handle, offset + done, buffer[done:])
+        if num_bytes == 0:
+            break
+        done += num_bytes
+    return done
 
 
-@contextmanager
-def save_errors(path: Path | str) -> Iterator[None]:
+MAKE_ROOM = "Free space, or lower keep_latest"
+_REMEDIES = {
+    SaveError: dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
+    DirectoryError: dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "Choose a directory that this job may write to"
+    ),
+}
+
+
+def save_errors(path: Path | str) -> AbstractContextManager[None]:
     """Turns an OSError of the body into SaveError.
 
     Raises:
         SaveError: names the path and the cause; ``errno`` is the cause's.
     """
-    try:
-        yield
-    except ResumekitError:
-        raise
-    except OSError as error:
-        remedy = "Free space, or lower keep_latest" if error.errno in _NO_ROOM else None
-        failure = SaveError(
-            str(path), found=f"could not be written: {describe(error)}", remedy=remedy
-        )
-        failure.errno = error.errno
-        raise failure from error
+    return _os_errors(SaveError, str(path), "be written")
 
 
-@contextmanager
-def read_errors(where: str) -> Iterator[None]:
+def read_errors(where: str) -> AbstractContextManager[None]:
     """Turns an OSError of the body into UnreadableCheckpointError: it is no proof of damage.
 
     Raises:
         UnreadableCheckpointError: names the file and the cause.
     """
-    try:
-        yield
-    except ResumekitError:
-        raise
-    except OSError as error:
-        failure = UnreadableCheckpointError(where, found=f"could not be read: {describe(error)}")
-        failure.errno = error.errno
-        raise failure from error
+    return _os_errors(UnreadableCheckpointError, where, "be read")
 
 
-@contextmanager
-def directory_errors(directory: Path, doing: str) -> Iterator[None]:
+def directory_errors(directory: Path, doing: str) -> AbstractContextManager[None]:
     """Turns an OSError of the body into DirectoryError.
 
     Args:
@@ -308,17 +305,21 @@ def directory_errors(directory: Path, doing: str) -> Iterator[None]:
     Raises:
         DirectoryError: names the directory, the cause and, where it is known, the path in it.
     """
+    return _os_errors(DirectoryError, str(directory), doing)
+
+
+_Failure = type[SaveError] | type[UnreadableCheckpointError] | type[DirectoryError]
+
+
+@contextmanager
+def _os_errors(kind: _Failure, where: str, doing: str) -> Iterator[None]:
     try:
         yield
     except ResumekitError:
         raise
     except OSError as error:
-        forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        failure = DirectoryError(
-            str(directory),
-            found=f"could not {doing}: {describe(error)}",
-            remedy="Choose a directory that this job may write to" if forbidden else None,
-        )
+        remedy = _REMEDIES.get(kind, {}).get(error.errno or 0)
+        failure = kind(where, found=f"could not {doing}: {describe(error)}", remedy=remedy)
         failure.errno = error.errno
         raise failure from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -116,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(checkpoints: Any) -> N
         read_payload(step, "state", 0)
 
 
-class BytesReader:
+class BytesReader(AbstractContextManager["BytesReader"]):
     """A file in memory that notes what is asked of it."""
 
     def __init__(self, content: bytes, calls: list[tuple[int, int]]) -> None:
@@ -131,7 +132,7 @@ class BytesReader:
             offset += buffer.nbytes
         self._calls.append((begin, offset))
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -162,7 +163,7 @@ def test_an_error_in_one_part_is_raised_after_both_are_done() -> None:
             if offset:
                 raise CorruptCheckpointError("a", found="damage")
 
-        def close(self) -> None:
+        def __exit__(self, *_: object) -> None:
             closed.append(True)
 
     buffers = [memoryview(bytearray(20 * BLOCK_BYTES))]
