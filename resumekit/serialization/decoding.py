@@ -18,6 +18,7 @@ import torch
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
 from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, dtype_from_json
 from resumekit.serialization.limits import (
+    FACTORIES,
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
     checked_shape,
@@ -26,17 +27,6 @@ from resumekit.serialization.limits import (
     namedtuple_type,
 )
 from resumekit.serialization.tensors import dense_strides, flat_bytes, retyped
-
-_FACTORIES: dict[str | None, Callable[[], Any] | None] = {
-    None: None,
-    "bool": bool,
-    "dict": dict,
-    "float": float,
-    "int": int,
-    "list": list,
-    "set": set,
-    "str": str,
-}
 
 
 class Decoder:
@@ -130,9 +120,9 @@ class Decoder:
 
     def _default_dict(self, body: Any, depth: int) -> Any:
         factory, *flat = _as(list, body)
-        if not (factory is None or isinstance(factory, str)) or factory not in _FACTORIES:
+        if not (factory is None or isinstance(factory, str)) or factory not in FACTORIES:
             raise ValueError(f"the default_factory {str(factory)[:80]!r}")
-        return defaultdict(_FACTORIES[factory], self._pairs(flat, depth))
+        return defaultdict(FACTORIES[factory], self._pairs(flat, depth))
 
     def _deque(self, body: Any, depth: int) -> Any:
         maxlen, *items = _as(list, body)
@@ -210,8 +200,7 @@ class Decoder:
         if offset + extent > base.numel() * base.element_size():
             raise ValueError(f"a view beyond the end of {body['of']!r}")
         begin = base.storage_offset() * base.element_size() + offset
-        assert element.torch_dtype is not None  # known_element
-        return retyped(base, element.torch_dtype, begin // element.num_bytes, shape, strides)
+        return retyped(base, element.dtype, begin // element.num_bytes, shape, strides)
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor], *, where: str = "payload") -> Any:

@@ -38,6 +38,12 @@ class ElementType:
         found = getattr(torch, self.name, None)
         return found if isinstance(found, torch.dtype) else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The running torch's type, of an element type from ``known_element``."""
+        assert self.torch_dtype is not None
+        return self.torch_dtype
+
 
 # With a code: what every safetensors since 0.4 reads. One code that a reader does not know makes it
 # refuse the whole file, so the newer ones (C64, F8_E8M0, ...) are not used.

@@ -44,6 +44,7 @@ import torch
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.dtypes import dtype_to_json
 from resumekit.serialization.limits import (
+    FACTORIES,
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
     hash_flood,
@@ -87,16 +88,7 @@ def encode(value: Any, *, where: str) -> Encoded:
 _MAX_INLINE_BYTES = 1024
 _MAX_INLINE_NUMBERS = 1024
 
-_FACTORIES: dict[Any, str | None] = {
-    None: None,
-    bool: "bool",
-    dict: "dict",
-    float: "float",
-    int: "int",
-    list: "list",
-    set: "set",
-    str: "str",
-}
+_FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 class Encoder:
@@ -124,12 +116,12 @@ class Encoder:
             str: _str,
             bytes: self._bytes,
             list: self._list,
-            tuple: self._tuple,
+            tuple: lambda value, path, depth: {"$tuple": self._items(value, path, depth + 1)},
             set: self._set,
             deque: self._deque,
             dict: self._dict,
-            OrderedDict: self._ordered_dict,
-            Counter: self._counter,
+            OrderedDict: lambda *given: {"$ordered_dict": self._pairs(*given)},
+            Counter: lambda *given: {"$counter": self._pairs(*given)},
             defaultdict: self._default_dict,
             np.ndarray: self._array,
         }
@@ -205,9 +197,6 @@ class Encoder:
             self._encode(item, path.index(index), depth + 1) for index, item in enumerate(value)
         ]
 
-    def _tuple(self, value: tuple[Any, ...], path: StatePath, depth: int) -> Any:
-        return {"$tuple": self._items(value, path, depth + 1)}
-
     def _deque(self, value: deque[Any], path: StatePath, depth: int) -> Any:
         return {"$deque": [value.maxlen, *self._items(value, path, depth + 1)]}
 
@@ -237,22 +226,16 @@ class Encoder:
             }
         return {"$dict": self._pairs(value, path, depth)}
 
-    def _ordered_dict(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> Any:
-        return {"$ordered_dict": self._pairs(value, path, depth)}
-
-    def _counter(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> Any:
-        return {"$counter": self._pairs(value, path, depth)}
-
     def _default_dict(self, value: defaultdict[Any, Any], path: StatePath, depth: int) -> Any:
         factory = value.default_factory
-        if factory not in _FACTORIES:
+        if factory not in _FACTORY_NAMES:
             raise UnsupportedValueError(
                 str(path),
                 found=f"a defaultdict whose default_factory is {factory!r}",
-                expected="a builtin: " + ", ".join(str(name) for name in _FACTORIES.values()),
+                expected="a builtin: " + ", ".join(map(str, FACTORIES)),
                 remedy="Store dict(value)",
             )
-        return {"$default_dict": [_FACTORIES[factory], *self._pairs(value, path, depth)]}
+        return {"$default_dict": [_FACTORY_NAMES[factory], *self._pairs(value, path, depth)]}
 
     def _pairs(self, value: Mapping[Any, Any], path: StatePath, depth: int) -> list[Any]:
         flat: list[Any] = []

@@ -1,10 +1,10 @@
-"""Limits for writing and reading alike: what is refused at a load is refused at a save already."""
+"""What writing and reading accept alike: what a load refuses, a save has refused already."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from keyword import iskeyword
 from typing import Any
 
@@ -21,6 +21,13 @@ _MAX_ELEMENTS = 1 << 60
 
 # Keys with one and the same hash make a dict quadratic; ordinary keys have two (-1 and -2) at most.
 _MAX_EQUAL_HASHES = 100
+
+
+# The default_factory that a defaultdict may have, by name.
+FACTORIES: dict[str | None, Callable[[], Any] | None] = {
+    None: None,
+    **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)},
+}
 
 
 def hash_flood(keys: Collection[Hashable]) -> bool:

@@ -20,7 +20,7 @@ class StatePath:
     """
 
     part: Any
-    kind: Literal["root", "key", "index", "attribute"] = "root"
+    kind: Literal["key", "index", "attribute"] = "key"
     parent: StatePath | None = None
 
     def key(self, part: Any) -> StatePath:
@@ -36,7 +36,10 @@ class StatePath:
         return StatePath(part, "attribute", self)
 
     def __str__(self) -> str:
-        return "".join(_expression(path) for path in self._from_root())
+        if self.parent is None:
+            return str(self.part)
+        here = f".{self.part}" if self.kind == "attribute" else f"[{_short(self.part)}]"
+        return f"{self.parent}{here}"
 
     @property
     def name(self) -> str:
@@ -44,35 +47,17 @@ class StatePath:
 
         A flat dict of tensors by FQN gives the FQNs. Empty for the root.
         """
-        text = ""
-        for path in self._from_root()[1:]:
-            text += _name_part(path) if text else _name_part(path).removeprefix(".")
-        return text
+        if self.parent is None:
+            return ""
+        above = self.parent.name
+        if self.kind == "attribute" or type(self.part) is str:
+            return f"{above}.{self.part}" if above else str(self.part)
+        return f"{above}[{_short(self.part)}]"
 
     @property
     def root(self) -> StatePath:
         """The path of the whole value."""
-        return self._from_root()[0]
-
-    def _from_root(self) -> list[StatePath]:
-        parts: list[StatePath] = []
-        path: StatePath | None = self
-        while path is not None:
-            parts.append(path)
-            path = path.parent
-        return parts[::-1]
-
-
-def _expression(path: StatePath) -> str:
-    if path.kind == "root":
-        return str(path.part)
-    return f".{path.part}" if path.kind == "attribute" else f"[{_short(path.part)}]"
-
-
-def _name_part(path: StatePath) -> str:
-    if path.kind == "attribute" or type(path.part) is str:
-        return f".{path.part}"
-    return f"[{_short(path.part)}]"
+        return self if self.parent is None else self.parent.root
 
 
 def _short(part: Any) -> str:

@@ -81,17 +81,7 @@ def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ())
     Raises:
         UnsupportedValueError: a value cannot be stored; names its path.
     """
-    encoder = _LocalEncoder()
-    tree = encoder.encode(state, where=key)
-    return LocalState(
-        key,
-        tree,
-        encoder.tensors,
-        encoder.found,
-        encoder.plain_leaves,
-        encoder.ties,
-        frozenset(first_rank_only),
-    )
+    return _LocalEncoder().local_state(key, state, frozenset(first_rank_only))
 
 
 def sharding_of(tensor: Any) -> Any:
@@ -112,35 +102,33 @@ class _LocalEncoder(Encoder):
         self._owners: dict[Any, str] = {}
         self._by_type[FlatPart] = self._flat
 
-    @property
-    def plain_leaves(self) -> dict[str, Leaf]:
-        """Bytes that are no tensors, by name."""
-        return self._leaves
+    def local_state(self, key: str, state: Any, first_rank_only: frozenset[str]) -> LocalState:
+        tree = self.encode(state, where=key)
+        return LocalState(
+            key, tree, self.tensors, self.found, self._leaves, self.ties, first_rank_only
+        )
 
     def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
-        name = self._name(path)
+        found = FoundTensor(value.local, path, self._name(path))
         # A tie is the same object twice, which ranks with an empty part see too.
-        first = self._owners.setdefault(id(value), name)
-        if first != name:
-            self.ties[name] = first
-            return {"$tensor": first}
-        self.tensors[name] = value
-        self.found[name] = FoundTensor(value.local, path, name)
-        return {"$tensor": name}
+        return self._note(value, found, id(value))
 
     def _tensor(self, value: Tensor, path: StatePath) -> Any:
-        name = self._name(path)
-        found = FoundTensor(local_part(value), path, name)
+        found = FoundTensor(local_part(value), path, self._name(path))
         self._found.append(found)  # where a tensor as a key is noticed
-        if not found.is_unaliased:
-            view = (found.view, tuple(value.shape), sharding_of(value))
-            first = self._owners.setdefault(view, name)
-            if first != name:
-                self.ties[name] = first
-                return {"$tensor": first}
-        self.tensors[name] = value
-        self.found[name] = found
-        return {"$tensor": name}
+        view = (found.view, tuple(value.shape), sharding_of(value))
+        return self._note(value, found, None if found.is_unaliased else view)
+
+    def _note(self, tensor: Any, found: FoundTensor, identity: object) -> Any:
+        """The node of a tensor; equal identities are ties, None is equal to nothing."""
+        name = found.name
+        first = name if identity is None else self._owners.setdefault(identity, name)
+        if first == name:
+            self.tensors[name] = tensor
+            self.found[name] = found
+        else:
+            self.ties[name] = first
+        return {"$tensor": first}
 
 
 _MOST_NAMED = 3

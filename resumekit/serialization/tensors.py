@@ -13,7 +13,7 @@ tensors: a change of one is not visible in another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -141,42 +141,45 @@ def _tensor_buffers(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
     if tensor.is_conj() or tensor.is_neg():  # lazy bits: the memory holds something else
-        yield from _copied(tensor.detach())
+        yield from _copied(tensor.detach(), _tensor_bytes)
     elif tensor.device.type == "cpu" and tensor.is_contiguous():
         yield from _pieces(flat_bytes(tensor))
     else:
         plain = PLAIN_TYPES[tensor.element_size()]
         shape, strides = tuple(tensor.shape), tensor.stride()
-        yield from _copied(retyped(tensor, plain, int(tensor.storage_offset()), shape, strides))
+        values = retyped(tensor, plain, int(tensor.storage_offset()), shape, strides)
+        yield from _copied(values, _tensor_bytes)
 
 
-def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor that cannot be handed out as it lies, a chunk at a time."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= CHUNK_BYTES:
-        yield flat_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
-        return
-    num_rows = CHUNK_BYTES * tensor.shape[0] // num_bytes
-    if num_rows == 0:
-        for row in tensor:
-            yield from _copied(row)
-        return
-    for begin in range(0, tensor.shape[0], num_rows):
-        yield from _copied(tensor[begin : begin + num_rows])
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    return flat_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
 
 
 def _array_buffers(array: npt.NDArray[Any]) -> Iterator[memoryview]:
     if array.nbytes == 0:
         return
     if array.flags.c_contiguous:
-        yield from _pieces(_view(array.reshape(-1).view(np.uint8)))
-    elif array.nbytes <= CHUNK_BYTES:
-        yield from _array_buffers(np.ascontiguousarray(array))
+        yield from _pieces(_array_bytes(array))
     else:
-        num_rows = max(1, CHUNK_BYTES * array.shape[0] // array.nbytes)
-        for begin in range(0, array.shape[0], num_rows):
-            rows = array[begin : begin + num_rows]
-            yield from _array_buffers(rows if rows.nbytes <= CHUNK_BYTES else rows[0])
+        yield from _copied(array, _array_bytes)
+
+
+def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
+    return _view(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memoryview]:
+    """The bytes of a tensor or array that cannot be handed out as it lies, a chunk at a time."""
+    if source.nbytes <= CHUNK_BYTES:
+        yield bytes_of(source)
+        return
+    num_rows = CHUNK_BYTES * source.shape[0] // source.nbytes
+    if num_rows == 0:
+        for row in source:
+            yield from _copied(row, bytes_of)
+        return
+    for begin in range(0, source.shape[0], num_rows):
+        yield bytes_of(source[begin : begin + num_rows])
 
 
 @dataclass(frozen=True)
