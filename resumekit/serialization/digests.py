@@ -20,6 +20,8 @@ from resumekit.serialization.paths import StatePath, UniqueNames
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
 from resumekit.serialization.tensors import buffers_of, check_tensor
 
+_ROOT = StatePath("state")
+
 
 def leaf_digests(value: Any) -> dict[str, str]:
     """The xxh3-128 digest of every leaf of a state, by its dotted name.
@@ -90,25 +92,28 @@ def state_digest(value: Any) -> str:
 
 def _named_leaves(value: Any) -> Iterator[tuple[str, StatePath, Any]]:
     names = UniqueNames()
-    for path, leaf in _leaves(value, StatePath("state")):
+    for path, leaf in leaves_of(value):
         yield names.take(path.name), path, leaf
 
 
-def _leaves(value: Any, path: StatePath, depth: int = 0) -> Iterator[tuple[StatePath, Any]]:
+def leaves_of(
+    value: Any, path: StatePath = _ROOT, depth: int = 0
+) -> Iterator[tuple[StatePath, Any]]:
+    """The leaves of nested state, each with its path; an empty container is a leaf."""
     if depth > MAX_DEPTH:
         raise UnsupportedValueError(str(path), found="nested too deeply, or part of itself")
     if isinstance(value, Enum):
-        yield from _leaves(value.value, path, depth + 1)
+        yield from leaves_of(value.value, path, depth + 1)
     elif isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _leaves(item, path.key(key), depth + 1)
+            yield from leaves_of(item, path.key(key), depth + 1)
     elif isinstance(value, list) and as_numbers(value) is not None:
         yield path, value
     elif isinstance(value, list | tuple | deque) and value:
         fields = getattr(value, "_fields", None)
         for index, item in enumerate(value):
             below = path.attribute(fields[index]) if fields else path.index(index)
-            yield from _leaves(item, below, depth + 1)
+            yield from leaves_of(item, below, depth + 1)
     else:
         yield path, value
 

@@ -5,16 +5,17 @@ A state that one rank wrote is read as a sharded one with a single writer.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.decoding import Decoder, references
+from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.fetching import (
     ByteRange,
     Fetch,
@@ -25,7 +26,7 @@ from resumekit.serialization.fetching import (
 from resumekit.serialization.index import Index, Logical, ShardedIndex, header, part_name, stem_of
 from resumekit.serialization.sharding import Box, box_of, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
-from resumekit.storage import MAX_JSON_BYTES, FileReader, StepReader
+from resumekit.storage import MAX_JSON_BYTES, StepReader
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -56,29 +57,32 @@ class Source:
 
     def views(self) -> list[_View]:
         """What each group wrote; verified."""
-        if not self.indices:
-            plain = read_index(self.step, stem_of(self.directory, self.writer))
-            name = f"rank-{self.writer:05d}.json"
-            return [_View(self, name, ShardedIndex.of_one_writer(plain, self.writer))]
-        return [_View(self, name, self._index(name)) for name in self.indices]
+        files = _DataFiles(self.step, self.directory)
+        if self.indices:
+            indices = {
+                name: read_index(ShardedIndex, self.step, f"{self.directory}/{name}")
+                for name in self.indices
+            }
+        else:
+            plain = files[self.writer].index
+            whole = ShardedIndex.of_one_writer(plain, self.writer)
+            indices = {f"rank-{self.writer:05d}.json": whole}
+        return [_View(self, name, index, files) for name, index in indices.items()]
 
-    def _index(self, name: str) -> ShardedIndex:
-        with self.step.file(f"{self.directory}/{name}") as file:
-            data = file.read(max_bytes=MAX_JSON_BYTES)
-        return ShardedIndex.from_bytes(data, where=f"{self.step.name}/{self.directory}/{name}")
+
+_AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
 
 
-def read_index(step: StepReader, stem: str) -> Index:
-    """The index of one rank's files, verified.
+def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
+    """An index of a checkpoint, verified.
 
     Raises:
         CorruptCheckpointError: damage.
         FormatVersionError: written by a newer version, or with a newer torch.
         UnreadableCheckpointError: an I/O error.
     """
-    with step.file(f"{stem}.json") as file:
-        data = file.read(max_bytes=MAX_JSON_BYTES)
-    return Index.from_bytes(data, where=f"{step.name}/{stem}.json")
+    with step.file(path) as file:
+        return kind.from_bytes(file.read(max_bytes=MAX_JSON_BYTES), where=f"{step.name}/{path}")
 
 
 def read_payload(
@@ -97,8 +101,8 @@ def read_payload(
         FormatVersionError: written by a newer version, or with a newer torch.
         UnreadableCheckpointError: an I/O error.
     """
-    stem = stem_of(directory, rank)
-    where, plain = f"{step.name}/{stem}.json", read_index(step, stem)
+    where, files = f"{step.name}/{stem_of(directory, rank)}.json", _DataFiles(step, directory)
+    plain = files[rank].index
     wanted = list(plain.states) if keys is None else list(keys)
     for key in wanted:
         if key not in plain.states:
@@ -109,8 +113,7 @@ def read_payload(
         names = set(index.tensors)
         if keys is not None:
             names &= {name for name, _ in references([plain.states[key] for key in wanted])}
-        file = _DataFile(step, directory, rank, plain)
-        tensors = _read(index, dict.fromkeys(names), where, {rank: file}, check_headers=True)
+        tensors = _read(index, dict.fromkeys(names), where, files, check_headers=True)
     decoder = Decoder(tensors, where=where)
     return {key: decoder.decode(plain.states[key]) for key in wanted}
 
@@ -152,7 +155,7 @@ def read_sharded(
     skeleton = merged([view.skeleton for view in views])
     check(skeleton)
     partners = {id(saved): live for saved, live in pair(skeleton)}
-    needed = None if part_of is None else set(map(id, _tensors_in(skeleton)))
+    needed = None if part_of is None else {id(leaf) for _, leaf in leaves_of(skeleton)}
     for view in views:
         view.read(partners, needed)
     state = merged([view.state() for view in views])
@@ -170,15 +173,15 @@ class _View:
         meta_tensors: those tensors, by name.
     """
 
-    def __init__(self, source: Source, name: str, index: ShardedIndex) -> None:
+    def __init__(self, source: Source, name: str, index: ShardedIndex, files: _DataFiles) -> None:
         self.where = f"{source.step.name}/{source.directory}/{name}"
-        self._files = _DataFiles(source.step, source.directory)
+        self._files = files
         self._index = index
         if source.key not in index.states:
             raise CorruptCheckpointError(self.where, found=f"has no state of {source.key!r}")
         self._tree = index.states[source.key]
         whole = {name for name, is_whole in references(self._tree) if is_whole}
-        self._values = self._read(dict.fromkeys(whole))
+        self._values = _read(index, dict.fromkeys(whole), self.where, files)
         shapes = {name: _without_values(logical) for name, logical in index.tensors.items()}
         self.meta_tensors = {name: tensor for name, tensor in shapes.items() if name not in whole}
         self.skeleton = self._decoded({**shapes, **self._values})
@@ -191,9 +194,10 @@ class _View:
             needed: the ids of the needed ones; None for all.
         """
         named = {name for name, is_whole in references(self._tree) if not is_whole}
-        self._values |= self._read(
-            {name: partners.get(id(self.meta_tensors[name])) for name in self.taken(needed) & named}
-        )
+        wanted = {
+            name: partners.get(id(self.meta_tensors[name])) for name in self.taken(needed) & named
+        }
+        self._values |= _read(self._index, wanted, self.where, self._files)
 
     def taken(self, needed: set[int] | None) -> set[str]:
         """The names of the tensors that are needed."""
@@ -208,27 +212,12 @@ class _View:
     def _decoded(self, tensors: Mapping[str, Tensor]) -> Any:
         return Decoder(tensors, where=self.where).decode(self._tree)
 
-    def _read(self, partners: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Tensors by name: this rank's shard of those with a partner, the others whole."""
-        return _read(self._index, partners, self.where, self._files)
-
-
-def _tensors_in(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for item in state.values():
-            yield from _tensors_in(item)
-    elif isinstance(state, (list, tuple, deque)):
-        for item in state:
-            yield from _tensors_in(item)
-
 
 def _read(
     index: ShardedIndex,
     partners: Mapping[str, Any],
     where: str,
-    files: Mapping[int, _DataFile],
+    files: _DataFiles,
     *,
     check_headers: bool = False,
 ) -> dict[str, Tensor]:
@@ -238,8 +227,8 @@ def _read(
         index: of the tensors.
         partners: for each wanted name the live DTensor, or None.
         where: what error messages call the index.
-        files: the data file of each writer, opened on demand.
-        check_headers: whether to read and compare the header of each file too.
+        files: the data file of each writer.
+        check_headers: whether to read and compare the header of each of these files too.
     """
     wanted = {
         name: _wanted(where, index.tensors.get(name), name, partner)
@@ -249,16 +238,15 @@ def _read(
     for fetch in _fetches(where, index, wanted):
         fetches.setdefault(fetch.chunk.writer, []).append(fetch)
     # Before memory is allocated: the index may promise more than the files hold.
-    used = {writer: files[writer] for writer in sorted(fetches)}
-    for writer, file in used.items():
-        for fetch in fetches[writer]:
-            file.require(fetch, index.tensors[fetch.name])
+    for writer in sorted(fetches):
+        files[writer].require(fetches[writer], index.tensors)
     memory = {
         name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
         for name, box in wanted.items()
     }
     strides: dict[str, tuple[int, ...] | None] = {}
-    for writer, file in used.items():
+    for writer in sorted(fetches):
+        file = files[writer]
         parts: list[ByteRange] = []
         for fetch in fetches[writer]:
             parts += file.parts(fetch, memory[fetch.name])
@@ -272,15 +260,13 @@ def _read(
 
 
 class _DataFiles(dict[int, "_DataFile"]):
-    """The data file of each writer of a component, opened on first use."""
+    """The data file of each writer in a directory; its index is read on first use."""
 
     def __init__(self, step: StepReader, directory: str) -> None:
         self._arguments = (step, directory)
 
     def __missing__(self, writer: int) -> _DataFile:
-        step, directory = self._arguments
-        index = read_index(step, stem_of(directory, writer))
-        return self.setdefault(writer, _DataFile(step, directory, writer, index))
+        return self.setdefault(writer, _DataFile(*self._arguments, writer))
 
 
 def _wanted(where: str, logical: Logical | None, name: str, partner: Any) -> Box:
@@ -311,9 +297,7 @@ def _value(
     logical: Logical, memory: Tensor, strides: tuple[int, ...] | None, partner: Any
 ) -> Tensor:
     """The memory as the tensor that it holds, or as this rank's part of it."""
-    dtype = logical.element.torch_dtype
-    assert dtype is not None  # the index has been checked
-    shape = tuple(memory.shape)
+    dtype, shape = logical.element.dtype, tuple(memory.shape)
     if partner is not None:
         local = retyped(memory, dtype, 0, shape, memory.stride())
         part: Tensor = sharded_like(partner, local)
@@ -327,17 +311,13 @@ def _value(
 class _DataFile:
     """One writer's data file, by the index beside it."""
 
-    def __init__(self, step: StepReader, directory: str, writer: int, index: Index) -> None:
-        self._step = step
-        self._path = f"{stem_of(directory, writer)}.safetensors"
-        self._index = index
-        self._records = {record.name: record for record in index.records}
-        self._header = header(index.records, index.ties)
-        self._begin = len(self._header)
-        self._check_size()
-
-    def _open(self) -> FileReader:
-        return self._step.file(self._path)
+    def __init__(self, step: StepReader, directory: str, writer: int) -> None:
+        stem = stem_of(directory, writer)
+        self.index = read_index(Index, step, f"{stem}.json")
+        self._open = partial(step.file, f"{stem}.safetensors")
+        self._where = f"{step.name}/{stem}.safetensors"
+        self._records = {record.name: record for record in self.index.records}
+        self._header = header(self.index.records, self.index.ties)
 
     def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
         """Fills the targets of these parts of the file; compares its header, if asked to."""
@@ -345,10 +325,10 @@ class _DataFile:
         found = torch.empty(size, dtype=torch.uint8, device="cpu")
         if check_header:
             parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
-        read_ranges(self._open, parts, self._index.block_digests)
+        read_ranges(self._open, parts, self.index.block_digests)
         if check_header and flat_bytes(found) != self._header:
             raise CorruptCheckpointError(
-                f"{self._step.name}/{self._path}",
+                self._where,
                 found="its header differs from what the index says of its tensors",
             )
 
@@ -356,15 +336,24 @@ class _DataFile:
         """The strides that a tensor had in memory, where they were not row-major."""
         return self._records[name].strides
 
-    def require(self, fetch: Fetch, logical: Logical) -> None:
-        """Raises CorruptCheckpointError unless the file has the part to fetch."""
-        record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
-        if record is None or record.shape != sizes or record.element != logical.element:
+    def require(self, fetches: Sequence[Fetch], tensors: Mapping[str, Logical]) -> None:
+        """Raises CorruptCheckpointError unless the file is complete and has the parts to fetch."""
+        with self._open() as reader:
+            size = reader.entry.size
+        expected = len(self._header) + (self.index.records[-1].end if self.index.records else 0)
+        if size != expected:
             raise CorruptCheckpointError(
-                f"{self._step.name}/{self._path}",
-                found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
-                expected="the part that the index of all ranks lists",
+                self._where, found=f"has {size} bytes", expected=f"{expected} as its index says"
             )
+        for fetch in fetches:
+            record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
+            element = tensors[fetch.name].element
+            if record is None or (record.shape, record.element) != (sizes, element):
+                raise CorruptCheckpointError(
+                    self._where,
+                    found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
+                    expected="the part that the index of all ranks lists",
+                )
 
     def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[ByteRange]:
         """The byte ranges of the elements to fetch.
@@ -375,18 +364,8 @@ class _DataFile:
         """
         record = self._records[_stored_name(fetch)]
         target = memory[fetch.wanted.slices]
-        return byte_ranges(fetch.stored, record.shape, self._begin + record.begin, target)
-
-    def _check_size(self) -> None:
-        reader = self._open()
-        reader.close()
-        expected = self._begin + (self._index.records[-1].end if self._index.records else 0)
-        if reader.entry.size != expected:
-            raise CorruptCheckpointError(
-                f"{self._step.name}/{self._path}",
-                found=f"has {reader.entry.size} bytes",
-                expected=f"{expected} as its index says",
-            )
+        begin = len(self._header) + record.begin
+        return byte_ranges(fetch.stored, record.shape, begin, target)
 
 
 def _stored_name(fetch: Fetch) -> str:
@@ -399,8 +378,5 @@ def _plain_type(logical: Logical) -> torch.dtype:
 
 
 def _without_values(logical: Logical) -> Tensor:
-    dtype = logical.element.torch_dtype
-    assert dtype is not None  # the index has been checked
-    return torch.empty_strided(
-        logical.shape, dense_strides(logical.shape), dtype=dtype, device="meta"
-    )
+    strides, dtype = dense_strides(logical.shape), logical.element.dtype
+    return torch.empty_strided(logical.shape, strides, dtype=dtype, device="meta")
