@@ -5,7 +5,7 @@ from __future__ import annotations
 from resumekit.serialization.decoding import decode
 from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, state_digest
 from resumekit.serialization.dtypes import element_type
-from resumekit.serialization.encoding import Encoded, encode
+from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header
 from resumekit.serialization.planning import Assignment, LocalState, Proposal, assign, encode_local
 from resumekit.serialization.reading import Source, read_payload, read_sharded
@@ -27,7 +27,6 @@ __all__ = [
     "Assignment",
     "Box",
     "Copy",
-    "Encoded",
     "ExtraFiles",
     "FlatPart",
     "Leaf",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,67 +10,7 @@ import torch
 from resumekit.serialization.index import Chunk, Logical
 from resumekit.serialization.sharding import Box
 from resumekit.serialization.tensors import dense_strides, flat_bytes
-from resumekit.storage import BLOCK_BYTES, FileReader
-
-_NUM_READERS = 2
-_MIN_BYTES_PER_READER = 8 * BLOCK_BYTES
-
-
-def read_pieces(
-    open_reader: Callable[[], FileReader],
-    buffers: Sequence[memoryview],
-    offset: int,
-    block_digests: Sequence[str],
-) -> None:
-    """Fills the buffers with consecutive bytes of a file, many of them by two threads.
-
-    Most of the time goes into pages that are touched for the first time, and one core alone does
-    that more slowly than a disk delivers: 1.49 GB took 0.8 s by two threads, 2.0 s by one.
-
-    Args:
-        open_reader: opens the file; each thread opens its own.
-        buffers: flat, writable memory.
-        offset: where in the file the first one begins.
-        block_digests: of all blocks of the file.
-
-    Raises:
-        CheckpointError: from the reader.
-    """
-
-    def fill(part: tuple[list[memoryview], int]) -> None:
-        with open_reader() as reader:
-            reader.read_into(*part, block_digests)
-
-    parts = list(_parts(buffers, offset))
-    if len(parts) == 1:
-        fill(parts[0])
-        return
-    with ThreadPoolExecutor(len(parts), thread_name_prefix="resumekit-read") as pool:
-        for _ in pool.map(fill, parts):
-            pass
-
-
-def _parts(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int]]:
-    """The buffers in a few parts of like size that meet where two blocks meet."""
-    num_bytes = sum(buffer.nbytes for buffer in buffers)
-    num_parts = max(1, min(_NUM_READERS, num_bytes // _MIN_BYTES_PER_READER))
-    share = num_bytes // num_parts
-    rest = list(buffers)
-    for _ in range(num_parts - 1):
-        end = (offset + share) // BLOCK_BYTES * BLOCK_BYTES
-        head, rest = _split(rest, end - offset)
-        yield head, offset
-        offset = end
-    yield rest, offset
-
-
-def _split(buffers: list[memoryview], num_bytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    for index, buffer in enumerate(buffers):
-        if buffer.nbytes > num_bytes:
-            head, tail = buffer[:num_bytes], buffer[num_bytes:]
-            return [*buffers[:index], head], [tail, *buffers[index + 1 :]]
-        num_bytes -= buffer.nbytes
-    return buffers, []
+from resumekit.storage import FileReader
 
 
 @dataclass(frozen=True)
@@ -121,7 +60,6 @@ def find_overlaps(chunks: Iterable[Chunk], wanted: Box) -> Iterator[_Overlap]:
 
 
 _MAX_RANGE_BYTES = 16 << 20
-_MANY_BYTES = 32 << 20  # from here on, two threads pay off
 
 
 @dataclass(frozen=True)
@@ -187,36 +125,29 @@ def byte_ranges(
 
 
 def read_ranges(
-    open_reader: Callable[[], FileReader],
-    wanted: Iterable[ByteRange],
-    block_digests: Sequence[str],
+    reader: FileReader, wanted: Iterable[ByteRange], block_digests: Sequence[str]
 ) -> None:
     """Reads byte ranges of one file, each block once, and fills their targets.
 
     Args:
-        open_reader: opens the file.
+        reader: of the file.
         wanted: in any order; none overlaps another.
         block_digests: of all blocks of the file.
 
     Raises:
         CheckpointError: from the reader.
     """
-    with open_reader() as reader:
-        for run in _runs(sorted(wanted, key=lambda each: each.offset)):
-            memories = [
-                _flat_memory(each.target)
-                if each.is_direct
-                else torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
-                for each in run
-            ]
-            buffers = [flat_bytes(memory) for memory in memories]
-            if sum(buffer.nbytes for buffer in buffers) >= _MANY_BYTES:
-                read_pieces(open_reader, buffers, run[0].offset, block_digests)
-            else:
-                reader.read_into(buffers, run[0].offset, block_digests)
-            for each, memory in zip(run, memories, strict=True):
-                if not each.is_direct:
-                    each.copy_from(memory)
+    for run in _runs(sorted(wanted, key=lambda each: each.offset)):
+        memories = [
+            _flat_memory(each.target)
+            if each.is_direct
+            else torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
+            for each in run
+        ]
+        reader.read_into([flat_bytes(memory) for memory in memories], run[0].offset, block_digests)
+        for each, memory in zip(run, memories, strict=True):
+            if not each.is_direct:
+                each.copy_from(memory)
 
 
 def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -325,7 +325,8 @@ class _DataFile:
         found = torch.empty(size, dtype=torch.uint8, device="cpu")
         if check_header:
             parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
-        read_ranges(self._open, parts, self.index.block_digests)
+        with self._open() as reader:
+            read_ranges(reader, parts, self.index.block_digests)
         if check_header and flat_bytes(found) != self._header:
             raise CorruptCheckpointError(
                 self._where,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.storage.commit import Staging
-from resumekit.storage.digest import ALGORITHM, BLOCK_BYTES, BlockDigester
+from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.files import FileEntry, FileReader, FileWriter
 from resumekit.storage.io import (
@@ -15,13 +15,12 @@ from resumekit.storage.io import (
 )
 from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
-from resumekit.storage.ownership import DirectoryLock, Owner, PosixLock
+from resumekit.storage.ownership import Owner, PosixLock
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.steps import StepReader
 from resumekit.storage.store import Store
 
 __all__ = [
-    "ALGORITHM",
     "BLOCK_BYTES",
     "FORMAT_VERSION",
     "MANIFEST",
@@ -29,7 +28,6 @@ __all__ = [
     "BlockDigester",
     "Checkpoint",
     "ComponentRecord",
-    "DirectoryLock",
     "Entry",
     "FileEntry",
     "FileReader",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from resumekit.errors import CorruptCheckpointError, UnreadableCheckpointError
 from resumekit.serialization import Payload, read_payload
-from resumekit.serialization.fetching import read_pieces
 from resumekit.serialization.index import Index
-from resumekit.storage import BLOCK_BYTES, FileEntry, FileReader, Staging
+from resumekit.storage import BLOCK_BYTES, FileEntry, Staging
 
 
 def states(num_elements: int = 10) -> dict[str, Any]:
@@ -115,58 +112,3 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(checkpoints: Any) -> N
     Path(step.path, "state/rank-00000.safetensors").unlink()
     with pytest.raises(UnreadableCheckpointError, match=r"rank-00000\.safetensors.*ENOENT"):
         read_payload(step, "state", 0)
-
-
-class BytesReader(AbstractContextManager["BytesReader"]):
-    """A file in memory that notes what is asked of it."""
-
-    def __init__(self, content: bytes, calls: list[tuple[int, int]]) -> None:
-        self.entry = FileEntry("a", len(content), "", 0)
-        self._content = content
-        self._calls = calls
-
-    def read_into(self, buffers: Any, offset: int, block_digests: Any) -> None:
-        begin = offset
-        for buffer in buffers:
-            buffer[:] = self._content[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
-        self._calls.append((begin, offset))
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize("offset", [0, 5, BLOCK_BYTES + 1])
-@pytest.mark.parametrize("num_blocks", [1, 15, 16, 21])
-def test_a_long_range_is_read_in_two_pieces_that_meet_between_blocks(
-    offset: int, num_blocks: int
-) -> None:
-    content = bytes(range(251)) * (num_blocks * BLOCK_BYTES // 251 + BLOCK_BYTES // 80)
-    num_bytes = num_blocks * BLOCK_BYTES + 3
-    sizes = [7, 0, num_bytes // 3, 1, num_bytes - num_bytes // 3 - 8]
-    buffers = [memoryview(bytearray(size)) for size in sizes]
-    calls: list[tuple[int, int]] = []
-    read_pieces(lambda: cast(FileReader, BytesReader(content, calls)), buffers, offset, ())
-    assert b"".join(buffers) == content[offset : offset + num_bytes]
-    calls.sort()
-    assert len(calls) == (1 if num_blocks < 16 else 2)
-    assert (calls[0][0], calls[-1][1]) == (offset, offset + num_bytes)
-    assert all(begin % BLOCK_BYTES == 0 for begin, _ in calls[1:])
-    assert all(end == begin for (_, end), (begin, _) in pairwise(calls))
-
-
-def test_an_error_in_one_part_is_raised_after_both_are_done() -> None:
-    closed = []
-
-    class Failing(BytesReader):
-        def read_into(self, buffers: Any, offset: int, block_digests: Any) -> None:
-            if offset:
-                raise CorruptCheckpointError("a", found="damage")
-
-        def __exit__(self, *_: object) -> None:
-            closed.append(True)
-
-    buffers = [memoryview(bytearray(20 * BLOCK_BYTES))]
-    with pytest.raises(CorruptCheckpointError, match="damage"):
-        read_pieces(lambda: cast(FileReader, Failing(b"", [])), buffers, 0, ())
-    assert len(closed) == 2

@@ -197,6 +197,28 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None
             reader.read()
 
 
+@pytest.mark.parametrize("offset", [0, 5, BLOCK_BYTES + 1])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_long_range_is_read_by_several_threads(
+    tmp_path: Path, offset: int, damaged: bool
+) -> None:
+    content = _content(19 * BLOCK_BYTES)
+    entry, blocks = _write(tmp_path / "x", content)
+    if damaged:
+        with (tmp_path / "x").open("r+b") as file:
+            file.seek(9 * BLOCK_BYTES)
+            file.write(b"another")
+    sizes = [7, 0, 6 * BLOCK_BYTES, 1, 11 * BLOCK_BYTES]
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    with _open(tmp_path / "x", entry) as reader:
+        if damaged:
+            with pytest.raises(CorruptCheckpointError, match="the digest of its block 9"):
+                reader.read_into(buffers, offset, blocks)
+        else:
+            reader.read_into(buffers, offset, blocks)
+            assert b"".join(buffers) == content[offset : offset + sum(sizes)]
+
+
 def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
     entry, blocks = _write(tmp_path / "x", b"12345")
     with _open(tmp_path / "x", entry) as reader:
