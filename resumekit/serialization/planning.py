@@ -7,10 +7,10 @@ is small for each.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -206,10 +206,7 @@ def assign(
     """
     ranks = range(len(proposals)) if ranks is None else ranks
     _require_one_state(local.key, proposals, ranks)
-    holders = _holders(local, proposals, ranks)
-    chosen = choose_writers(
-        (name, ranks_of, local.found[name].element.num_bytes) for name, ranks_of in holders.items()
-    )
+    chosen = _choose_writers(local, _rotations(local, proposals, ranks))
     names: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in local.tensors:
         for chunk in chosen[name]:
@@ -225,34 +222,76 @@ def assign(
     ]
 
 
-def _holders(
+# For each possible choice of writers of a tensor, all its chunks.
+_Rotations = tuple[tuple[Chunk, ...], ...]
+
+
+def _rotations(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int]
-) -> dict[str, Holders]:
-    """The ranks that hold the parts of each tensor; one object for all that are sharded alike."""
-    rows = {name: [-1] * len(proposals) for name in local.tensors}
-    for position, proposal in enumerate(proposals):
-        for name, number in proposal.part_numbers.items():
-            if name not in rows:
-                raise _not_tied(local, name, ranks[position])
-            rows[name][position] = number
-    alike: dict[object, Holders] = {}
-    found: dict[str, Holders] = {}
-    for name, row in rows.items():
-        shape = tuple(local.tensors[name].shape)
+) -> dict[str, _Rotations]:
+    """The possible writers of each tensor; one object for all that are sharded alike."""
+    for rank, proposal in zip(ranks, proposals, strict=True):
+        for name in proposal.part_numbers:
+            if name not in local.tensors:
+                raise _not_tied(local, name, rank)
+    alike: dict[object, _Rotations] = {}
+    found: dict[str, _Rotations] = {}
+    for name, tensor in local.tensors.items():
+        shape, row = tuple(tensor.shape), [each.part_numbers.get(name) for each in proposals]
         kind = (shape, *row)
         if kind not in alike:
-            ranks_of: dict[tuple[Box, ...], list[int]] = {}
-            for position, number in enumerate(row):
-                if number >= 0:
-                    ranks_of.setdefault(proposals[position].parts[number], []).append(
-                        ranks[position]
-                    )
-            problem = tiling_problem(shape, (box for boxes in ranks_of for box in boxes))
+            holders: dict[tuple[Box, ...], list[int]] = {}
+            for rank, proposal, number in zip(ranks, proposals, row, strict=True):
+                if number is not None:
+                    holders.setdefault(proposal.parts[number], []).append(rank)
+            problem = tiling_problem(shape, (box for boxes in holders for box in boxes))
             if problem is not None:
                 raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
-            alike[kind] = Holders(ranks_of)
+            alike[kind] = _rotations_of(holders)
         found[name] = alike[kind]
     return found
+
+
+def _rotations_of(holders: Mapping[tuple[Box, ...], Sequence[int]]) -> _Rotations:
+    """As many as a part has holders; in each, the next holder of a part writes it.
+
+    Choosing a writer for each part of each tensor would balance a little better, but give every
+    tensor a separate layout.
+    """
+    parts = sorted(
+        (
+            (box, number, ranks)
+            for boxes, ranks in holders.items()
+            for number, box in enumerate(boxes)
+        ),
+        key=lambda part: part[0].offsets,
+    )
+    return tuple(
+        tuple(Chunk(ranks[rotation % len(ranks)], box, number) for box, number, ranks in parts)
+        for rotation in range(max(map(len, holders.values()), default=1))
+    )
+
+
+def _choose_writers(
+    local: LocalState, rotations: Mapping[str, _Rotations]
+) -> dict[str, tuple[Chunk, ...]]:
+    """The parts of each tensor with the rank that writes each, so that all write about as much."""
+    load: Counter[int] = Counter()
+    chosen: dict[str, tuple[Chunk, ...]] = {}
+
+    def order(name: str) -> tuple[bool, int]:
+        # First those without a choice, then the large ones.
+        num_bytes = math.prod(local.tensors[name].shape) * local.found[name].element.num_bytes
+        return len(rotations[name]) > 1, -num_bytes
+
+    for name in sorted(rotations, key=order):
+        chosen[name] = min(
+            rotations[name],
+            key=lambda rotation: max((load[chunk.writer] for chunk in rotation), default=0),
+        )
+        for chunk in chosen[name]:
+            load[chunk.writer] += chunk.box.num_elements * local.found[name].element.num_bytes
+    return chosen
 
 
 def _is_first_ranks(local: LocalState, name: str) -> bool:
@@ -300,65 +339,3 @@ def _not_tied(local: LocalState, name: str, rank: int) -> RankDisagreementError:
         expected="the same ties on all ranks",
         remedy="Tie the tensors on every rank, or on none",
     )
-
-
-@dataclass(frozen=True)
-class Holders:
-    """The ranks that hold each part of a tensor; shared by tensors that are sharded alike.
-
-    Args:
-        ranks: in order, by the boxes that each of them holds.
-    """
-
-    ranks: Mapping[tuple[Box, ...], Sequence[int]]
-
-    @cached_property
-    def rotations(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The possible assignments of writers: in each, the next holder of a part writes it.
-
-        As many as a part has holders. Choosing a writer for each part of each tensor would balance
-        a little better, but give every tensor a separate layout.
-        """
-        num_rotations = max(map(len, self.ranks.values()), default=1)
-        parts = sorted(
-            (
-                (box, number, ranks)
-                for boxes, ranks in self.ranks.items()
-                for number, box in enumerate(boxes)
-            ),
-            key=lambda part: part[0].offsets,
-        )
-        return tuple(
-            tuple(Chunk(ranks[rotation % len(ranks)], box, number) for box, number, ranks in parts)
-            for rotation in range(num_rotations)
-        )
-
-
-def choose_writers(tensors: Iterable[tuple[str, Holders, int]]) -> dict[str, tuple[Chunk, ...]]:
-    """The parts of each tensor with the rank that writes each, so that all write about as much.
-
-    Args:
-        tensors: the name of each, who holds its parts, and the bytes of one element.
-    """
-    load: Counter[int] = Counter()
-    chosen: dict[str, tuple[Chunk, ...]] = {}
-    shared: list[tuple[int, str, Holders, int]] = []
-    for name, holders, num_bytes in tensors:
-        if len(holders.rotations) == 1:
-            chosen[name] = holders.rotations[0]
-            _add(load, holders.rotations[0], num_bytes)
-        else:
-            whole = num_bytes * sum(box.num_elements for boxes in holders.ranks for box in boxes)
-            shared.append((whole, name, holders, num_bytes))
-    # The large ones first.
-    for _, name, holders, num_bytes in sorted(shared, key=lambda each: -each[0]):
-        chosen[name] = min(
-            holders.rotations, key=lambda rotation: max(load[chunk.writer] for chunk in rotation)
-        )
-        _add(load, chosen[name], num_bytes)
-    return chosen
-
-
-def _add(load: Counter[int], chunks: Sequence[Chunk], num_bytes: int) -> None:
-    for chunk in chunks:
-        load[chunk.writer] += chunk.box.num_elements * num_bytes
