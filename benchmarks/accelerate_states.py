@@ -33,7 +33,7 @@ from measuring import (
     Findings,
     drop_page_cache,
     fsync_all,
-    machine,
+    median_ratio,
     parser_for,
     run_child,
     timed,
@@ -149,8 +149,7 @@ def rows_of(seconds: Seconds) -> list[tuple[str, str, str, str]]:
     rows = []
     for what, times in seconds.items():
         for name, theirs in times.items():
-            ratios = [mine / other for mine, other in zip(times[OURS], theirs, strict=True)]
-            ratio = "" if name == OURS else f"{statistics.median(ratios):.2f}x"
+            ratio = "" if name == OURS else f"{median_ratio(times[OURS], theirs):.2f}x"
             shown = name if what == "save" or name == OURS else "load_state, skip_first_batches"
             rows.append((what, shown, f"{statistics.median(theirs):.2f}", ratio))
     return rows
@@ -173,14 +172,7 @@ def main() -> None:
         seconds = measure(Path(name), arguments.rounds, arguments.layers, console)
     num_bytes = (arguments.layers * (WIDTH + 1) * WIDTH + 16 * WIDTH) * 4 * 3
     size = f"{num_bytes / 1e9:.2f} GB"
-    found = Findings(
-        f"Linear layers with AdamW, {size}, {arguments.rounds} rounds",
-        ("", "", "seconds", "ours for one of theirs"),
-        rows_of(seconds),
-        machine("torch", "numpy", "accelerate"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "accelerate",
         heading="Saving and resuming beside Accelerate's own",
         before=[
@@ -190,7 +182,11 @@ def main() -> None:
             "ratios. Ours is durable, under digests and verified; `save_state` is neither, and",
             "flushes nothing.",
         ],
-    )
+        title=f"Linear layers with AdamW, {size}, {arguments.rounds} rounds",
+        headings=("", "", "seconds", "ours for one of theirs"),
+        rows=rows_of(seconds),
+        packages=("torch", "numpy", "accelerate"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import Findings, fsync_all, machine, parser_for
+from measuring import Findings, fsync_all, median_ratio, parser_for
 
 STAGES = (1, 2, 3)
 WIDTH, NUM_LAYERS = 2048, 8
@@ -106,25 +106,23 @@ def main() -> None:
     rows = []
     for stage in STAGES:
         took = measure(stage, arguments.ranks, arguments.rounds)
-        ours, theirs = (statistics.median(column) for column in zip(*took, strict=True))
-        ratio = statistics.median(mine / other for mine, other in took)
-        rows.append((f"stage {stage}", f"{ours:.2f} s", f"{theirs:.2f} s", f"{ratio:.2f}x"))
+        columns = list(zip(*took, strict=True))
+        medians = [f"{statistics.median(column):.2f} s" for column in columns]
+        rows.append((f"stage {stage}", *medians, f"{median_ratio(*columns):.2f}x"))
     megabytes = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 12 / 1e6
-    found = Findings(
-        f"{megabytes:.0f} MB of fp32 weights and moments, {arguments.ranks} ranks",
-        HEADINGS,
-        rows,
-        machine("torch", "deepspeed"),
-    )
-    found.publish(
-        arguments.record,
+    title = f"{megabytes:.0f} MB of fp32 weights and moments, {arguments.ranks} ranks"
+    Findings(
         "deepspeed-save",
         heading="Saves of a ZeRO engine",
         before=[
-            f"`python benchmarks/deepspeed_save.py --record`: {found.title},",
+            f"`python benchmarks/deepspeed_save.py --record`: {title},",
             f"medians of {arguments.rounds} rounds, ratios too.",
         ],
-    )
+        title=title,
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch", "deepspeed"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ does.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from measuring import Findings, bytes_of, machine, parser_for
+from measuring import Findings, bytes_of, parser_for, silenced
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,7 +66,7 @@ def num_bytes(num_parameters: int, clears: bool | None) -> int:
     model = model_of(num_parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = DataLoader(TensorDataset(torch.ones(NUM_BYTES_STEPS, 8)), batch_size=1)
-    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
+    with tempfile.TemporaryDirectory() as directory, silenced():
         with Checkpointer(directory, model=model, optimizer=optimizer, save_every=3) as run:
             for _ in run.batches(loader, epochs=1):
                 train_step(model, optimizer, clears)
@@ -91,11 +89,7 @@ def main() -> None:
         for number in NUM_PARAMETERS
         for loop, clears in LOOPS.items()
     ]
-    found = Findings(
-        f"the watch of gradients, {arguments.rounds} steps", HEADINGS, rows, machine("torch")
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "gradient-watch",
         heading="What it costs to know whether gradients outlive their step",
         before=[
@@ -103,7 +97,11 @@ def main() -> None:
             "where it stays, of the hook; medians after the first ten steps. The checkpoint of",
             "AdamW at step 6.",
         ],
-    )
+        title=f"the watch of gradients, {arguments.rounds} steps",
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch",),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,17 @@ is the median of the rounds' ratios to the stock loader. With workers the same w
 from __future__ import annotations
 
 import contextlib
-import io
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import Findings, machine, parser_for
-from torch import nn
+from measuring import Findings, parser_for
+from step_overhead import tiny_run
 from torch.utils.data import DataLoader, Dataset
-
-from resumekit.adapters.torch import Checkpointer
 
 BATCH_SIZE = 32
 NUM_BATCHES = 300
@@ -79,17 +75,7 @@ def seconds_per_batch(data: Dataset[Any], mode: str, num_batches: int) -> float:
             batches = iter(loader)
             step = _nothing
         else:
-            model = nn.Linear(1, 1)
-            directory = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            run = Checkpointer(
-                directory,
-                model=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                randomness=mode,
-                save_every=10**9,
-            )
-            stack.callback(run._run.close)
+            run = stack.enter_context(tiny_run(randomness=mode))
             batches = iter(run.batches(loader, epochs=2))
             step = run.step
         next(batches)
@@ -119,14 +105,7 @@ def main() -> None:
         ratios = [statistics.median(each[i] / each[0] for each in rounds) for i in (1, 2)]
         shown = (*(f"{median:.0f}" for median in medians), *(f"{ratio:.2f}x" for ratio in ratios))
         rows.append((name, *shown))
-    found = Findings(
-        f"a batch of {BATCH_SIZE} samples, {arguments.rounds} rounds",
-        ("samples", *(f"{mode} µs" for mode in MODES), "tape / stock", "keyed / stock"),
-        rows,
-        machine("torch", "numpy"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "keyed-cost",
         heading="What keyed randomness costs",
         before=[
@@ -134,7 +113,11 @@ def main() -> None:
             'through a Checkpointer with `randomness="tape"` and with `"keyed"`, without workers.',
             f"Medians of {arguments.rounds} rounds, also of their ratios.",
         ],
-    )
+        title=f"a batch of {BATCH_SIZE} samples, {arguments.rounds} rounds",
+        headings=("samples", *(f"{mode} µs" for mode in MODES), "tape / stock", "keyed / stock"),
+        rows=rows,
+        packages=("torch", "numpy"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,14 @@ What the callback adds to a step is measured by ``overheads.py``.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from measuring import Findings, Timed, bytes_of, machine, paired_row, parser_for, timed
+from measuring import Findings, Timed, bytes_of, paired_row, parser_for, silenced, timed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -102,22 +99,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=12, help="measured saves (default 12)")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        contextlib.redirect_stderr(io.StringIO()),
-        contextlib.redirect_stdout(io.StringIO()),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as directory, silenced():
         own_saves, our_saves, size = save_times(arguments.saves, Path(directory))
-    found = Findings(
-        f"saves of Lightning, its own and the callback's, {arguments.saves} of each",
-        ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
-        [paired_row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves)],
-        machine("torch", "lightning"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "lightning-save",
         heading="Saves of Lightning",
         before=[
@@ -126,7 +110,11 @@ def main() -> None:
             "file and by the callback; Lightning asks for no `fsync` and takes no digest.",
             "Medians, also of differences and ratios.",
         ],
-    )
+        title=f"saves of Lightning, its own and the callback's, {arguments.saves} of each",
+        headings=("what", "stock ms", "with the callback ms", "added ms", "ratio"),
+        rows=[paired_row(f"a save of {size / 2**20:,.0f} MiB", own_saves, our_saves)],
+        packages=("torch", "lightning"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

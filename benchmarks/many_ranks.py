@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Findings, machine, parser_for
+from measuring import Findings, parser_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -282,11 +282,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as directory:
                     saves.append(measure(num_ranks, num_tensors, Path(directory, "run")))
             rows.append(row_of(num_ranks, num_tensors, saves))
-    found = Findings(
-        f"a save beside its bytes, {arguments.rounds} rounds", HEADINGS, rows, machine("torch")
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "many-ranks",
         heading="What a save costs beside its bytes, with many ranks",
         before=[
@@ -298,7 +294,11 @@ def main() -> None:
             "all other ranks, written by this one machine, a thread for each rank. The aim is",
             f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
         ],
-    )
+        title=f"a save beside its bytes, {arguments.rounds} rounds",
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch",),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -10,10 +11,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,19 @@ def durations(function: Callable[[], Any], repeats: int) -> list[float]:
     return [timed(function)[0] for _ in range(repeats)]
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Hides what is printed and warned of inside."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
 def fsync_all(folder: Path) -> None:
     """Waits until the folder and all below it are on the disk."""
     for path in (folder, *folder.rglob("*")):
@@ -109,10 +125,9 @@ def bytes_of(folder: Path) -> int:
 def paired_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
     """Milliseconds: medians of both, of what ours adds, and the median ratio of the pairs."""
     median = statistics.median
-    pairs = list(zip(stock, ours, strict=True))
-    seconds = (median(stock), median(ours), median([b - a for a, b in pairs]))
-    ratio = median([b / a for a, b in pairs])
-    return (what, *map(_ms, seconds), f"{ratio:.2f}x")
+    added = median([b - a for a, b in zip(stock, ours, strict=True)])
+    seconds = (median(stock), median(ours), added)
+    return (what, *map(_ms, seconds), f"{median_ratio(ours, stock):.2f}x")
 
 
 def _ms(seconds: float) -> str:
@@ -146,58 +161,48 @@ class Findings:
     """What a benchmark found.
 
     Args:
+        name: of the dated file, after the date; empty for the date alone.
+        heading: of its page, before the date.
+        before: the lines that say what was measured.
         title: of the table.
         headings: of its columns.
         rows: its cells.
-        about: the machine, by ``machine``.
+        packages: those whose versions are reported.
+        after: the lines that say how to read it.
     """
 
+    name: str
+    heading: str
+    before: Sequence[str]
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    about: Mapping[str, str]
+    packages: Sequence[str]
+    after: Sequence[str] = ()
 
-    def show(self, console: Console) -> None:
-        """Prints the table and the machine."""
+    @cached_property
+    def _about(self) -> dict[str, str]:
+        return machine(*self.packages)
+
+    def publish(self, record: bool) -> None:
+        """Prints the table and the machine; where ``record`` is set, writes the dated file too."""
+        console = Console()
         table = Table(*self.headings, title=self.title)
         for row in self.rows:
             table.add_row(*row)
         console.print(table)
-        facts = "\n".join(f"{name}: {text}" for name, text in self.about.items())
+        facts = "\n".join(f"{name}: {text}" for name, text in self._about.items())
         console.print(facts, style="dim")
-
-    def publish(
-        self,
-        record: bool,
-        name: str,
-        *,
-        heading: str,
-        before: Sequence[str],
-        after: Sequence[str] = (),
-    ) -> None:
-        """Prints the table and the machine; where ``record`` is set, writes the dated file too."""
-        console = Console()
-        self.show(console)
         if record:
-            path = self.record(name, heading=heading, before=before, after=after)
-            console.print(f"written to {path}")
+            console.print(f"written to {self.record()}")
 
-    def record(
-        self, name: str, *, heading: str, before: Sequence[str], after: Sequence[str] = ()
-    ) -> Path:
-        """The dated file with the table.
-
-        Args:
-            name: of the file, after the date; empty for the date alone.
-            heading: of the page, before the date.
-            before: the lines that say what was measured.
-            after: the lines that say how to read it.
-        """
+    def record(self) -> Path:
+        """The dated file with the table, which is written."""
         now = datetime.now(timezone.utc)
-        path = RESULTS / f"{now:%Y-%m-%d}{name and '-'}{name}.md"
-        lines = [f"# {heading}, {now:%Y-%m-%d %H:%M} UTC", "", *before, ""]
-        lines += [f"- {name}: {text}" for name, text in self.about.items()]
-        lines += ["", *self.markdown(), *(["", *after] if after else [])]
+        path = RESULTS / f"{now:%Y-%m-%d}{self.name and '-'}{self.name}.md"
+        lines = [f"# {self.heading}, {now:%Y-%m-%d %H:%M} UTC", "", *self.before, ""]
+        lines += [f"- {name}: {text}" for name, text in self._about.items()]
+        lines += ["", *self.markdown(), *(["", *self.after] if self.after else [])]
         RESULTS.mkdir(exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path

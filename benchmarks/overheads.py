@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Findings, durations, machine, parser_for, run_child
+from measuring import Findings, durations, parser_for, run_child
 from same_training import TRAININGS, WIDTH, Model, Training, prepared
 from torch.utils.data import default_collate
 
@@ -262,14 +262,7 @@ def main() -> None:
     options = ["--child", *["--quick"] * arguments.quick, "--adapter"]
     rows = [row for each in adapters for row in run_child(__file__, *options, each)]
     rows += limits(1 if arguments.quick else 20)
-    found = Findings(
-        f"what resumekit adds, {effort.num_rounds} rounds",
-        HEADINGS,
-        rows,
-        machine("torch", "accelerate", "transformers", "lightning", "deepspeed"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "overheads",
         heading="What resumekit adds to a step and to a save",
         before=[
@@ -287,7 +280,11 @@ def main() -> None:
             "the journal. Between training steps caches are cold: `step_overhead.py` measures",
             "the same in a loop of nothing else.",
         ],
-    )
+        title=f"what resumekit adds, {effort.num_rounds} rounds",
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch", "accelerate", "transformers", "lightning", "deepspeed"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

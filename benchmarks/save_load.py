@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Findings, drop_page_cache, machine, parser_for, run_child, timed
+from measuring import Findings, drop_page_cache, median_ratio, parser_for, run_child, timed
 from rich.console import Console
 
 from resumekit.serialization import Payload, read_payload, state_digest
 from resumekit.storage import Manifest, StepName, Store
 
-RESULTS = Path(__file__).parent / "results"
 DIRECTORY = "state"
 
 
@@ -147,12 +146,6 @@ class Seconds:
     save: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SAVERS})
     load: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in LOADERS})
 
-    @staticmethod
-    def ratio(times: Mapping[str, list[float]]) -> float:
-        """The median over the rounds of ours divided by torch's in the same round."""
-        pairs = zip(times["resumekit"], times["torch"], strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
-
 
 def measure(directory: Path, num_rounds: int, console: Console) -> Seconds:
     """All contenders, interleaved; who comes first changes from round to round.
@@ -221,7 +214,7 @@ def rows_of(seconds: Seconds, extra_bytes: int) -> list[tuple[str, str, str, str
         ("save, durable and digested", seconds.save, 0.9),
         ("load, cold and every byte verified", seconds.load, 1.0),
     ):
-        ratio = f"{Seconds.ratio(times):.2f}x"
+        ratio = f"{median_ratio(times['resumekit'], times['torch']):.2f}x"
         rows.append((what, cell(times["resumekit"]), cell(times["torch"]), ratio, f"≤ {aim}x"))
     memory = f"{extra_bytes / 1e6:.1f} MB"
     return [*rows, ("extra peak memory of a save", memory, "", "", "≤ 64 MB")]
@@ -247,14 +240,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="save-load-", dir=arguments.directory or ".") as name:
         extra_bytes = run_child(__file__, "--memory-child", "--directory", name)["extra"]
         seconds = measure(Path(name), arguments.rounds, console)
-    found = Findings(
-        f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds",
-        HEADINGS,
-        rows_of(seconds, extra_bytes),
-        machine("torch", "numpy"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "",
         heading="Save and load",
         before=[
@@ -262,7 +248,11 @@ def main() -> None:
             f"GB. Medians of {arguments.rounds} interleaved rounds; a ratio is the median of",
             "the rounds' ratios.",
         ],
-    )
+        title=f"GPT-2 124M with AdamW, 1.49 GB, {arguments.rounds} rounds",
+        headings=HEADINGS,
+        rows=rows_of(seconds, extra_bytes),
+        packages=("torch", "numpy"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

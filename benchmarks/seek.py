@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Findings, machine, parser_for, run_child, timed, version_of
+from measuring import Findings, median_ratio, parser_for, run_child, timed, version_of
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
@@ -253,10 +253,7 @@ def rows_of(results: Results) -> list[tuple[str, ...]]:
     for length, by_name in results.items():
         seconds = {name: [each["seconds"] for each in got] for name, got in by_name.items()}
         for name, times in seconds.items():
-            ratios = [
-                statistics.median(a / b for a, b in zip(times, seconds[other], strict=True))
-                for other in (SCALE, OURS)
-            ]
+            ratios = [median_ratio(times, seconds[other]) for other in (SCALE, OURS)]
             num_reads = max(each["num_reads"] for each in by_name[name])
             median = statistics.median(times)
             rows.append(
@@ -288,14 +285,7 @@ def main() -> None:
     for name in CONTENDERS.keys() - set(names):
         console.print(f"{name} is left out: {NEEDS[name]} is not installed")
     results = measure(names, arguments.lengths, arguments.rounds, console)
-    found = Findings(
-        f"the middle of an epoch, {arguments.rounds} rounds",
-        HEADINGS,
-        rows_of(results),
-        machine("torch", "numpy", "accelerate", "torchdata"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "seek",
         heading="The middle of an epoch, found again",
         before=[
@@ -304,7 +294,11 @@ def main() -> None:
             f"{arguments.rounds} rounds; a ratio is the median of the rounds' ratios. Read:",
             "samples read before that batch.",
         ],
-    )
+        title=f"the middle of an epoch, {arguments.rounds} rounds",
+        headings=HEADINGS,
+        rows=rows_of(results),
+        packages=("torch", "numpy", "accelerate", "torchdata"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,15 @@ its loader is left out. See ``overheads.py`` for steps that train, whose caches 
 from __future__ import annotations
 
 import contextlib
-import io
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measuring import Findings, machine, parser_for, version_of
+from measuring import Findings, parser_for, silenced, version_of
 from rich.console import Console
 from torch import nn
 from torch.utils.data import (
@@ -40,7 +38,6 @@ from torch.utils.data import (
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import ResumableSampler
 
-RESULTS = Path(__file__).parent / "results"
 BATCH_SIZES = (1, 32, 512)
 AIM = 40  # microseconds of CPU time
 
@@ -164,23 +161,25 @@ def stock_loop(loaders: Any) -> Callable[[], Any]:
     return batches.__next__
 
 
-def tracked_loop(
-    loaders: Any,
-    options: Mapping[str, Any],
-    stack: contextlib.ExitStack,
-    *,
-    has_journal: bool,
-) -> Callable[[], Any]:
-    """What asks ours for its next batch and marks a step, as long as the stack is open."""
+@contextlib.contextmanager
+def tiny_run(**options: Any) -> Iterator[Checkpointer]:
+    """A run of one layer that makes no save, not even of its end."""
     model = nn.Linear(1, 1)
-    directory = stack.enter_context(tempfile.TemporaryDirectory())
-    run = Checkpointer(
-        directory,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        **{"save_every": 10**9, **options},
-    )
-    stack.callback(run._run.close)  # and make no save of the end
+    with tempfile.TemporaryDirectory() as directory, silenced():
+        run = Checkpointer(
+            directory,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            **{"save_every": 10**9, **options},
+        )
+        try:
+            yield run
+        finally:
+            run._run.close()
+
+
+def tracked_loop(run: Checkpointer, loaders: Any, *, has_journal: bool) -> Callable[[], Any]:
+    """What asks ours for its next batch and marks a step."""
     if not has_journal:
         run._run.journal.close()
     batches, loss = run.batches(loaders, epochs=1), torch.tensor(0.5)
@@ -221,11 +220,10 @@ def measure(kind: Kind, batch_size: int) -> list[Turn]:
     """One round: the stock loop, ours without the journal, and ours, turn by turn."""
     pairs = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # what it holds is known
         loops = [stock_loop(kind.make(batch_size))]
         for has_journal in (False, True):
-            loader = kind.make(batch_size)
-            loops.append(tracked_loop(loader, kind.options, stack, has_journal=has_journal))
+            tracked = stack.enter_context(tiny_run(**kind.options))
+            loops.append(tracked_loop(tracked, kind.make(batch_size), has_journal=has_journal))
         for loop in loops:
             seconds_per_batch(loop, WARM_UP)
         for number in range(PAIRS_PER_ROUND):
@@ -271,15 +269,8 @@ def main() -> None:
         for batch_size in BATCH_SIZES:
             rounds = [measure(KINDS[name], batch_size) for _ in range(arguments.rounds)]
             rows.append(row_of(name, batch_size, [turn for pairs in rounds for turn in pairs]))
-    found = Findings(
-        f"a batch, tracked and not saved, {arguments.rounds} rounds",
-        HEADINGS,
-        rows,
-        machine("torch", "numpy", "torchdata"),
-    )
     num_pairs = arguments.rounds * PAIRS_PER_ROUND
-    found.publish(
-        arguments.record,
+    Findings(
         "step-overhead",
         heading="What tracking adds to a batch",
         before=[
@@ -290,7 +281,11 @@ def main() -> None:
             "main process, which is all that workers cost where a step leaves them time.",
             f"The aim is to add at most {AIM} microseconds of CPU time to a map-style loader.",
         ],
-    )
+        title=f"a batch, tracked and not saved, {arguments.rounds} rounds",
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch", "numpy", "torchdata"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

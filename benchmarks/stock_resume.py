@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import Findings, machine, parser_for, version_of
+from measuring import Findings, parser_for, version_of
 from rich.console import Console
 
 from resumekit.errors import ProveError
@@ -28,7 +28,6 @@ from resumekit.prove import Divergence, Outcome, ProveResult, prove
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "integration" / "scripts"
-RESULTS = Path(__file__).parent / "results"
 
 TIMEOUT_SECONDS = 300.0
 
@@ -203,15 +202,12 @@ def last_line(text: str) -> str:
 
 def found_by(rows: Sequence[Row], cases: Sequence[Case]) -> Findings:
     """The table, and the machine with what is installed of the frameworks."""
-    packages = dict.fromkeys(["torch", *(case.package for case in cases)])
-    about = machine(*packages)
-    return Findings("", HEADINGS, [row.cells for row in rows], about)
-
-
-def record(found: Findings) -> Path:
-    """The dated file with these results."""
-    return found.record(
+    return Findings(
         "stock-resume",
+        title="",
+        headings=HEADINGS,
+        rows=[row.cells for row in rows],
+        packages=[*dict.fromkeys(["torch", *(case.package for case in cases)])],
         heading="What a framework's own resume forgets",
         before=[
             "`python benchmarks/stock_resume.py --record`: each `integration/scripts/stock_*.py`,",
@@ -257,7 +253,7 @@ def main() -> None:
     if any(NO_ANSWER in cell for row in rows for cell in row.cells):
         raise SystemExit("there are rows without an answer; nothing is recorded")
     if arguments.record:
-        print(f"written: {record(found).relative_to(ROOT)}")
+        print(f"written: {found.record().relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ What the callback adds to a step is measured by ``overheads.py``.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measuring import Findings, Timed, bytes_of, fsync_all, machine, paired_row, parser_for
+from measuring import Findings, Timed, bytes_of, fsync_all, paired_row, parser_for, silenced
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -121,24 +119,10 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--saves", type=int, default=8, help="measured saves (default 8)")
     arguments = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        contextlib.redirect_stderr(io.StringIO()),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
+    with tempfile.TemporaryDirectory() as directory, silenced():
         saves = save_times(arguments.saves, directory)
     size = f"{saves.num_bytes / 2**20:,.0f} MiB"
-    found = Findings(
-        f"saves of a Trainer, its own and the callback's, {arguments.saves} of each",
-        ("what", "stock ms", "with the callback ms", "added ms", "ratio"),
-        [
-            paired_row(f"a save of {size}", saves.stock, saves.ours),
-            paired_row("the same, the stock one with fsync", saves.flushed, saves.ours),
-        ],
-        machine("torch", "transformers", "accelerate"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "trainer-save",
         heading="Saves of a Trainer",
         before=[
@@ -148,7 +132,14 @@ def main() -> None:
             "disk and has a digest. The stock save asks for no `fsync`; the last row adds one.",
             "Medians, also of differences and ratios.",
         ],
-    )
+        title=f"saves of a Trainer, its own and the callback's, {arguments.saves} of each",
+        headings=("what", "stock ms", "with the callback ms", "added ms", "ratio"),
+        rows=[
+            paired_row(f"a save of {size}", saves.stock, saves.ours),
+            paired_row("the same, the stock one with fsync", saves.flushed, saves.ours),
+        ],
+        packages=("torch", "transformers", "accelerate"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from measuring import Findings, durations, machine, parser_for
+from measuring import Findings, durations, parser_for
 from torch import nn
 
 from resumekit.capture import Holder, UserState
@@ -112,14 +112,7 @@ def main() -> None:
         buffer = buffer_of(10**7 if quick else 10**8, obs_bytes)
         name = f"replay buffer, {obs_bytes} B each"
         rows.append(measure(name, model_of(1, 2, width), width, repeats, buffer))
-    found = Findings(
-        f"the search for user state, width {width}, the best of {repeats}",
-        HEADINGS,
-        rows,
-        machine("torch", "numpy", "xxhash"),
-    )
-    found.publish(
-        arguments.record,
+    Findings(
         "user-state",
         heading="What the search for user state costs",
         before=[
@@ -127,7 +120,11 @@ def main() -> None:
             "with a bare training step and with `torch.save` of the model and AdamW; xxh3 over the",
             "same bytes is the limit.",
         ],
-    )
+        title=f"the search for user state, width {width}, the best of {repeats}",
+        headings=HEADINGS,
+        rows=rows,
+        packages=("torch", "numpy", "xxhash"),
+    ).publish(arguments.record)
 
 
 if __name__ == "__main__":
