@@ -131,14 +131,10 @@ def method_faults(trainer: Any) -> Iterator[str]:
     """
     yield from faults(trainer, (TRAIN, COUNT, BEGIN, RUN_EPOCH))
     yield from faults(trainer.accelerator, (MODELS,))
-    missing = _OF_RUN_EPOCH - _parameters_of_run_epoch(trainer)
-    if missing:
-        yield f"_run_epoch does not take {', '.join(sorted(missing))} ({RUN_EPOCH.source})"
-
-
-def _parameters_of_run_epoch(trainer: Any) -> set[str]:
-    method = getattr(trainer, RUN_EPOCH.name, None)
-    return _OF_RUN_EPOCH if method is None else set(signature(method).parameters)
+    if not RUN_EPOCH.fault(trainer):
+        missing = _OF_RUN_EPOCH.difference(signature(RUN_EPOCH.of(trainer)).parameters)
+        if missing:
+            yield f"_run_epoch does not take {', '.join(sorted(missing))} ({RUN_EPOCH.source})"
 
 
 def attribute_faults(trainer: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from resumekit.errors import ConfigurationError
 from resumekit.storage import StepName, Store
@@ -230,13 +230,9 @@ def check_resume_argument(resume_from_checkpoint: Any, directory: Path, args: An
     path = Path(resume_from_checkpoint)
     if path.resolve() == directory.resolve() or str(path).lower() == "true":
         return
-    if saves_by_itself(args) and _steps_in(directory) and path == _newest(args.output_dir):
-        return
-    _refuse(resume_from_checkpoint, path, directory)
-
-
-def _refuse(given: Any, path: Path, directory: Path) -> NoReturn:
     steps = _steps_in(directory)
+    if saves_by_itself(args) and steps and path == _newest(args.output_dir):
+        return
     found = "a checkpoint that is not of this run"
     remedy = (
         "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
@@ -249,7 +245,10 @@ def _refuse(given: Any, path: Path, directory: Path) -> NoReturn:
         found += f", and {directory} holds {steps[0]}"
         remedy = "Call trainer.train() alone: it resumes from the run directory"
     raise ConfigurationError(
-        f"resume_from_checkpoint={given!r}", found=found, expected="None or True", remedy=remedy
+        f"resume_from_checkpoint={resume_from_checkpoint!r}",
+        found=found,
+        expected="None or True",
+        remedy=remedy,
     )
 
 
