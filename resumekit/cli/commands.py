@@ -30,6 +30,9 @@ app = typer.Typer(
 )
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
+DirectoryOrStep = Annotated[
+    Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OneStep = Annotated[
     str | None,
@@ -162,9 +165,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command()
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
-    ],
+    path: DirectoryOrStep,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint; for a run directory, of its newest one."""
@@ -184,9 +185,7 @@ def verify(directory: Directory, step: OneStep = None) -> None:
 
 @app.command()
 def export(
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
-    ],
+    path: DirectoryOrStep,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
     component: Annotated[
         str | None, typer.Option(metavar="KEY", help="Which model, if there are several.")

@@ -179,6 +179,9 @@ class Plan:
     step_seconds: float
     on_event: Callable[[str], None]
 
+    def __str__(self) -> str:
+        return " ".join(self.command)
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -248,9 +251,7 @@ def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
     """
     run = execute(plan, directory)
     if run.failure:
-        raise CommandFailedError(
-            " ".join(plan.command), found=f"failed with nobody killing it, {run.failure}"
-        )
+        raise CommandFailedError(str(plan), found=f"failed with nobody killing it, {run.failure}")
     return run
 
 
@@ -300,7 +301,7 @@ def _watch(
             break
         if time.monotonic() > deadline:
             raise CommandTimeoutError(
-                " ".join(plan.command),
+                str(plan),
                 found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last words: "
                 f"{launch.log_tail()}",
                 remedy="Give it more time (timeout_seconds), or make the training shorter",

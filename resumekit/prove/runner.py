@@ -101,11 +101,11 @@ def prove(
     with _workplace(keep) as directory:
         on_event("the run that nobody kills")
         reference = execute_uninterrupted(plan, directory / "reference")
-        attempts = _first_rank(reference, plan.command)
+        attempts = _first_rank(reference, plan)
         plan = replace(plan, step_seconds=_step_seconds(attempts))
         chosen: Sequence[Kill] = points
         if points:
-            require_reached(points, read_trace(reference.trace), " ".join(plan.command))
+            require_reached(points, read_trace(reference.trace), str(plan))
         else:
             chosen = kill_instants(
                 _steps(attempts),
@@ -177,13 +177,13 @@ class _Judge:
         missed = self.kills[num_kills:]
         if missed and isinstance(missed[0], KillPoint):
             raise KillPointNotReachedError(
-                " ".join(self.plan.command),
+                str(self.plan),
                 found=f"the killed run never came to {missed[0]}",
                 expected="one launch killed at each point, in the given order",
             )
         if self.kills and not num_kills:
             raise ProveError(
-                " ".join(self.plan.command),
+                str(self.plan),
                 found="ended before the first kill could hit",
                 expected="a run that can be interrupted",
                 remedy="Train longer",
@@ -252,7 +252,7 @@ def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tup
     return (inject,)
 
 
-def _first_rank(run: FinishedRun, command: Sequence[str]) -> tuple[Attempt, ...]:
+def _first_rank(run: FinishedRun, plan: Plan) -> tuple[Attempt, ...]:
     """What rank 0 traced in the uninterrupted run."""
     try:
         attempts = read_trace(run.trace).get(0, ())
@@ -260,7 +260,7 @@ def _first_rank(run: FinishedRun, command: Sequence[str]) -> tuple[Attempt, ...]
         attempts = ()
     if not _steps(attempts):
         raise ProveError(
-            " ".join(command),
+            str(plan),
             found="ended without having traced a step",
             expected="a trace to compare",
             remedy="Use a Checkpointer, or call resumekit.trace(step, loss=loss, ...) in each step",
