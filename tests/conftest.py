@@ -23,3 +23,11 @@ def _sources_are_parsed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "parse", lru_cache(maxsize=4)(Program.parse))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_power_cut() -> Iterator[None]:
+    """Nothing here survives one: what is synced, and when, is seen by the recorded file systems."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield

@@ -153,7 +153,7 @@ def test_a_driven_loop_changes_no_random_number_of_the_framework(tmp_path: Path)
     assert weights(driven) == weights(stock)
 
 
-@pytest.mark.parametrize("crash_after", [1, 3, 4, 5, 8, 11, 12])
+@pytest.mark.parametrize("crash_after", [1, 4, 5, 11])
 def test_a_driven_loop_goes_on_at_the_next_unseen_batch(tmp_path: Path, crash_after: int) -> None:
     whole = launch(tmp_path / "whole")
     first = launch(tmp_path / "run", crash_after=crash_after)

@@ -239,9 +239,9 @@ def continued(kind: str, workers: str, saved: dict[str, Any]) -> list[Any]:
 
 
 def kill_points(stops: list[dict[str, Any]]) -> list[int]:
-    """Some safe points: the first, a boundary and its neighbours, and some inside epochs."""
+    """Some safe points: a boundary, and an odd and an even number of batches inside epochs."""
     length = len(stops) // EPOCHS
-    return sorted({0, 1, 3, length - 1, length, length + 1, 2 * length - 2, len(stops) - 2})
+    return sorted({1, length - 1, length, 2 * length - 2})
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -253,10 +253,18 @@ def test_without_workers_every_safe_point_continues_bit_for_bit(kind: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
 @pytest.mark.parametrize(
-    "kind",
-    ["shuffle", "even epochs", "replacement", "resumable", "in two parts", "eager batch sampler"],
+    ("kind", "workers"),
+    [
+        ("shuffle", "fresh workers"),
+        ("even epochs", "fresh workers"),
+        ("replacement", "fresh workers"),
+        ("eager batch sampler", "fresh workers"),
+        ("shuffle", "persistent workers"),
+        ("even epochs", "persistent workers"),
+        ("resumable", "persistent workers"),
+        ("in two parts", "persistent workers"),
+    ],
 )
 def test_with_workers_their_random_numbers_continue_too(kind: str, workers: str) -> None:
     expected, stops = uninterrupted(kind, workers)

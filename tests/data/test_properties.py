@@ -9,7 +9,6 @@ the integration tests have real ones.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import sys
 import tempfile
@@ -45,8 +44,7 @@ from resumekit.data.order import OrderDigest
 
 @pytest.fixture(autouse=True)
 def _quick_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of launches are made here, and none is about a power cut or the git commit."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
+    """Hundreds of launches are made here, and none is about the git commit."""
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
 
 

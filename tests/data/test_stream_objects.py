@@ -207,7 +207,7 @@ def is_exact(tmp_path: Path, make: Callable[[], Any], *, kill: int, **options: A
     return all(expected[step] == batch for step, batch in found.items())
 
 
-KILLS = pytest.mark.parametrize("kill", [4, 8, 11, 13])  # saves within epochs and between two
+KILLS = pytest.mark.parametrize("kill", [8, 13])  # a save within an epoch, and between two
 
 
 @KILLS

@@ -36,6 +36,8 @@ def tiny(*options: str, **arguments: Any) -> ProveResult:
     """Judges the job of the standard library."""
     command = [sys.executable, str(SCRIPTS / "tiny_job.py"), "{dir}", *options]
     kills = {} if "at" in arguments else {"kills": 3}
+    if "at" in arguments and "--pause-seconds" not in options:
+        command += ["--pause-seconds", "0"]  # it kills itself at a chosen point
     return prove(command, **{**kills, "timeout_seconds": 30, **arguments})
 
 
@@ -224,9 +226,14 @@ def test_a_run_that_diverged_stays_so_when_a_later_point_is_never_reached() -> N
     assert (result.trials[0].outcome, result.trials[0].num_kills) == (Outcome.CAUGHT, 1)
 
 
-def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at() -> None:
+def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    source = (SCRIPTS / "tiny_job.py").read_text()
+    script.write_text(
+        source.replace('write("checkpoint", step=step, components=digests())', "pass")
+    )
     with pytest.raises(KillPointNotReachedError, match="saves through a Checkpointer"):
-        prove(PLAIN, at=("checkpoint:4",))
+        prove([sys.executable, str(script), "{dir}"], at=("checkpoint:4",))
 
 
 @pytest.mark.parametrize("point", ["step:2", "step:3"])
