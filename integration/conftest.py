@@ -43,12 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_cells(functions, whole=not any("::" in argument for argument in config.args))
     _mark_matrices(functions)
     imports: dict[object, int] = {}
-    items.sort(key=lambda item: imports.setdefault(preload_of(_module(item)), len(imports)))
+    items.sort(key=lambda item: imports.setdefault(_preload_of(item), len(imports)))
     gc.freeze()  # all that is imported stays: a collection in a test need not look at it
 
 
-def _module(item: pytest.Item) -> ModuleType | None:
-    return getattr(item, "module", None)
+def _preload_of(item: pytest.Item) -> tuple[str, ...]:
+    """What the warm server of a test imports; a file names it, or a suite."""
+    named = getattr(getattr(item, "cls", None), "preload", ())
+    return tuple(named) or preload_of(getattr(item, "module", None))
 
 
 def preload_of(module: ModuleType | None) -> tuple[str, ...]:

@@ -109,6 +109,7 @@ class TestAccelerate(AdapterSuite):
         "augmented-on the boundary",
         "split batches-mid-epoch 1",
         "uneven batches-mid-epoch 1",
+        "dispatched-mid-epoch 1",
         "dispatched and split, by 2 workers-mid*",
     )
     @pytest.mark.parametrize("kill", ["mid-epoch 1", "on the boundary"])

@@ -31,7 +31,7 @@ def test_models_that_step_on_different_batches_continue_exactly(kit: Kit, mark: 
     assert verdict.resumes[-1].step == 6
 
 
-@pytest.mark.quick("optimizer/AdamW-0")
+@pytest.mark.quick("model/Sequential-1", "optimizer/AdamW-0")
 @pytest.mark.parametrize("component", ["model/Sequential-1", "optimizer/AdamW-0", "lr_scheduler"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(Cell(gan, {}, 1, (KillPoint.step(5),)), component)

@@ -25,7 +25,7 @@ KILLS = {
 }
 
 
-@pytest.mark.quick("FSDP1-mid-epoch 0", "FSDP2-twice in one epoch")
+@pytest.mark.quick("FSDP1-mid-epoch 0", "FSDP2-twice in one epoch", "ZeRO-2-on the boundary")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
 def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> None:

@@ -40,7 +40,7 @@ def _a_new_process() -> Iterator[None]:
     PartialState._reset_state()
 
 
-@pytest.mark.quick("load_state-between a*")
+@pytest.mark.quick("load_state-between a*", "no load_state-after a checkpoint")
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("load", [True, False], ids=["load_state", "no load_state"])
 def test_a_run_that_saves_by_save_state_continues_exactly(kit: Kit, kill: str, load: bool) -> None:

@@ -223,7 +223,6 @@ def _require_same_state_at_each_resume(run: Run) -> None:
     assert num_resumed == len(run.launches) - 1
 
 
-@pytest.mark.full
 def test_on_one_rank_a_shuffled_loader_follows_other_batch_sizes(kit: Kit) -> None:
     plan = [
         Launch(1, {"batch_size": 4}, KillPoint.step(8)),  # 24 samples are used
@@ -293,7 +292,6 @@ def test_a_change_that_is_not_allowed_is_refused_and_named(kit: Kit) -> None:
         assert f"allow_changes={{'{change}'}}" in run.failure
 
 
-@pytest.mark.full
 def test_a_state_of_each_rank_must_say_how_other_ranks_take_it_up(kit: Kit) -> None:
     plan = [
         Launch(2, {"batch_size": 4}, KillPoint.checkpoint(3)),

@@ -76,7 +76,9 @@ def cell(kill: str, *, kind: str, workers: str, **options: Any) -> Cell:
     return Cell(train, whole, 1, KILLS[kill])
 
 
-@pytest.mark.quick("sharded, 2*", "drawing, 2*", "stateful iterable, 2*")
+@pytest.mark.quick(
+    "iterable, 2*", "sharded, 2*", "drawing, 2*", "buffered, 2*", "stateful iterable, 2*"
+)
 def test_every_way_to_feed_continues_exactly(kit: Kit, fed: dict[str, str]) -> None:
     kit.assert_exact(cell(**fed))
 

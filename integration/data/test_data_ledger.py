@@ -247,7 +247,6 @@ def test_the_ledger_of_an_uninterrupted_run_has_each_sample_once_an_epoch(kit: K
     assert orders[0] != orders[1]
 
 
-@pytest.mark.quick("2")
 @pytest.mark.parametrize("workers", WORKERS)
 def test_without_the_position_other_samples_come(kit: Kit, workers: int) -> None:
     each = cell("shuffle=True", workers=workers, augmentation="none", kill="in epoch 1")
@@ -258,7 +257,6 @@ def test_without_the_position_other_samples_come(kit: Kit, workers: int) -> None
     assert found.last[0, step].indices != expected.last[0, step].indices
 
 
-@pytest.mark.quick("torch")
 @pytest.mark.parametrize("augmentation", AUGMENTATIONS[1:])
 def test_without_the_random_state_the_same_samples_are_others(kit: Kit, augmentation: str) -> None:
     each = cell("shuffle=True", workers=0, augmentation=augmentation, kill="in epoch 1")

@@ -66,7 +66,7 @@ def test_a_component_left_out_is_caught_and_named(kit: Kit, loop: str, component
 WITHIN = (CHECKPOINT(1), STEP(3), CHECKPOINT(3))
 
 
-@pytest.mark.full
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_kill_inside_a_window_is_exact(kit: Kit, world_size: int) -> None:
     kit.assert_exact(Cell(accumulate, {}, world_size, WITHIN))

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
 }
 
 
-@pytest.mark.quick("stage 3 on 2 ranks")
+@pytest.mark.quick("stage 3 on 2 ranks", "as upstream, stage 1")
 @pytest.mark.parametrize("case", CASES)
 def test_two_engines_continue_exactly(kit: Kit, case: str) -> None:
     world_size, options = CASES[case]

@@ -621,11 +621,14 @@ EXACT: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
 
 
 @pytest.mark.quick(
+    "fewer batches than there are",
+    "a schedule that asks for the steps",
     "a stream that*",
     "accumulation*",
     "a first validation*",
     "a layer that a hook has frozen",
     "a validation and*",
+    "an average of the first batches",
     "averages*",
     "gradients*",
     "fitted to a few batches",
@@ -672,7 +675,6 @@ class PlannedAndDraws(Planned):
         self.layers[0].bias.data.add_(torch.rand(()))  # type: ignore[operator]
 
 
-@pytest.mark.quick("in fit", "none")
 @pytest.mark.parametrize("finder", ["in fit", "before fit", "none"])
 def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
     tmp_path: Path, finder: str
@@ -837,7 +839,6 @@ class Clocked(Callback):
             raise CrashError
 
 
-@pytest.mark.quick("left_out1")
 @pytest.mark.parametrize("left_out", [(), ("callbacks/Timer-0",)])
 def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
     tmp_path: Path, left_out: tuple[str, ...]

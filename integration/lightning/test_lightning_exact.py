@@ -116,7 +116,6 @@ class TestLightning(AdapterSuite):
         options = {"validate": True, "val_check_interval": 5, "stop_after": 2}
         kit.assert_finished(self.cell(TWICE, options))
 
-    @pytest.mark.full
     def test_a_run_that_ends_within_an_epoch_continues_exactly(self, kit: Kit) -> None:
         kit.assert_finished(self.cell(TWICE, {"max_steps": 18, "validate": True}))
 

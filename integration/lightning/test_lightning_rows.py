@@ -140,7 +140,13 @@ def require_equal(reference: Run, run: Run) -> None:
 
 
 @pytest.mark.quick(
-    "what its*", "new loaders in every epoch", "averaged weights, killed*", "outputs and*"
+    "what its*",
+    "a stateful loader",
+    "two loaders of which the shorter begins again",
+    "new loaders in every epoch",
+    "averaged weights, killed*",
+    "Lightning's own saving",
+    "outputs and*",
 )
 @pytest.mark.parametrize("row", ROWS)
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:

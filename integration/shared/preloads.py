@@ -48,6 +48,6 @@ TRAINER = (
     "transformers.models.t5.modeling_t5",
     "resumekit.adapters.transformers",
 )
-LIGHTNING = (*_BASE, "lightning.pytorch", "resumekit.adapters.lightning")
+LIGHTNING = (*_BASE, "lightning.pytorch", "lightning.fabric", "resumekit.adapters.lightning")
 # For tests of what frameworks have in common.
 ALL = (*TORCH, *ACCELERATE, *TRAINER, *LIGHTNING, *DEEPSPEED)

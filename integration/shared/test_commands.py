@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "integration" / "scripts" / "train_torch.py")
 COMMAND = [sys.executable, TRAIN, "--epochs", "12"]
@@ -29,6 +27,7 @@ def _resumekit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_prove_finds_the_example_exact_and_touches_no_directory_of_the_user(
     tmp_path: Path,
 ) -> None:
@@ -42,6 +41,7 @@ def test_prove_finds_the_example_exact_and_touches_no_directory_of_the_user(
     assert [path.name for path in tmp_path.iterdir()] == ["answer.json"]
 
 
+@pytest.mark.full
 def test_prove_catches_an_optimizer_that_was_not_restored(tmp_path: Path) -> None:
     done = _resumekit("prove", "--inject", "optimizer", "--", *COMMAND, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,6 +49,7 @@ def test_prove_catches_an_optimizer_that_was_not_restored(tmp_path: Path) -> Non
     assert "EXACT" not in done.stdout
 
 
+@pytest.mark.full
 def test_prove_says_no_to_a_script_that_starts_over_each_time(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     # A directory of its own for each launch: there is never anything to resume from.

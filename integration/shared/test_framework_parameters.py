@@ -23,7 +23,7 @@ CELLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("accelerate")
+@pytest.mark.quick("accelerate", "deepspeed")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_killed_run_continues_exactly_and_without_the_values_it_does_not(
     kit: Kit, name: str

@@ -76,6 +76,8 @@ def suite_of(name: str) -> type[ConformanceSuite]:
     "test_torch_exact.TestTorch-model",
     "test_torch_exact.TestTorch-optimizer",
     "test_torch_exact.TestTorch-lr*",
+    "test_torch_exact.TestTorch-grad*",
+    "test_torch_exact.TestTorch-ema",
     "test_torch_exact.TestTorch-rng",
     "test_torch_exact.TestTorch-progress",
     "*-data",

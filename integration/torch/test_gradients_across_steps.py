@@ -27,7 +27,7 @@ NEVER: dict[str, tuple[dict[str, Any], int]] = {
 CLEARED = ("top", "bottom", "before backward", "top zero", "bottom zero")
 
 
-@pytest.mark.quick("FSDP2")
+@pytest.mark.quick("plain", "FSDP2")
 @pytest.mark.parametrize("name", NEVER)
 def test_a_loop_that_never_clears_gradients_continues_exactly_and_without_them_does_not(
     kit: Kit, name: str

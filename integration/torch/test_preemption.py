@@ -19,7 +19,7 @@ from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = TORCH
 
-NUM_TRIALS, ALL_TRIALS = 8, 50
+NUM_TRIALS, ALL_TRIALS = 3, 50
 # A signal may come when the run is over; that shows nothing.
 MOST_LATE = 0.5
 

@@ -38,7 +38,7 @@ LAYOUTS = (
 LOSS_TOLERANCE = 2e-6
 
 
-@pytest.mark.quick("offloaded-2", "tp-2", "fsdp x tp-4")
+@pytest.mark.quick("fsdp-2", "offloaded-2", "tp-2", "fsdp x tp-4")
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
 def test_a_killed_run_continues_exactly_in_its_layout(
     kit: Kit, layout: str, num_ranks: int

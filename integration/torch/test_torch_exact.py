@@ -109,7 +109,6 @@ class TestTorch(AdapterSuite):
         with self.new_kit(tmp_path, cold=True) as cold:
             cold.assert_exact(self.cell("three times", self.everything))
 
-    @pytest.mark.quick("1")
     @pytest.mark.parametrize("world_size", [1, 2])
     def test_what_no_state_dict_holds_continues_exactly_and_is_caught_when_left_out(
         self, kit: Kit, world_size: int

@@ -49,7 +49,7 @@ def require_equal(trainer: Trainer, other: torch.nn.Module) -> None:
     assert all(torch.equal(expected[k], v) for k, v in trainer.model.state_dict().items())
 
 
-@pytest.mark.quick("True0")
+@pytest.mark.full
 @pytest.mark.parametrize("given", [True, "True", "run", False], ids=str)
 def test_to_resume_is_what_it_does_anyway(tmp_path: Path, given: bool | str) -> None:
     asked = str(tmp_path / given) if given == "run" else given

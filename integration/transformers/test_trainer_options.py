@@ -96,7 +96,6 @@ def test_evaluated_by_generating_it_continues_exactly(kit: Kit, sampled: bool) -
     kit.assert_exact(Cell(train, {"save_every": 3, **options, **evaluated}, 1, kills))
 
 
-@pytest.mark.full
 def test_tokens_averaged_over_two_ranks_continue_exactly(kit: Kit) -> None:
     options = {"average_tokens_across_devices": True, "include_num_input_tokens_seen": "all"}
     kit.assert_exact(Cell(train, {"save_every": 3, **options}, 2, (KillPoint.step(8),)))

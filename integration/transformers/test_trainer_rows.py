@@ -143,7 +143,7 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     kit.assert_caught(cell({"callbacks": "averaging"}, MIDDLE), component)
 
 
-@pytest.mark.quick("attributes", "settings")
+@pytest.mark.quick("attributes")
 @pytest.mark.parametrize(
     ("options", "component"),
     [
@@ -184,6 +184,7 @@ def test_a_trainer_of_trl_that_holds_more_is_named_at_the_start(kit: Kit) -> Non
     assert "trl's GMPOTrainer" in run.failure
 
 
+@pytest.mark.full
 def test_early_stopping_ends_at_the_same_step(kit: Kit) -> None:
     options = {"stop_after": 3, "eval_strategy": "steps", "eval_steps": 2, **NEVER_BETTER}
     one = cell({"epochs": 3, **options}, KillPoint.step(6))

@@ -165,7 +165,7 @@ def _lose_the_manifest(step: Path) -> None:
 DAMAGES = (_truncate, _flip_a_bit_of_the_optimizer, _lose_the_optimizer, _lose_the_manifest)
 
 
-@pytest.mark.quick("_flip_a_bit_of_the_optimizer", "_lose_the_manifest")
+@pytest.mark.quick("_lose_the_manifest")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_one_before_is_used(
     tmp_path: Path, damage: Any, capfd: pytest.CaptureFixture[str]

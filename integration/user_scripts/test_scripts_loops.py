@@ -43,13 +43,13 @@ def test_with_its_variables_in_extras_a_script_is_exact(judge: ScriptJudge, name
     judge.assert_exact(given(name))
 
 
-@pytest.mark.quick("nanogpt.py")
+@pytest.mark.full
 @SCRIPTS
 def test_without_the_extras_of_the_checkpoint_it_differs(judge: ScriptJudge, name: str) -> None:
     judge.assert_differs(given(name), "trained", *FIELDS[name], without="extras")
 
 
-@pytest.mark.quick("nanogpt.py")
+@pytest.mark.full
 @SCRIPTS
 def test_strict_starts_with_the_variables_in_extras(judge: ScriptJudge, name: str) -> None:
     run = judge.run_uninterrupted(given(name).with_arguments("--strict")).require_success()
@@ -68,7 +68,7 @@ def test_with_nothing_added_warnings_name_the_variables(judge: ScriptJudge, name
     judge.assert_warns(bare(name), *CARRIED[name])
 
 
-@pytest.mark.quick("nanogpt.py")
+@pytest.mark.full
 @SCRIPTS
 def test_extras_change_no_bit_of_a_run(judge: ScriptJudge, name: str) -> None:
     one, other = judge.run_uninterrupted(bare(name)), judge.run_uninterrupted(given(name))

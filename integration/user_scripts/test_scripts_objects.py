@@ -39,7 +39,7 @@ def test_agent_environment_and_replay_buffer_of_a_module_are_restored(judge: Scr
     judge.assert_exact(DQN)
 
 
-@pytest.mark.quick("5")
+@pytest.mark.full
 @pytest.mark.parametrize("batches", ["5", "16"])
 def test_a_replay_buffer_is_sampled_again_as_it_was_when_the_epoch_began(
     judge: ScriptJudge, batches: str
@@ -47,6 +47,7 @@ def test_a_replay_buffer_is_sampled_again_as_it_was_when_the_epoch_began(
     judge.assert_exact(DQN.with_arguments("--batches", batches, "--strict"))
 
 
+@pytest.mark.full
 def test_an_agent_that_each_launch_makes_again_differs(judge: ScriptJudge) -> None:
     judge.assert_differs(DQN.with_arguments("--forget", "yes"), "trained", "agent", "inputs")
 

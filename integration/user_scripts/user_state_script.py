@@ -1,7 +1,6 @@
 """A training script whose state is in attributes: of modules, callbacks, datasets, a Trainer class.
 
 It writes down by its own means what each step did; the tests compare that, and nothing else.
-Arguments: ``torch`` or ``trainer``, the folder, and the step at which to kill itself (0: never).
 """
 
 from __future__ import annotations
