@@ -47,98 +47,6 @@ from resumekit.state import CaptureLine, Fidelity, Slot
 _NUM_STEPS = 2
 
 
-class LoopCheck:
-    """Reports loop-carried variables, and objects of the script that the run was not given.
-
-    Args:
-        options: of the run.
-        extras: the user's live dict.
-        saved: gives what the checkpoints of the run hold, at any time.
-
-    Attributes:
-        remedies: how the adapter takes an object that it was not given, by slot.
-    """
-
-    def __init__(
-        self, options: Options, extras: Mapping[Any, Any], saved: Callable[[], SavedObjects]
-    ) -> None:
-        self._options = options
-        self._entered: set[tuple[CodeType, int]] = set()
-        self._saved = saved
-        self._lines: dict[str, CaptureLine] = {}
-        self._unconfirmed: list[Unconfirmed] = []
-        self._variables = LoopVariables(options, extras, saved)
-        self._made_by_caller = _objects_of_caller()
-        self._num_steps = 0
-        self.remedies: Mapping[Slot, str] = REMEDIES
-
-    def enter(self, run: Any) -> None:
-        """A loop asks for its first batch. Reads the running functions, once for each loop.
-
-        Args:
-            run: what the script calls its run, the Checkpointer.
-        """
-        location = calling_location()
-        if location is None or location in self._entered:
-            return
-        self._entered.add(location)
-        functions = running_functions(run)
-        given = self._saved()
-        alive = {name: each() for name, each in self._made_by_caller.items()}
-        self._made_by_caller = {}
-        for variables in (*map(_variables, functions), alive):
-            self._find_objects(variables, given)
-        self._variables.enter(functions, given)
-
-    def lines(self) -> list[CaptureLine]:
-        """What is known by now; called for every capture report."""
-        self._confirm()
-        return [*self._lines.values(), *self._variables.lines()]
-
-    def after_step(self) -> bool:
-        """Looks after the first steps which objects have changed; True if some have."""
-        if self._num_steps == _NUM_STEPS:
-            return False
-        self._num_steps += 1
-        known = len(self._lines) + len(self._variables.lines())
-        if self._num_steps == _NUM_STEPS:
-            self._variables.confirm_copies()
-        return len(self.lines()) > known
-
-    def _find_objects(self, variables: Mapping[str, Any], given: SavedObjects) -> None:
-        wanted = {n: v for n, v in variables.items() if n not in self._options.transient}
-        lines, unconfirmed = not_given(wanted, given, self.remedies)
-        self._lines.update((line.key, line) for line in lines)
-        known = {id(each.value) for each in self._unconfirmed}
-        self._unconfirmed += [each for each in unconfirmed if id(each.value) not in known]
-
-    def _confirm(self) -> None:
-        self._variables.confirm()
-        changed = [each for each in self._unconfirmed if each.has_changed()]
-        self._unconfirmed = [each for each in self._unconfirmed if each not in changed]
-        self._lines.update((each.line.key, each.line) for each in changed)
-
-
-def _objects_of_caller() -> dict[str, ref[Any]]:
-    """Models, optimizers and the like in the function that makes the Checkpointer."""
-    functions = running_functions()[:1]
-    return {
-        name: ref(value)
-        for each in functions
-        for name, value in _variables(each).items()
-        if slot_of(value) is not None
-    }
-
-
-def _variables(activation: Activation) -> dict[str, Any]:
-    """The variables of a function, and the attributes of the object whose method it is."""
-    attributes = getattr(activation.receiver, "__dict__", {})
-    named_attributes = {f"self.{name}": value for name, value in attributes.items()}
-    receiver = activation.receiver
-    named = {n: v for n, v in activation.variables.items() if v is not receiver or receiver is None}
-    return {**named, **named_attributes}
-
-
 _TRAINING_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader, Sampler)
 _TRAINING_PACKAGES = frozenset({"accelerate", "deepspeed", "resumekit"})
 _LOGGING_PACKAGES = frozenset(
@@ -159,13 +67,18 @@ class _Candidate:
     digest: int
 
 
-class LoopVariables:
-    """Analyses each loop of the user once, and confirms what it finds on the objects.
+class LoopCheck:
+    """Reports loop-carried variables, and objects of the script that the run was not given.
+
+    Each loop of the user is analysed once; what is found is confirmed on the objects.
 
     Args:
         options: of the run.
         extras: the user's live dict.
         saved: gives what the checkpoints of the run hold, at any time.
+
+    Attributes:
+        remedies: how the adapter takes an object that it was not given, by slot.
     """
 
     def __init__(
@@ -175,48 +88,83 @@ class LoopVariables:
         self._extras = extras
         self._transient = frozenset(options.transient)
         self._saved = saved
+        self._entered: set[tuple[CodeType, int]] = set()
         self._given = SavedObjects()  # while a loop is entered
         self._modules: Sequence[nn.Module] = ()  # that were saved when the last loop was entered
-        self._lines: list[CaptureLine] = []
+        self._objects: dict[str, CaptureLine] = {}  # that were not given
+        self._unconfirmed: list[Unconfirmed] = []
+        self._lines: list[CaptureLine] = []  # about loops
         self._candidates: list[_Candidate] = []
         self._copies: dict[str, Any] = {}  # values of extras that the loop may leave stale
+        self._made_by_caller = _objects_of_caller()
+        self._num_steps = 0
+        self.remedies: Mapping[Slot, str] = REMEDIES
 
-    def lines(self) -> list[CaptureLine]:
-        """What is known by now."""
-        return list(self._lines)
-
-    def enter(self, functions: Sequence[Activation], given: SavedObjects) -> None:
-        """Analyses the loop that the innermost of the running functions is in.
+    def enter(self, run: Any) -> None:
+        """A loop asks for its first batch. Reads the running functions, once for each loop.
 
         Args:
-            functions: the running functions, the innermost first.
-            given: what the run saves.
+            run: what the script calls its run, the Checkpointer.
         """
-        self._given, self._modules = given, given.modules
+        location = calling_location()
+        if location is None or location in self._entered:
+            return
+        self._entered.add(location)
+        functions = running_functions(run)
+        self._given = self._saved()
+        self._modules = self._given.modules
+        alive = {name: each() for name, each in self._made_by_caller.items()}
+        self._made_by_caller = {}
+        for variables in (*map(_variables, functions), alive):
+            self._find_objects(variables)
         left: Sequence[Activation] = functions
         while left:
             try:
                 left = self._enter_file(left, is_innermost=len(left) == len(functions))
             except Exception:  # noqa: BLE001 - no source may stop a run
-                location = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
-                logger.debug("%s: the loop could not be analysed", location, exc_info=True)
-                self._lines.append(_unknown(location, "the analysis of the loop failed"))
+                where = f"{Path(left[0].code.co_filename).name}:{left[0].line}"
+                logger.debug("%s: the loop could not be analysed", where, exc_info=True)
+                self._lines.append(_unknown(where, "the analysis of the loop failed"))
                 left = left[1:]
         self._given = SavedObjects()
 
-    def confirm(self) -> None:
-        """Reports the objects whose content has changed since the loop was entered."""
-        changed = [e for e in self._candidates if self._digest(e.value) != e.digest]
-        if not changed:
-            return
-        self._candidates = [each for each in self._candidates if each not in changed]
-        saved = self._saved()
-        for each in changed:
-            if not saved.saves(each.value):  # an optimizer may train it by now
-                advice = _keep([each.name])
-                self._report(f"{each.location} {each.name}", f"not in the checkpoint. {advice}")
+    def lines(self) -> list[CaptureLine]:
+        """What is known by now; called for every capture report."""
+        self._confirm()
+        return [*self._objects.values(), *self._lines]
 
-    def confirm_copies(self) -> None:
+    def after_step(self) -> bool:
+        """Looks after the first steps which objects have changed; True if some have."""
+        if self._num_steps == _NUM_STEPS:
+            return False
+        self._num_steps += 1
+        known = len(self._objects) + len(self._lines)
+        if self._num_steps == _NUM_STEPS:
+            self._confirm_copies()
+        return len(self.lines()) > known
+
+    def _find_objects(self, variables: Mapping[str, Any]) -> None:
+        wanted = {n: v for n, v in variables.items() if n not in self._transient}
+        lines, unconfirmed = not_given(wanted, self._given, self.remedies)
+        self._objects.update((line.key, line) for line in lines)
+        known = {id(each.value) for each in self._unconfirmed}
+        self._unconfirmed += [each for each in unconfirmed if id(each.value) not in known]
+
+    def _confirm(self) -> None:
+        """Reports the objects whose content has changed since the loop was entered."""
+        seen = [each for each in self._candidates if self._digest(each.value) != each.digest]
+        if seen:
+            self._candidates = [each for each in self._candidates if each not in seen]
+            saved = self._saved()
+            for each in seen:
+                if not saved.saves(each.value):  # an optimizer may train it by now
+                    advice = _keep([each.name])
+                    self._report(f"{each.location} {each.name}", f"not in the checkpoint. {advice}")
+        changed = [each for each in self._unconfirmed if each.has_changed()]
+        self._unconfirmed = [each for each in self._unconfirmed if each not in changed]
+        self._objects.update((each.line.key, each.line) for each in changed)
+
+    def _confirm_copies(self) -> None:
         """Reports the values of ``extras`` that are still those from before the loop."""
         for name, value in self._copies.items():
             if self._extras.get(name, _MISSING) is value:
@@ -340,6 +288,26 @@ class LoopVariables:
 
     def _report(self, key: str, reason: str, *, fidelity: Fidelity = Fidelity.LOST) -> None:
         self._lines.append(CaptureLine(key, fidelity, reason, is_at_source=True))
+
+
+def _objects_of_caller() -> dict[str, ref[Any]]:
+    """Models, optimizers and the like in the function that makes the Checkpointer."""
+    functions = running_functions()[:1]
+    return {
+        name: ref(value)
+        for each in functions
+        for name, value in _variables(each).items()
+        if slot_of(value) is not None
+    }
+
+
+def _variables(activation: Activation) -> dict[str, Any]:
+    """The variables of a function, and the attributes of the object whose method it is."""
+    attributes = getattr(activation.receiver, "__dict__", {})
+    named_attributes = {f"self.{name}": value for name, value in attributes.items()}
+    receiver = activation.receiver
+    named = {n: v for n, v in activation.variables.items() if v is not receiver or receiver is None}
+    return {**named, **named_attributes}
 
 
 def _located(activation: Activation) -> Located | None:
