@@ -106,12 +106,10 @@ class Checkpointer(_Checkpointer):
         self._add_finding(self._leftover_gradients)
 
     def _at_step_boundary(self) -> bool:
-        if self._has_counted:
+        if self._has_counted or not self._steps.is_complete:
             return False
-        is_complete = self._steps.is_complete
-        if is_complete:
-            self._steps.forget()
-        return is_complete
+        self._steps.forget()
+        return True
 
     def _count_taken_step(self) -> None:
         if not self._in_step or self._has_counted:

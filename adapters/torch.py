@@ -78,7 +78,6 @@ class Checkpointer(_Checkpointer):
             lr_scheduler=lr_scheduler,
             grad_scaler=grad_scaler,
             ema=ema,
-            adopt=True,
             num_ranks=_num_ranks(),
             stage_group=stage_group,
         )
@@ -93,7 +92,5 @@ class Checkpointer(_Checkpointer):
 
 
 def _num_ranks() -> int:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 1
-    return int(distributed.get_world_size())
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_distributed else 1

@@ -76,7 +76,6 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
         lr_scheduler=schedulers,
         grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
         ema=ema,
-        adopt=True,
         num_ranks=trainer.world_size,
     )
     # Between two steps of one optimizer another one may take some.

@@ -48,7 +48,6 @@ from resumekit.capture.restore import (
     Mismatch,
     Restorer,
     class_name,
-    describe,
     fits,
     pairs_of,
     refuse,
@@ -61,8 +60,7 @@ from resumekit.capture.rng import (
     set_generator_state,
     states_of_new_rank,
 )
-from resumekit.capture.scaler import ScalerState
-from resumekit.capture.scheduler import SchedulerState, horizon
+from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.user_state import (
     Holder,
     UserState,
@@ -96,7 +94,6 @@ __all__ = [
     "Restorer",
     "RngState",
     "SavedObjects",
-    "ScalerState",
     "SchedulerState",
     "Severity",
     "Unconfirmed",
@@ -112,14 +109,12 @@ __all__ = [
     "clean_name",
     "content_digest",
     "ddp_around",
-    "describe",
     "differences",
     "fingerprint",
     "fits",
     "generator_state",
     "gradient_components",
     "gradient_keys",
-    "horizon",
     "inherits_load",
     "is_host_step",
     "is_same",

@@ -19,7 +19,7 @@ from resumekit.capture.fsdp1 import (
 from resumekit.capture.model import RANK_BUFFERS, ModelState, RankBuffers
 from resumekit.capture.naming import by_class_and_ordinal, by_key
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.restore import holds_sharded
+from resumekit.capture.restore import leaves
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.user_state import attribute_components
@@ -39,7 +39,6 @@ def state_components(
     lr_scheduler: Any = None,
     grad_scaler: Any = None,
     ema: Any = None,
-    adopt: bool = False,
     num_ranks: int = 1,
     stage_group: Any = None,
 ) -> tuple[StateComponent, ...]:
@@ -51,7 +50,6 @@ def state_components(
         lr_scheduler: schedulers.
         grad_scaler: gradient scalers.
         ema: averaged models, or objects with ``state_dict``.
-        adopt: let optimizers keep the tensors they are loaded from (see ``OptimizerState``).
         num_ranks: with several, the per-rank buffers of the modules are added.
         stage_group: of a pipeline stage, the ranks that hold it together; see ``StateComponent``.
 
@@ -68,7 +66,7 @@ def state_components(
     prefix = _stage_prefix(stage_group)
     kinds: tuple[tuple[Mapping[str, Any], Callable[..., ComponentState]], ...] = (
         (modules, model_state),
-        (optimizers, partial(optimizer_kind, modules=names, adopt=adopt, prefix=prefix)),
+        (optimizers, partial(optimizer_kind, modules=names, prefix=prefix)),
         (by_key(Slot.LR_SCHEDULER, lr_scheduler), SchedulerState),
         (by_key(Slot.GRAD_SCALER, grad_scaler), ScalerState),
         (averages, ObjectState),
@@ -106,7 +104,7 @@ def _is_sharded(stateful: ComponentState) -> bool:
     model = stateful.weights if isinstance(stateful, ObjectState) else stateful
     if isinstance(model, ModelState):
         return any(map(is_sharded, (*model.module.parameters(), *model.module.buffers())))
-    return isinstance(stateful, ObjectState) and holds_sharded(stateful.state_dict())
+    return isinstance(stateful, ObjectState) and any(map(is_sharded, leaves(stateful.state_dict())))
 
 
 def registered_components(objects: Iterable[Any]) -> tuple[StateComponent, ...]:

@@ -27,7 +27,14 @@ from resumekit.capture.model import ModelState
 from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.pipeline import is_same
-from resumekit.capture.restore import Mismatch, describe, refuse, require_dict, state_mismatches
+from resumekit.capture.restore import (
+    Mismatch,
+    describe,
+    leaves,
+    refuse,
+    require_dict,
+    state_mismatches,
+)
 from resumekit.errors import DeclarationError, UnsupportedValueError
 from resumekit.serialization import FlatPart, fill, local_part, part_like
 
@@ -296,7 +303,8 @@ class FlatOptimizerState(OptimizerState):
         return given
 
     def _as_part(self, fqn: str, name: str, value: Any, part: FlatPart) -> Any:
-        if name == "step" or not _has_dimensions(value):
+        is_single = all(not isinstance(each, Tensor) or not each.dim() for each in leaves(value))
+        if name == "step" or is_single:
             return value
         if not isinstance(value, Tensor) or value.shape != part.local.shape:
             raise UnsupportedValueError(
@@ -317,15 +325,6 @@ class FlatOptimizerState(OptimizerState):
                 if several:
                     found.setdefault(f"{home}.{name}", part)
         return found
-
-
-def _has_dimensions(value: Any) -> bool:
-    """Whether a value contains a tensor with dimensions."""
-    if isinstance(value, Mapping):
-        return any(map(_has_dimensions, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_dimensions, value))
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _local(name: str, value: Any, part: FlatPart | None) -> Any:

@@ -8,7 +8,6 @@ has its own method is loaded by that method.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -27,6 +26,7 @@ from resumekit.capture.restore import (
     describe,
     description_mismatches,
     fits,
+    paired,
     pairs_in,
     refuse,
     require_class,
@@ -57,8 +57,6 @@ class OptimizerState(ComponentState):
         modules: the modules whose parameters it updates, by name. A parameter outside them has
             the name that the optimizer was given, or its position, ``group0.param3``.
         key: the component's key, for errors.
-        adopt: keep the tensors of a loaded state that are on the right device instead of copying
-            them. Only for a state that is not used afterwards.
         prefix: of the names of parameters outside the modules, to keep those of several pipeline
             stages distinct.
     """
@@ -69,14 +67,12 @@ class OptimizerState(ComponentState):
         modules: Mapping[str, nn.Module],
         *,
         key: str = "optimizer",
-        adopt: bool = False,
         prefix: str = "",
     ) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
         self.modules = dict(modules)
         self.key = key
-        self.adopt = adopt
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies. The optimizer's own ``state_dict`` hooks run.
@@ -121,17 +117,18 @@ class OptimizerState(ComponentState):
         """Restores every value bit for bit, with its dtype.
 
         Param group dicts, learning-rate tensors and existing moments keep their identity; new
-        moments are created on the parameter's device. Hyperparameters are the checkpoint's; a
-        group's keys that it lacks keep their live value.
+        moments are created on the parameter's device, or are those of the state where they are on
+        it already: do not use the state afterwards. Hyperparameters are the checkpoint's; a group's
+        keys that it lacks keep their live value.
         """
         if "opaque" in state:
-            self.optimizer.load_state_dict(self._copied(state["opaque"]))
+            self.optimizer.load_state_dict(state["opaque"])
             return ()
         packed = self._packed(state)
         if inherits_load(self.optimizer):
-            load_exactly(self.optimizer, packed, adopt=self.adopt)
+            load_exactly(self.optimizer, packed)
         else:
-            self.optimizer.load_state_dict(self._copied(packed))
+            self.optimizer.load_state_dict(packed)
         return ()
 
     def pairs(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
@@ -180,9 +177,6 @@ class OptimizerState(ComponentState):
                 for named, group in zip(self._named_groups(), groups, strict=True)
             ],
         }
-
-    def _copied(self, value: Any) -> Any:
-        return value if self.adopt else copy.deepcopy(value)
 
     def _named_groups(self) -> list[NamedParameters]:
         """The parameters of each group with their names."""
@@ -290,7 +284,9 @@ def optimizer_mismatches(
         if is_order_bound and group_then["params"] != group_now["params"]:
             yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
         differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
-        yield from _value_mismatches(where, differing, group_now)
+        for path, then, now in paired(differing, group_now, where):
+            if (isinstance(then, Tensor) or isinstance(now, Tensor)) and not fits(now, then):
+                yield Mismatch.changed(path, describe(then), describe(now))
 
 
 def _scaled(then: Group, now: Group) -> str | None:
@@ -313,20 +309,6 @@ def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Itera
                 yield Mismatch(name, f"in param group {index}", f"in group {here}, as in this run")
 
 
-def _value_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
-    """Values that are a tensor on one side only, or tensors of another dtype or shape."""
-    if isinstance(then, Tensor) or isinstance(now, Tensor):
-        if not fits(now, then):
-            yield Mismatch.changed(where, describe(then), describe(now))
-    elif isinstance(then, dict) and isinstance(now, dict):
-        for name in then:
-            if name in now:
-                yield from _value_mismatches(f"{where}[{name!r}]", then[name], now[name])
-    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)):
-        for index, (each, partner) in enumerate(zip(then, now, strict=False)):
-            yield from _value_mismatches(f"{where}[{index}]", each, partner)
-
-
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a param group without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in _MEMBERSHIP}
@@ -338,13 +320,12 @@ def inherits_load(optimizer: Any) -> bool:
     return is_torchs and "load_state_dict" not in vars(optimizer)
 
 
-def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = False) -> None:
+def load_exactly(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     """Like ``Optimizer.load_state_dict``, without its casts and in place.
 
     Args:
         optimizer: an optimizer for which ``inherits_load`` holds.
         packed: a state in the layout of ``Optimizer.state_dict``.
-        adopt: keep tensors of ``packed`` that are on the right device instead of copying them.
 
     Source: torch 2.13 optim/optimizer.py, Optimizer.load_state_dict; its hooks run in its order.
     """
@@ -368,7 +349,7 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any], *, adopt: bool = 
             name: restore(
                 live.get(name),
                 part_like(placement_source(name, value, parameter, live), value),
-                partial(_moment, parameter, adopt=adopt, on_host=is_host_step(name, group)),
+                partial(_moment, parameter, on_host=is_host_step(name, group)),
             )
             for name, value in saved.items()
         }
@@ -413,10 +394,10 @@ def is_host_step(name: str, group: Mapping[str, Any]) -> bool:
     return name == "step" and not (group.get("capturable") or group.get("fused"))
 
 
-def _moment(parameter: Tensor, saved: Tensor, *, adopt: bool, on_host: bool) -> Tensor:
+def _moment(parameter: Tensor, saved: Tensor, *, on_host: bool) -> Tensor:
     """A saved tensor on the device where the optimizer keeps it."""
     # The memory layout stays the saved one: reductions (Adafactor's, Muon's) depend on it.
     part = local_part(saved).detach()
     device = part.device if on_host else local_part(parameter).device
-    made: Tensor = part.to(device, copy=not adopt)
+    made: Tensor = part.to(device)
     return sharded_like(saved, made) if is_sharded(saved) else made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -148,16 +148,15 @@ def _group(key: str, number: int, names: Sequence[str], group_of: Mapping[str, G
     if not known:
         return {"params": []}
     first = _settings(group_of[known[0]])
-    for name in known[1:]:
-        other = _settings(group_of[name])
-        for setting in first:
-            if not is_same(first[setting], other.get(setting)):
-                raise StateMismatchError(
-                    f"{key}: param_groups[{number}][{setting!r}]",
-                    found=f"{first[setting]} for {known[0]} and {other.get(setting)} for {name}",
-                    expected="one value for all parameters of a group",
-                    remedy="Give the parameters groups of their own, as when they were saved",
-                )
+    for name, setting in product(known[1:], first):
+        other = group_of[name].get(setting)
+        if not is_same(first[setting], other):
+            raise StateMismatchError(
+                f"{key}: param_groups[{number}][{setting!r}]",
+                found=f"{first[setting]} for {known[0]} and {other} for {name}",
+                expected="one value for all parameters of a group",
+                remedy="Give the parameters groups of their own, as when they were saved",
+            )
     return {**first, "params": known}
 
 

@@ -296,22 +296,28 @@ def pairs_of(live: ComponentState, state: Any) -> Iterator[tuple[Tensor, Any]]:
 
 def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:
     """The tensors at the same position of two states whose live one is a DTensor of that shape."""
-    if isinstance(saved, Tensor):
-        if is_sharded(live) and saved.shape == live.shape:
-            yield saved, live
-    elif isinstance(saved, Mapping) and isinstance(live, Mapping):
+    for _, then, now in paired(saved, live):
+        if isinstance(then, Tensor) and is_sharded(now) and then.shape == now.shape:
+            yield then, now
+
+
+def paired(saved: Any, live: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The values at the same position of two nested states, with the path ``where['lr'][0]``."""
+    if isinstance(saved, Mapping) and isinstance(live, Mapping):
         for key, item in saved.items():
             if key in live:
-                yield from pairs_in(item, live[key])
+                yield from paired(item, live[key], f"{where}[{key!r}]")
     elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
-        for item, partner in zip(saved, live, strict=False):
-            yield from pairs_in(item, partner)
+        for index, (item, partner) in enumerate(zip(saved, live, strict=False)):
+            yield from paired(item, partner, f"{where}[{index}]")
+    else:
+        yield where, saved, live
 
 
-def holds_sharded(state: Any) -> bool:
-    """Whether a state contains a DTensor."""
-    if isinstance(state, Mapping):
-        return any(map(holds_sharded, state.values()))
-    if isinstance(state, (list, tuple)):
-        return any(map(holds_sharded, state))
-    return is_sharded(state)
+def leaves(state: Any) -> Iterator[Any]:
+    """The values of a nested state."""
+    if isinstance(state, (Mapping, list, tuple)):
+        for each in state.values() if isinstance(state, Mapping) else state:
+            yield from leaves(each)
+    else:
+        yield state

@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from resumekit.capture.restore import (
@@ -23,6 +22,7 @@ from resumekit.capture.restore import (
     class_name,
     describe,
     is_same_class,
+    leaves,
     refuse,
     require_fields,
 )
@@ -181,21 +181,13 @@ def _length(value: Any) -> int:
 
 def _copied(saved: Any, live: Any) -> Any:
     """A copy of the saved state with its tensors on the device of the live ones."""
-    devices = {value.device for value in _tensors(live)}
+    devices = {each.device for each in leaves(live) if isinstance(each, Tensor)}
     device = devices.pop() if len(devices) == 1 else None
 
     def new_tensor(value: Tensor) -> Tensor:
         return value.detach().to(device or value.device, copy=True)
 
     return Restorer()(None, saved, new_tensor)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _horizons(scheduler: Any) -> list[tuple[Any, dict[str, Any]]]:

@@ -67,7 +67,6 @@ def accelerator_components(
         lr_scheduler=lr_scheduler,
         grad_scaler=accelerator.scaler,
         ema=ema,
-        adopt=True,
         num_ranks=accelerator.num_processes,
     )
 
@@ -81,7 +80,9 @@ def require_supported(accelerator: Any) -> None:
     kind = str(accelerator.distributed_type.value)
     if kind not in _SUPPORTED:
         _refuse(f"distributed type {kind}")
-    if kind == "FSDP" and not _keeps_parameters(accelerator):
+    # Version 2, or the optimizer sees the model's parameters, not what they are flattened into.
+    keeps_parameters = kind != "FSDP" or accelerator.is_fsdp2
+    if not (keeps_parameters or accelerator.state.fsdp_plugin.use_orig_params):
         _refuse(
             "FSDP version 1 with use_orig_params=False",
             remedy="Pass use_orig_params=True to FullyShardedDataParallelPlugin, or fsdp_version=2",
@@ -97,11 +98,6 @@ def _require_one_engine(accelerator: Any, engine: Any) -> None:
     engines = [each for each in MODELS.of(accelerator) if isinstance(each, type(engine))]
     if any(each is not engine and each.optimizer is not None for each in engines):
         _refuse("more than one DeepSpeed engine that is trained")
-
-
-def _keeps_parameters(accelerator: Any) -> bool:
-    """Whether the optimizer sees the model's own parameters, not what they are flattened into."""
-    return bool(accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.use_orig_params)
 
 
 def _refuse(found: str, remedy: str | None = None) -> None:

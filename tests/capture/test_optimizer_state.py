@@ -160,18 +160,15 @@ def test_groups_that_shared_one_lr_tensor_part_where_the_saved_values_differ(sto
     assert found == [torch.tensor(0.1), torch.tensor(0.2)]
 
 
-@pytest.mark.parametrize("adopt", [False, True])
-def test_new_moments_share_memory_with_the_loaded_state_only_when_adopted(
-    adopt: bool, stored: Any
-) -> None:
+def test_new_moments_take_the_memory_of_the_loaded_state(stored: Any) -> None:
     saved = stored(adam_state().state_dict())
     model = TwoLayers()
-    live = OptimizerState(Adam(model.parameters()), {"model": model}, adopt=adopt)
+    live = OptimizerState(Adam(model.parameters()), {"model": model})
     live.load_state_dict(saved)
     theirs = saved["state"]["first.weight"]["exp_avg"]
     ours = live.optimizer.state[model.first.weight]["exp_avg"]
     assert torch.equal(ours, theirs)
-    assert (ours.data_ptr() == theirs.data_ptr()) is adopt
+    assert ours.data_ptr() == theirs.data_ptr()
 
 
 def test_moments_wider_than_their_parameter_are_restored_bit_for_bit(
@@ -378,7 +375,6 @@ def test_an_optimizer_with_its_own_load_is_loaded_by_it(stored: Any) -> None:
     assert fresh.optimizer.num_loads == 1
     moment = fresh.optimizer.state[model.first.weight]["exp_avg"]
     assert torch.equal(moment, saved["state"]["first.weight"]["exp_avg"])
-    assert moment.data_ptr() != saved["state"]["first.weight"]["exp_avg"].data_ptr()
 
 
 class Opaque:
@@ -400,8 +396,6 @@ def test_an_object_with_state_dict_only_is_stored_as_it_gives_itself(stored: Any
     saved = stored(running.state_dict())
     live.check_state_dict(saved)
     live.load_state_dict(saved)
-    assert live.optimizer.values["anything"][0].item() == 2
-    saved["opaque"]["anything"][0] += 1
     assert live.optimizer.values["anything"][0].item() == 2
     assert "Opaque" in refused(adam_state(), saved)
     assert "Opaque" in refused(live, stored(adam_state().state_dict()))

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
-from resumekit.capture import SchedulerState, horizon
+from resumekit.capture.scheduler import SchedulerState, horizon
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import state_digest
 

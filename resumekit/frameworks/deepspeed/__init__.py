@@ -113,9 +113,7 @@ def engine_components(
     per_rank, by_name = SharingPattern.PER_RANK, is_by_name(engine)
     partitioned = engine.zero_optimization_partition_weights() and not by_name
     if isinstance(engine.optimizer, torch.optim.Optimizer):
-        yield from state_components(
-            model=named(engine.module), optimizer=named(engine.optimizer), adopt=True
-        )
+        yield from state_components(model=named(engine.module), optimizer=named(engine.optimizer))
     elif by_name:
         yield StateComponent(model, ZeroModelState(engine, key=model), SharingPattern.SHARDED)
         yield StateComponent(

@@ -189,7 +189,7 @@ def test_an_optimizer_takes_its_shards_of_a_whole_state() -> None:
     saved = OptimizerState(optimizer, {"model": bare}).state_dict()
     model = flattened(Model())
     fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
-    capture = FlatOptimizerState(fresh, {"model": model}, adopt=True)
+    capture = FlatOptimizerState(fresh, {"model": model})
     capture.check_state_dict(saved)
     assert len(list(pairs_of(capture, saved))) == 2 * len(saved["state"])
     capture.load_state_dict(saved)

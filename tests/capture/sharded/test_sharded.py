@@ -120,7 +120,7 @@ def test_an_optimizer_without_a_state_gets_moments_like_its_parameters() -> None
     model = sharded()
     saved = OptimizerState(stepped(model), {"model": model}).state_dict()
     fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
-    capture = OptimizerState(fresh, {"model": model}, adopt=True)
+    capture = OptimizerState(fresh, {"model": model})
     before = dict(fresh.state)
     pairs = list(pairs_of(capture, on_meta(saved)))
     assert len(pairs) == 2 * len(saved["state"])
