@@ -299,10 +299,8 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for each in value:
             _feed(digest, each)
-    elif isinstance(value, torch.Tensor):
-        digest.update(value.numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        digest.update(value.tobytes())
+    elif isinstance(value, (torch.Tensor, np.ndarray)):
+        digest.update(np.asarray(value).tobytes())
     else:
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
 

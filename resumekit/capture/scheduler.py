@@ -156,19 +156,19 @@ def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
         num_then, num_now = _length(then.get(name)), _length(now.get(name))
         if name in now and num_then != num_now:
             yield Mismatch(f"{where}{name}", f"{num_then} entries", f"{num_now}: one a param group")
-    functions_then = [*_listed(then.get("lr_lambdas")), then.get("_scale_fn_custom")]
-    functions_now = [*_listed(now.get("lr_lambdas")), now.get("_scale_fn_custom")]
-    for saved, live in zip(functions_then, functions_now, strict=False):
-        # The entry is None for a function, and the attributes for a callable object.
-        if bool(saved) != bool(live):
-            yield Mismatch(
-                f"{where}lr_lambdas",
-                "a callable object" if saved else "a plain function or one without attributes",
-                "a plain function or one without attributes" if saved else "a callable object",
-            )
+    for saved, live in zip(_function_kinds(then), _function_kinds(now), strict=False):
+        if saved != live:
+            yield Mismatch(f"{where}lr_lambdas", saved, live)
     parts = zip(_listed(then.get(_PARTS)), _listed(now.get(_PARTS)), strict=False)
     for index, (part, partner) in enumerate(parts):
         yield from _state_mismatches(f"{where}{_PARTS}[{index}].", part, partner)
+
+
+def _function_kinds(state: Mapping[str, Any]) -> list[str]:
+    # The entry is None for a function, and the attributes for a callable object.
+    functions = [*_listed(state.get("lr_lambdas")), state.get("_scale_fn_custom")]
+    simple = "a plain function or one without attributes"
+    return ["a callable object" if attributes else simple for attributes in functions]
 
 
 def _listed(value: Any) -> list[Any]:

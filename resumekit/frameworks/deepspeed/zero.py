@@ -96,8 +96,7 @@ def is_by_name(engine: Any) -> bool:
 
 def shards(engine: Any) -> dict[str, Shard]:
     """This rank's shard of every parameter that is trained, by name, in the optimizer's order."""
-    found = _trained(engine.optimizer)
-    return {_name_of(engine, p, each): each for p, each in found}
+    return {_name_of(engine, p, each): each for p, each in _trained(engine.optimizer)}
 
 
 def _trained(zero: Any) -> Iterator[tuple[Any, Shard]]:
