@@ -323,14 +323,11 @@ def _listed(value: ast.expr) -> list[ast.expr]:
     """The elements of a list, those of ``{"params": [...]}`` inside of it too."""
     if isinstance(value, ast.Dict):
         pairs = zip(value.keys, value.values, strict=True)
-        return [each for key, found in pairs if _is_params(key) for each in _listed(found)]
+        given = (v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "params")
+        return [each for found in given for each in _listed(found)]
     if isinstance(value, (ast.List, ast.Tuple)):
         return [each for element in value.elts for each in _listed(element)]
     return [value] if isinstance(value, (ast.Name, ast.Attribute)) else []
-
-
-def _is_params(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and key.value == "params"
 
 
 def _bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

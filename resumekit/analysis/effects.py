@@ -44,17 +44,14 @@ class CallEffects:
         """Whether a store changes a parameter, a param group, or an attribute of a model."""
         if isinstance(target, ast.Name):
             return False
-        for each in ast.walk(target):
-            if isinstance(each, ast.Attribute) and each.attr in ("param_groups", "data", "grad"):
-                path = context.scope.path(each.value)
-                if path is None or not context.scope.is_self(path):
-                    return True
+        attributes = (each for each in ast.walk(target) if isinstance(each, ast.Attribute))
+        changed = [e.value for e in attributes if e.attr in ("param_groups", "data", "grad")]
+        if not all(context.scope.is_self(context.scope.path(each)) for each in changed):
+            return True
         base = target
         while isinstance(base, (ast.Subscript, ast.Attribute)):
             base = base.value
             path = context.scope.path(base)
-            if path is None:
-                continue
             if path in self._component_aliases:
                 return True
             if self._roles.is_training(path) and not isinstance(target, ast.Subscript):
@@ -65,8 +62,7 @@ class CallEffects:
         """Whether an argument of a save says if it saves; others are what it saves and where to."""
         if isinstance(value, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
             return True
-        path = context.scope.path(value)
-        return path is not None and path in self._program.flags
+        return context.scope.path(value) in self._program.flags
 
     def _role(self, node: ast.expr, context: Context) -> Role | None:
         return self._roles.of(context.scope.path(base_of(node)))
@@ -92,18 +88,16 @@ class CallEffects:
 
     def _is_training_method(self, node: ast.Call, context: Context) -> bool:
         """Whether it is an unknown method of a model, an optimizer or the like."""
-        if not isinstance(node.func, ast.Attribute):
+        func = node.func
+        if not isinstance(func, ast.Attribute) or func.attr in calls.OF_TRAINING_OBJECTS:
             return False
-        path = context.scope.path(node.func.value)
-        if path is None or calls.method(node) in calls.OF_TRAINING_OBJECTS:
-            return False
+        path = context.scope.path(func.value)
         return self._roles.is_training(path) and not context.scope.is_self(path)
 
     def _calls_model(self, node: ast.Call, context: Context) -> bool:
         path = context.scope.path(node.func)
-        if path is None or not self._roles.is_training(path):
-            return False
-        return not (isinstance(node.func, ast.Attribute) and context.scope.is_self(path))
+        is_own = isinstance(node.func, ast.Attribute) and context.scope.is_self(path)
+        return self._roles.is_training(path) and not is_own
 
     def _effect(self, node: ast.Call, context: Context, *, is_statement: bool) -> tuple[bool, bool]:
         """Whether a call has an effect on the training, and whether its arguments count then."""
@@ -141,17 +135,14 @@ class CallEffects:
 
     def _remembers(self, node: ast.Call, path: str | None, context: Context) -> bool:
         """Whether the receiver decides what the call does: a loss, a saver that keeps the best."""
-        name = calls.method(node)
-        if name in ("backward",):
+        if calls.method(node) == "backward":
             return True
         if path is None or self._roles.of(path) is not None:
             return False
-        root = variable_of(path)
-        return calls.is_saving(node) and root not in self._program.imported
+        return calls.is_saving(node) and variable_of(path) not in self._program.imported
 
     def _changes(self, node: ast.Call, path: str, *, is_statement: bool) -> bool:
-        root = variable_of(path)
-        if root in self._program.imported or self._roles.of(path) is not None:
+        if variable_of(path) in self._program.imported or self._roles.of(path) is not None:
             return False
         if self._roles.remembers(path) and not calls.only_looks(node):
             return True

@@ -117,8 +117,8 @@ def loop_carried(
     names = {each.name for each in variables}
     indices = tuple(
         _shown(path, scope)
-        for path in _relative_indices(loop, function, scope)
-        if touches_any(path, found[0])
+        for path in map(scope.path, _counters(loop, function))
+        if path is not None and touches_any(path, found[0])
     )
     asked = {path for path, trains in _asked(loop, scope) if trains or path in found[0]}
     others = tuple(Variable(_shown(path, scope), path, False) for path in sorted(asked))
@@ -241,24 +241,19 @@ def _shown(path: str, scope: Scope) -> str:
     return path.rpartition(LOCAL)[2]
 
 
-def _relative_indices(loop: LoopNode, function: Function, scope: Scope) -> list[str]:
+def _counters(loop: LoopNode, function: Function) -> list[ast.expr]:
     """The targets that count from the beginning of this process's loop."""
     if isinstance(loop, ast.While) or not isinstance(loop.target, (ast.Tuple, ast.List)):
         return []
-    for node in _made_of(loop.iter, function):
-        if not isinstance(node, ast.Call):
-            continue
-        name = calls.dotted(node.func)
-        if name == "enumerate":
+    targets = loop.target.elts
+    made_by = (each for each in _made_of(loop.iter, function) if isinstance(each, ast.Call))
+    for node in made_by:
+        if calls.dotted(node.func) == "enumerate":
             start = [*node.args[1:], *(k.value for k in node.keywords if k.arg == "start")]
-            if any(".initial" in ast.unparse(each) for each in start):
-                return []
-            path = scope.path(loop.target.elts[0])
-            return [] if path is None else [path]
-        if name == "zip" and len(node.args) == len(loop.target.elts):
-            pairs = zip(node.args, loop.target.elts, strict=True)
-            counted = [target for value, target in pairs if _counts(value)]
-            return [path for path in map(scope.path, counted) if path is not None]
+            return [] if any(".initial" in ast.unparse(each) for each in start) else targets[:1]
+        if calls.dotted(node.func) == "zip" and len(node.args) == len(targets):
+            pairs = zip(node.args, targets, strict=True)
+            return [target for value, target in pairs if _counts(value)]
     return []
 
 

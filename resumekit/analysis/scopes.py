@@ -138,12 +138,12 @@ class Scope:
         name = self.function.receiver
         return None if name is None else self.path_of(name)
 
-    def is_self(self, path: str) -> bool:
+    def is_self(self, path: str | None) -> bool:
         """Whether a path is ``self`` of the method, or of the one around it."""
         function = self.function
         while function.parent is not None and not function.owner:
             function = function.parent
-        return path == Scope(function, self.bindings).receiver
+        return path is not None and path == Scope(function, self.bindings).receiver
 
     def path(self, node: ast.AST) -> str | None:
         """The path of a name or of an attribute of one; None for any other expression."""
@@ -318,10 +318,10 @@ def pairs_of(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr
 
 def compared_subject(test: ast.expr) -> str | None:
     """What a test compares with a constant; None for any other test."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
-        return None
-    is_constant = isinstance(test.comparators[0], ast.Constant)
-    return ast.unparse(test.left) if is_constant and len(test.ops) == 1 else None
+    match test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant()]):
+            return ast.unparse(left)
+    return None
 
 
 def is_exhaustive(node: ast.Match) -> bool:

@@ -160,21 +160,18 @@ def stored_keys(program: Program) -> Iterator[tuple[str, str]]:
     for function in program.functions.values():
         scope = Scope(function)
         for node in own_nodes(function.body):
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                path = scope.path(node.value)
-                key = node.slice
-                if (
-                    path is not None
-                    and isinstance(key, ast.Constant)
-                    and isinstance(key.value, str)
-                ):
-                    yield path, key.value
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                path = scope.path(node.func.value)
-                if path is not None and node.func.attr == "update":
-                    for keyword in node.keywords:
-                        if keyword.arg is not None:
-                            yield path, keyword.arg
+            for container, key in _keys_stored_by(node):
+                path = scope.path(container)
+                if path is not None:
+                    yield path, key
+
+
+def _keys_stored_by(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    match node:
+        case ast.Subscript(value=container, slice=ast.Constant(value=str(key)), ctx=ast.Store()):
+            yield container, key
+        case ast.Call(func=ast.Attribute(value=container, attr="update"), keywords=keywords):
+            yield from ((container, each.arg) for each in keywords if each.arg is not None)
 
 
 def _arguments(call: ast.Call, function: Function, num_skipped: int) -> dict[str, ast.expr]:
