@@ -16,6 +16,7 @@ from resumekit.analysis.scopes import (
     FunctionNode,
     Scope,
     function_at,
+    own,
     own_nodes,
     prefixes,
     root_of,
@@ -190,25 +191,19 @@ class Definitions:
                 self._decorated[decorated[0].name] = inner
                 self._variable_functions[decorator.local(decorator.parameters[0])] = decorated[0]
 
-    def decorated(self, function: Function) -> Function:
-        """What a call of a function runs: its decorator's function, if the file has that."""
-        return self._decorated.get(function.name, function)
-
     # ---------------------------------------------------------------- aliases
 
     def _read_aliases(self, function: Function) -> None:
         scope = Scope(function)
-        nodes = list(own_nodes(function.body))
         inner = {
             id(each)
-            for node in nodes
-            if isinstance(node, ast.comprehension)
+            for node in own(function.body, ast.comprehension)
             for each in ast.walk(node.target)
         }
-        names = (each for each in nodes if isinstance(each, ast.Name) and id(each) not in inner)
+        names = (each for each in own(function.body, ast.Name) if id(each) not in inner)
         stored = Counter(each.id for each in names if isinstance(each.ctx, ast.Store))
         found: defaultdict[str, list[str]] = defaultdict(list)
-        for target, value in (pair for node in nodes for pair in _bound(node)):
+        for target, value in (pair for node in own_nodes(function.body) for pair in _bound(node)):
             path = _base_path(value, scope)
             if isinstance(target, ast.Name) and path is not None:
                 found[target.id].append(path)
@@ -229,16 +224,16 @@ class Definitions:
         """The function of this file that a name refers to; None for a method."""
         if not isinstance(node, ast.Name):
             return None
+        path = scope.path_of(node.id)
+        names = []
         enclosing: Function | None = scope.function
         while enclosing is not None:
-            found = self.functions.get(f"{enclosing.name}.{node.id}")
-            if found is not None and found.owner is None:
-                return self.decorated(found)
+            names.append(f"{enclosing.name}.{node.id}")
             enclosing = enclosing.parent
-        path = scope.path_of(node.id)
-        found = self.functions.get(path)
-        if found is not None and found.owner is None and path:
-            return self.decorated(found)
+        for name in (*names, path):
+            found = self.functions.get(name)
+            if found is not None and found.owner is None:
+                return self._decorated.get(name, found)
         return self._variable_functions.get(path)
 
     def num_bound(self, node: ast.expr, scope: Scope) -> int:
@@ -311,11 +306,8 @@ def _definition_of(node: ast.Lambda, name: str) -> ast.FunctionDef:
 
 def _returned_name(function: Function) -> str | None:
     """The name that a function returns, where it returns nothing else."""
-    found = {
-        each.value.id if isinstance(each.value, ast.Name) else None
-        for each in own_nodes(function.body)
-        if isinstance(each, ast.Return) and each.value is not None
-    }
+    values = function.returned
+    found = {each.id if isinstance(each, ast.Name) else None for each in values}
     return found.pop() if len(found) == 1 else None
 
 

@@ -22,6 +22,7 @@ from resumekit.analysis.scopes import (
     Scope,
     children_of,
     negated,
+    own,
     own_nodes,
     prefixes,
     touches_any,
@@ -204,10 +205,8 @@ def _assigned_only_inside(function: Function, loop: LoopNode) -> frozenset[str]:
     inside = {id(each) for each in ast.walk(loop)}
     stores = [
         each
-        for each in own_nodes(function.body)
-        if isinstance(each, ast.Name)
-        and isinstance(each.ctx, ast.Store)
-        and each.id in function.local_names
+        for each in own(function.body, ast.Name)
+        if isinstance(each.ctx, ast.Store) and each.id in function.local_names
     ]
     outside = {each.id for each in stores if id(each) not in inside} | set(function.parameters)
     scope = Scope(function)
@@ -261,10 +260,8 @@ def _made_of(iterable: ast.expr, function: Function) -> Iterator[ast.AST]:
     """The parts of an iterable; of a variable those of all that the function assigns to it."""
     yield from ast.walk(iterable)
     if isinstance(iterable, ast.Name):
-        for node in own_nodes(function.body):
-            if isinstance(node, ast.Assign) and any(
-                isinstance(each, ast.Name) and each.id == iterable.id for each in node.targets
-            ):
+        for node in own(function.body, ast.Assign):
+            if any(isinstance(e, ast.Name) and e.id == iterable.id for e in node.targets):
                 yield from ast.walk(node.value)
 
 
@@ -295,8 +292,8 @@ def _note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> N
 def _changed_lists(function: Function) -> Iterator[str | None]:
     """The lists that a function makes longer, shorter or puts into another order."""
     scope = Scope(function)
-    for node in own_nodes(function.body):
-        changed = calls.changed_list(node) if isinstance(node, ast.Call) else None
+    for node in own(function.body, ast.Call):
+        changed = calls.changed_list(node)
         if changed is not None:
             yield scope.path(changed)
 
@@ -355,21 +352,14 @@ def _makes_optimizer(function: Function) -> bool:
         return False
     return any(
         isinstance(node, ast.Call) and "optim" in calls.dotted(node.func).lower()
-        for each in own_nodes(function.body)
-        if isinstance(each, ast.Assign)
+        for each in own(function.body, ast.Assign)
         for node in ast.walk(each.value)
     )
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
-    scope = Scope(caller)
-    found = []
-    for node in own_nodes(caller.body):
-        if isinstance(node, ast.Call):
-            callee = program.called(node, scope)
-            if callee is not None and callee.function is function:
-                found.append(node)
-    return found
+    found = ((each, program.called(each, Scope(caller))) for each in own(caller.body, ast.Call))
+    return [node for node, callee in found if callee and callee.function is function]
 
 
 def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:

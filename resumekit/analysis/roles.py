@@ -171,18 +171,17 @@ class Roles:
         elif path is not None and _makes_remembering(value):
             self._remembering.add(path)
 
-    def _link_results(self, target: ast.expr, value: ast.expr, scope: Scope) -> None:
+    def _link_results(self, target: ast.expr, made: ast.expr, scope: Scope) -> None:
         """A variable that a function of the file returns has the role that it has there."""
-        found = self._program.called(value, scope) if isinstance(value, ast.Call) else None
+        found = self._program.called(made, scope) if isinstance(made, ast.Call) else None
         if found is None:
             return
         inner = Scope(found.function)
-        for node in own_nodes(found.function.body):
-            if isinstance(node, ast.Return) and node.value is not None:
-                for each, returned in pairs_of(target, node.value):
-                    one, other = scope.path(each), inner.path(returned)
-                    if one is not None and other is not None:
-                        self._link(other, one)
+        for value in found.function.returned:
+            for each, returned in pairs_of(target, value):
+                one, other = scope.path(each), inner.path(returned)
+                if one is not None and other is not None:
+                    self._link(other, one)
 
     def _made(self, value: ast.expr, scope: Scope) -> Role | None:
         """What an expression makes: the calls from the outside in, ``Net().to(device)``."""
@@ -203,9 +202,10 @@ class Roles:
         return None
 
     def _read_call(self, call: ast.Call, scope: Scope) -> None:
+        given = calls.arguments_of(call)
         if isinstance(call.func, ast.Attribute):
             self._read_method(call, call.func.attr, scope.path(call.func.value))
-        elif any(map(_gives_parameters, calls.arguments_of(call))):
+        elif any(isinstance(e, ast.Call) and calls.method(e) == "parameters" for e in given):
             self._note(scope.path(call.func), Role.TRAINING)  # a loss scaler
         found = self._program.called(call, scope)
         if found is not None:
@@ -243,7 +243,3 @@ def _makes_remembering(value: ast.expr) -> bool:
     if not isinstance(value, ast.Call):
         return False
     return bool(calls.REMEMBERING_MAKERS.search(calls.dotted(value.func)))
-
-
-def _gives_parameters(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and calls.method(value) == "parameters"

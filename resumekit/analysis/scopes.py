@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from resumekit.analysis import calls
 
@@ -19,6 +20,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 LoopNode = ast.For | ast.AsyncFor | ast.While
 
 LOCAL = "@"
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Function:
     def body(self) -> list[ast.stmt]:
         """The statements."""
         return self.node.body
+
+    @cached_property
+    def returned(self) -> list[ast.expr]:
+        """The values of its return statements."""
+        return [each.value for each in own(self.body, ast.Return) if each.value is not None]
 
     @cached_property
     def keyword_only(self) -> frozenset[str]:
@@ -178,6 +185,11 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, FunctionNode | ast.ClassDef | ast.Lambda):
             stack.extend(reversed(children_of(node)))
+
+
+def own(body: list[ast.stmt], kind: type[Node]) -> Iterator[Node]:
+    """The nodes of one kind among ``own_nodes``."""
+    return (each for each in own_nodes(body) if isinstance(each, kind))
 
 
 def function_at(
@@ -332,18 +344,17 @@ def is_exhaustive(node: ast.Match) -> bool:
 
 def stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
     """The variables that statements assign."""
-    names = (each for each in own_nodes(body) if isinstance(each, ast.Name))
+    names = own(body, ast.Name)
     return {scope.path_of(each.id) for each in names if isinstance(each.ctx, ast.Store)}
 
 
 def derived_names(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:
     """The variables that a loop computes from its index."""
     found: set[str] = set()
-    for node in own_nodes(body):
-        if isinstance(node, ast.Assign):
-            names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
-            if any(scope.path_of(each.id) in indices | found for each in names):
-                found.update(p for p in map(scope.path, node.targets) if p)
+    for node in own(body, ast.Assign):
+        names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+        if any(scope.path_of(each.id) in indices | found for each in names):
+            found.update(p for p in map(scope.path, node.targets) if p)
     return frozenset(found)
 
 

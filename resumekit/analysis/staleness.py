@@ -22,6 +22,7 @@ from resumekit.analysis.scopes import (
     children_of,
     covers,
     is_exhaustive,
+    own,
     own_nodes,
     pairs_of,
     target_names,
@@ -73,7 +74,7 @@ class Staleness:
     def written(self, body: list[ast.stmt], scope: Scope) -> Paths:
         """The paths that statements may write, in functions of the same file too."""
         found: set[str | None] = set()
-        statements = {id(n.value) for n in own_nodes(body) if isinstance(n, ast.Expr)}
+        statements = {id(each.value) for each in own(body, ast.Expr)}
         for node in own_nodes(body):
             if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 found.add(scope.path(node))
@@ -281,11 +282,7 @@ class Staleness:
         inner, _ = self._program.enter(node, scope, callee)
         outside = _outside(function, stale)
         self._active.append(function)
-        found = any(
-            self._reads(each.value, outside, inner)
-            for each in own_nodes(function.body)
-            if isinstance(each, ast.Return) and each.value is not None
-        )
+        found = any(self._reads(each, outside, inner) for each in function.returned)
         self._active.pop()
         return found
 
@@ -339,8 +336,8 @@ def _switched(node: ast.If, scope: Scope) -> Paths:
         return frozenset()
     stores = [
         target
-        for each in own_nodes(node.body)
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)
+        for each in own(node.body, ast.Assign)
+        if isinstance(each.value, ast.Constant)
         for target in each.targets
     ]
     return frozenset(path for path in map(scope.path, stores) if path is not None)
