@@ -174,7 +174,9 @@ class Decoder:
 
     def _namedtuple(self, node: Sequence[Any], live: Any, path: str) -> Any:
         _, name, fields, encoded = node
-        known = type(live) if is_namedtuple(live) and _is(live, name) else self._classes.get(name)
+        known = (
+            type(live) if is_namedtuple(type(live)) and _is(live, name) else self._classes.get(name)
+        )
         if known is None or list(getattr(known, "_fields", ())) != fields:
             expected = f"the namedtuple {name} with the fields {', '.join(map(str, fields))}"
             raise self._mismatch(path, "no such class in this program", expected)

@@ -186,7 +186,7 @@ class Content:
             return False
         if kind is np.ndarray:
             columns = [list(value)]
-        elif (kind is tuple or is_namedtuple(value[0])) and len(set(map(len, value))) == 1:
+        elif (kind is tuple or is_namedtuple(kind)) and len(set(map(len, value))) == 1:
             columns = [list(each) for each in zip(*value, strict=True)]
         else:
             return False

@@ -12,6 +12,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ _NUM_FIELDS = {
     **dict.fromkeys(("array", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "new", *NODE_MAPPINGS), 4),
+}
+
+# The fields that are lists of references or plain values.
+_REFERENCES = {
+    **dict.fromkeys(NODE_SEQUENCES, (1,)),
+    **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
+    "namedtuple": (3,),
 }
 
 
@@ -176,13 +184,13 @@ class Encoder:
         return [kind, str(value).removeprefix("torch.")]
 
     def _container(self, value: Any) -> list[Any]:
-        if is_namedtuple(value):
-            kind = type(value)
+        kind = type(value)
+        if is_namedtuple(kind):
             if self._classes.get(class_name_of(kind)) is not kind:
                 raise UncapturedError(f"{describe(value)}, whose class no live object's module has")
             return ["namedtuple", class_name_of(kind), list(value._fields), self._items(value)]
-        name = type(value).__name__
-        if type(value) in MAPPINGS:
+        name = kind.__name__
+        if kind in MAPPINGS:
             factory = getattr(value, "default_factory", None)
             if factory is not None and FACTORIES.get(factory.__name__) is not factory:
                 raise UncapturedError("a defaultdict whose default_factory is no builtin class")
@@ -234,38 +242,27 @@ def check_nodes(where: str, nodes: Any, values: Iterable[Any]) -> None:
     Raises:
         StateMismatchError: a node or a reference is malformed.
     """
-
-    def require(is_right: bool, found: str) -> None:
-        if not is_right:
-            raise StateMismatchError(
-                where, found=found, expected="user state", remedy="The checkpoint is damaged"
-            )
-
-    def require_references(value: Any, limit: int) -> None:
-        if isinstance(value, list):
-            is_right = len(value) == 1 and type(value[0]) is int and 0 <= value[0] < limit
-            require(is_right, "a reference to nothing")
-
-    require(isinstance(nodes, list), describe(nodes))
+    mismatch = functools.partial(
+        StateMismatchError, where, expected="user state", remedy="The checkpoint is damaged"
+    )
+    if not isinstance(nodes, list):
+        raise mismatch(found=describe(nodes))
     for node in nodes:
         kind = node[0] if isinstance(node, list) and node else None
-        is_known = isinstance(kind, str) and len(node) == _NUM_FIELDS.get(kind)
-        require(is_known, f"a node {kind!r:.40}")
-        for item in _references(node):
-            require_references(item, len(nodes))
-    for value in values:
-        require_references(value, len(nodes))
+        if not isinstance(kind, str) or len(node) != _NUM_FIELDS.get(kind):
+            raise mismatch(found=f"a node {kind!r:.40}")
+    for value in chain(values, *map(_references, nodes)):
+        if isinstance(value, list):
+            is_index = len(value) == 1 and type(value[0]) is int
+            if not is_index or not 0 <= value[0] < len(nodes):
+                raise mismatch(found="a reference to nothing")
 
 
 def _references(node: Sequence[Any]) -> Iterable[Any]:
+    """What a node is made of; a reference to nothing where that is malformed."""
     kind = node[0]
-    if kind in NODE_SEQUENCES:
-        return node[1] if isinstance(node[1], list) else [[]]
-    if kind == "namedtuple":
-        return node[3] if isinstance(node[3], list) else [[]]
-    if kind in NODE_MAPPINGS:
-        are_lists = isinstance(node[1], list) and isinstance(node[2], list)
-        return [*node[1], *node[2]] if are_lists and len(node[1]) == len(node[2]) else [[]]
     if kind == "new":
         return node[3].values() if isinstance(node[3], dict) else [[]]
-    return ()
+    fields = [node[index] for index in _REFERENCES.get(kind, ())]
+    are_lists = all(isinstance(each, list) for each in fields)
+    return chain(*fields) if are_lists and len({*map(len, fields)}) < 2 else [[]]

@@ -219,7 +219,7 @@ class UserState(ComponentState):
         """The objects that each launch makes, and the copies, which are made again."""
         paths = copied_paths(copies)
         new = {path: kind for path, kind in found.kinds().items() if _is_below(path, paths)}
-        return {**self._known, **new} if new else self._known
+        return {**self._known, **new}
 
     def _owners_of_new_unsaved(
         self, found: Walk, problems: Mapping[str, Problem]
@@ -379,10 +379,9 @@ class UserState(ComponentState):
         slot = Slot(owner, Role(role), name)
         if _label(entry) in found.seen:
             return slot
-        is_allowed = slot.role is Role.ATTRIBUTE and may_appear(owner, name)
-        is_buffer = slot.role is Role.BUFFER and isinstance(owner, nn.Module)
-        is_buffer = is_buffer and name in registered(owner, "buffers")
-        return slot if is_allowed or is_buffer else None
+        if slot.role is Role.BUFFER and isinstance(owner, nn.Module):
+            return slot if name in registered(owner, "buffers") else None
+        return slot if slot.role is Role.ATTRIBUTE and may_appear(owner, name) else None
 
     # ---------------------------------------------------------------- helpers
 

@@ -160,7 +160,7 @@ def _kind_of_class(kind: Any) -> Kind:
     known = _EXACT.get(kind) or next((k for base, k in _DERIVED if issubclass(kind, base)), None)
     if known is not None:
         return known
-    if _is_namedtuple(kind):
+    if is_namedtuple(kind):
         return Kind.CONTAINER
     names = frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if names & _ITERATOR_BASES:
@@ -183,13 +183,9 @@ def _kind_of_object(kind: Any) -> Kind:
     return Kind.LEAF if issubclass(kind, _BUILT_IN_CODE) else Kind.OPAQUE
 
 
-def _is_namedtuple(kind: type) -> bool:
+def is_namedtuple(kind: type) -> bool:
+    """Whether a class is that of a namedtuple."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
-
-
-def is_namedtuple(value: Any) -> bool:
-    """Whether a value is an instance of a namedtuple class."""
-    return _is_namedtuple(type(value))
 
 
 @functools.cache
