@@ -15,7 +15,6 @@ from resumekit.analysis.scopes import (
     Function,
     FunctionNode,
     Scope,
-    function_at,
     own,
     own_nodes,
     prefixes,
@@ -51,9 +50,8 @@ class Definitions:
     _mentioned: dict[object, frozenset[str]] = field(default_factory=dict)
     _overriding: dict[str, list[str]] = field(default_factory=dict)
 
-    def collect(self) -> None:
-        """Reads the definitions of the file, and what its variables are made of."""
-        self.functions[""] = function_at("", self.tree, None, None)
+    def __post_init__(self) -> None:
+        self.functions[""] = Function("", self.tree)
         self._collect(self.tree.body, "", self.functions[""], None)
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -81,7 +79,7 @@ class Definitions:
                 self.classes[name] = self._class(name, node)
             elif isinstance(node, FunctionNode):
                 enclosing = parent if parent and parent.name else None
-                function = function_at(f"{prefix}{node.name}", node, enclosing, owner)
+                function = Function(f"{prefix}{node.name}", node, enclosing, owner)
                 self.functions[function.name] = function
                 self._collect(node.body, f"{function.name}.", function, None)
 
@@ -147,7 +145,7 @@ class Definitions:
             node = _definition_of(value, path.rpartition(LOCAL)[2])
             name = f"{scope.function.name}.{node.name}".lstrip(".")
             parent = scope.function if scope.function.name else None
-            made = function_at(name, node, parent, None)
+            made = Function(name, node, parent)
             self.functions.setdefault(name, made)
             self._variable_functions[path] = made
             return

@@ -48,16 +48,12 @@ class Function:
     Attributes:
         name: the qualified name.
         node: its definition.
-        parameters: their names in order.
-        local_names: what the function assigns, parameters excluded unless it assigns them.
         parent: the function around it.
         owner: the class whose method it is.
     """
 
     name: str
     node: FunctionNode | ast.Module
-    parameters: tuple[str, ...]
-    local_names: frozenset[str]
     parent: Function | None = None
     owner: str | None = None
 
@@ -65,6 +61,23 @@ class Function:
     def body(self) -> list[ast.stmt]:
         """The statements."""
         return self.node.body
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters in order."""
+        if isinstance(self.node, ast.Module):
+            return ()
+        given = self.node.args
+        every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        return tuple(each.arg for each in every if each is not None)
+
+    @cached_property
+    def local_names(self) -> frozenset[str]:
+        """What the function assigns, parameters excluded unless it assigns them."""
+        names = {e.id for e in own(self.body, ast.Name) if not isinstance(e.ctx, ast.Load)}
+        names.update(each.name for each in own(self.body, ast.ExceptHandler) if each.name)
+        outer = (*own(self.body, ast.Global), *own(self.body, ast.Nonlocal))
+        return frozenset(names.difference(*(each.names for each in outer)))
 
     @cached_property
     def returned(self) -> list[ast.expr]:
@@ -190,28 +203,6 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
 def own(body: list[ast.stmt], kind: type[Node]) -> Iterator[Node]:
     """The nodes of one kind among ``own_nodes``."""
     return (each for each in own_nodes(body) if isinstance(each, kind))
-
-
-def function_at(
-    name: str, node: FunctionNode | ast.Module, parent: Function | None, owner: str | None
-) -> Function:
-    """The function that a definition makes."""
-    outer: set[str] = set()
-    stored: set[str] = set()
-    for each in own_nodes(node.body):
-        if isinstance(each, (ast.Global, ast.Nonlocal)):
-            outer.update(each.names)
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, (ast.Store, ast.Del)):
-            stored.add(each.id)
-        elif isinstance(each, ast.ExceptHandler) and each.name:
-            stored.add(each.name)
-    parameters: tuple[str, ...] = ()
-    if not isinstance(node, ast.Module):
-        given = node.args
-        every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-        every += [each for each in (given.vararg, given.kwarg) if each is not None]
-        parameters = tuple(each.arg for each in every)
-    return Function(name, node, parameters, frozenset(stored - outer), parent, owner)
 
 
 # ---------------------------------------------------------------- paths

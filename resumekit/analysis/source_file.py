@@ -31,9 +31,7 @@ class Program(Definitions):
         Raises:
             SyntaxError: it is not Python.
         """
-        program = cls(ast.parse(source))
-        program.collect()
-        return program
+        return cls(ast.parse(source))
 
     def called(self, call: ast.Call, scope: Scope) -> Callee | None:
         """The function of this file that a call runs."""
