@@ -76,8 +76,10 @@ class Function:
         """What the function assigns, parameters excluded unless it assigns them."""
         names = {e.id for e in own(self.body, ast.Name) if not isinstance(e.ctx, ast.Load)}
         names.update(each.name for each in own(self.body, ast.ExceptHandler) if each.name)
-        outer = (*own(self.body, ast.Global), *own(self.body, ast.Nonlocal))
-        return frozenset(names.difference(*(each.names for each in outer)))
+        for node in own_nodes(self.body):
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                names.difference_update(node.names)
+        return frozenset(names)
 
     @cached_property
     def returned(self) -> list[ast.expr]:
