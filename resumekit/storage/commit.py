@@ -33,6 +33,7 @@ from resumekit.storage.directories import (
     exists,
     find_difference,
     path_problem,
+    write_small,
 )
 from resumekit.storage.files import FileEntry, FileWriter
 from resumekit.storage.io import MAKE_ROOM, FileSystem, save_errors
@@ -65,10 +66,59 @@ class Staging:
         directories: Sequence[str] = (),
     ) -> None:
         self._file_system = file_system
+        self._directory = directory
         self.name = name
         self.path = directory / STAGING / name
         self.step = step
         self.directories = tuple(directories)
+
+    @classmethod
+    def new(
+        cls,
+        file_system: FileSystem,
+        directory: Path,
+        step: StepName,
+        *,
+        attempt: str,
+        directories: Sequence[str],
+    ) -> Staging:
+        """A staging directory with a unique name; not created yet."""
+        for path in directories:
+            _check_path(path, "a directory like 'state'")
+        name = f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
+        wanted = directories_of(f"{path}/file" for path in directories)
+        return cls(file_system, directory, name, step=step, directories=wanted)
+
+    @classmethod
+    def attach(cls, file_system: FileSystem, directory: Path, name: str) -> Staging:
+        """The staging directory that rank 0 has created, on another rank.
+
+        Raises:
+            ConfigurationError: this is no such name.
+            SharedDirectoryError: this rank cannot see it.
+        """
+        match = _NAME.fullmatch(name)
+        step = StepName.parse(match[1]) if match else None
+        if step is None:
+            raise ConfigurationError(repr(name), found="not the name of a staging directory")
+        staging = cls(file_system, directory, name, step=step)
+        if not exists(file_system, staging.path):
+            raise SharedDirectoryError(
+                str(staging.path),
+                found="this rank does not see what rank 0 has made",
+                expected="one directory that all ranks share",
+            )
+        return staging
+
+    def make_directories(self) -> None:
+        """Creates the staging directory and its sub-directories.
+
+        Raises:
+            SaveError: names the one that could not be created.
+        """
+        for path in (self.path, *(self.path / part for part in self.directories)):
+            with save_errors(path):
+                self._file_system.mkdir(path)
 
     def create(self, path: str, *, writer: int) -> FileWriter:
         """A new file of the checkpoint.
@@ -81,60 +131,87 @@ class Staging:
             ConfigurationError: this cannot be a path in a checkpoint.
             SaveError: it could not be created.
         """
-        problem = path_problem(path)
-        if problem is not None:
-            raise ConfigurationError(repr(path), found=problem, expected="a path such as 'state/a'")
+        _check_path(path, "a path such as 'state/a'")
         return FileWriter(self._file_system, self.path / path, relative=path, writer=writer)
 
+    def commit(self, manifest: Manifest, owner: Owner) -> Path:
+        """The step directory, durable once this returns.
 
-def new_staging(
-    file_system: FileSystem,
-    directory: Path,
-    step: StepName,
-    *,
-    attempt: str,
-    directories: Sequence[str],
-) -> Staging:
-    """A staging directory with a unique name; not created yet."""
-    for path in directories:
-        problem = path_problem(path)
-        if problem is not None:
-            raise ConfigurationError(repr(path), found=problem, expected="a directory like 'state'")
-    name = f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
-    wanted = directories_of(f"{path}/file" for path in directories)
-    return Staging(file_system, directory, name, step=step, directories=wanted)
+        Args:
+            manifest: of this attempt and this step; all its files are finished.
+            owner: this attempt.
+
+        Raises:
+            ConfigurationError: the manifest is of another run, attempt or step.
+            UnsupportedValueError: the manifest holds a value that could not be read back.
+            OwnershipLostError: another attempt has taken over the directory.
+            SaveError: names the path and the cause. If only the last sync failed, the step
+                directory exists and is complete, but may not survive a power cut.
+        """
+        file_system, directory = self._file_system, self._directory
+        self._check_identity(manifest, owner)
+        self._prepare(manifest)
+        with save_errors(directory):
+            check_owner(file_system, directory, owner)
+        target = directory / str(self.step)
+        with save_errors(target):
+            if any(entry.name == target.name for entry in file_system.list(directory)):
+                raise SaveError(str(target), found="is there already", expected="a free name")
+            file_system.rename(self.path, target)
+        with save_errors(directory):
+            file_system.fsync_dir(directory)
+        with save_errors(directory / STAGING):
+            # The removal of the old name must be durable too: the next save cleans staging.
+            file_system.fsync_dir(directory / STAGING)
+        self._point_latest()
+        return target
+
+    def _check_identity(self, manifest: Manifest, owner: Owner) -> None:
+        found = (manifest.run_id, manifest.attempt, manifest.name)
+        expected = (owner.run_id, owner.attempt, self.step)
+        if found != expected:
+            raise ConfigurationError(
+                "manifest",
+                found="run {}, attempt {}, {}".format(*found),
+                expected="run {}, attempt {}, {}".format(*expected),
+            )
+
+    def _prepare(self, manifest: Manifest) -> None:
+        """Completes the staging directory and makes it durable."""
+        used = directories_of(entry.path for entry in manifest.files)
+        for part in reversed([part for part in self.directories if part not in used]):
+            with save_errors(self.path / part):
+                self._file_system.rmdir(self.path / part)
+        written = self._write_manifest(manifest)
+        sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
+        with save_errors(self.path):
+            difference = find_difference(self._file_system, self.path, sizes)
+        if difference is not None:
+            path, problem = difference
+            raise SaveError(str(self.path / path), found=problem)
+        for directory in (*(self.path / part for part in reversed(used)), self.path):
+            with save_errors(directory):
+                self._file_system.fsync_dir(directory)
+
+    def _write_manifest(self, manifest: Manifest) -> FileEntry:
+        data = manifest.to_bytes()
+        path = self.path / MANIFEST
+        with FileWriter(self._file_system, path, relative=MANIFEST, writer=0) as writer:
+            writer.write([memoryview(data)])
+            return writer.finish()
+
+    def _point_latest(self) -> None:
+        """Names the newest step for people. Not synced, and may fail: nothing reads it."""
+        draft = self._directory / STAGING / f"latest-{self.name}"
+        with suppress(OSError):
+            write_small(self._file_system, draft, f"{self.step}\n".encode("ascii"), sync=False)
+            self._file_system.rename(draft, self._directory / LATEST)
 
 
-def make_directories(file_system: FileSystem, staging: Staging) -> None:
-    """Creates the staging directory and its sub-directories.
-
-    Raises:
-        SaveError: names the one that could not be created.
-    """
-    for path in (staging.path, *(staging.path / part for part in staging.directories)):
-        with save_errors(path):
-            file_system.mkdir(path)
-
-
-def attach_staging(file_system: FileSystem, directory: Path, name: str) -> Staging:
-    """The staging directory that rank 0 has created, on another rank.
-
-    Raises:
-        ConfigurationError: this is no such name.
-        SharedDirectoryError: this rank cannot see it.
-    """
-    match = _NAME.fullmatch(name)
-    step = StepName.parse(match[1]) if match else None
-    if step is None:
-        raise ConfigurationError(repr(name), found="not the name of a staging directory")
-    staging = Staging(file_system, directory, name, step=step)
-    if not exists(file_system, staging.path):
-        raise SharedDirectoryError(
-            str(staging.path),
-            found="this rank does not see what rank 0 has made",
-            expected="one directory that all ranks share",
-        )
-    return staging
+def _check_path(path: str, expected: str) -> None:
+    problem = path_problem(path)
+    if problem is not None:
+        raise ConfigurationError(repr(path), found=problem, expected=expected)
 
 
 def check_space(
@@ -169,89 +246,3 @@ def check_space(
             expected=f"{num_files + 2} for the checkpoint",
             remedy=MAKE_ROOM,
         )
-
-
-def commit(
-    file_system: FileSystem, directory: Path, staging: Staging, manifest: Manifest, owner: Owner
-) -> Path:
-    """The step directory, durable once this returns.
-
-    Args:
-        file_system: the file system.
-        directory: the run directory.
-        staging: holds every file of the manifest, finished.
-        manifest: of this attempt and of the staging's step.
-        owner: this attempt.
-
-    Raises:
-        ConfigurationError: the manifest is of another run, attempt or step.
-        UnsupportedValueError: the manifest holds a value that could not be read back.
-        OwnershipLostError: another attempt has taken over the directory.
-        SaveError: names the path and the cause. If only the last sync failed, the step directory
-            exists and is complete, but may not survive a power cut.
-    """
-    _check_identity(staging, manifest, owner)
-    _prepare(file_system, staging, manifest)
-    with save_errors(directory):
-        check_owner(file_system, directory, owner)
-    target = directory / str(staging.step)
-    with save_errors(target):
-        if any(entry.name == target.name for entry in file_system.list(directory)):
-            raise SaveError(str(target), found="is there already", expected="a free name")
-        file_system.rename(staging.path, target)
-    with save_errors(directory):
-        file_system.fsync_dir(directory)
-    with save_errors(directory / STAGING):
-        # The removal of the old name must be durable too: the next save cleans staging.
-        file_system.fsync_dir(directory / STAGING)
-    _point_latest(file_system, directory, staging)
-    return target
-
-
-def _check_identity(staging: Staging, manifest: Manifest, owner: Owner) -> None:
-    found = (manifest.run_id, manifest.attempt, manifest.name)
-    expected = (owner.run_id, owner.attempt, staging.step)
-    if found != expected:
-        raise ConfigurationError(
-            "manifest",
-            found="run {}, attempt {}, {}".format(*found),
-            expected="run {}, attempt {}, {}".format(*expected),
-        )
-
-
-def _prepare(file_system: FileSystem, staging: Staging, manifest: Manifest) -> None:
-    """Completes the staging directory and makes it durable."""
-    used = directories_of(entry.path for entry in manifest.files)
-    for part in reversed([part for part in staging.directories if part not in used]):
-        with save_errors(staging.path / part):
-            file_system.rmdir(staging.path / part)
-    written = _write_manifest(file_system, staging, manifest)
-    sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
-    with save_errors(staging.path):
-        difference = find_difference(file_system, staging.path, sizes)
-    if difference is not None:
-        path, problem = difference
-        raise SaveError(str(staging.path / path), found=problem)
-    for directory in (*(staging.path / part for part in reversed(used)), staging.path):
-        with save_errors(directory):
-            file_system.fsync_dir(directory)
-
-
-def _write_manifest(file_system: FileSystem, staging: Staging, manifest: Manifest) -> FileEntry:
-    data = manifest.to_bytes()
-    path = staging.path / MANIFEST
-    with FileWriter(file_system, path, relative=MANIFEST, writer=0) as writer:
-        writer.write([memoryview(data)])
-        return writer.finish()
-
-
-def _point_latest(file_system: FileSystem, directory: Path, staging: Staging) -> None:
-    """Names the newest step for people. Not synced, and may fail: nothing reads it."""
-    draft = directory / STAGING / f"latest-{staging.name}"
-    with suppress(OSError):
-        handle = file_system.create(draft)
-        try:
-            file_system.write(handle, [memoryview(f"{staging.step}\n".encode("ascii"))])
-        finally:
-            file_system.close(handle)
-        file_system.rename(draft, directory / LATEST)

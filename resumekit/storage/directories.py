@@ -269,8 +269,8 @@ def remove_children(file_system: FileSystem, directory: Path, *, keep: frozenset
         raise failure
 
 
-def write_small(file_system: FileSystem, path: Path, data: bytes) -> None:
-    """Writes a new small file; its bytes survive a power cut once this returns.
+def write_small(file_system: FileSystem, path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Writes a new small file; with ``sync``, its bytes survive a power cut once this returns.
 
     Raises:
         OSError: as the failing call said.
@@ -278,7 +278,8 @@ def write_small(file_system: FileSystem, path: Path, data: bytes) -> None:
     handle = file_system.create(path)
     try:
         file_system.write(handle, [memoryview(data)])
-        file_system.fsync(handle)
+        if sync:
+            file_system.fsync(handle)
     finally:
         file_system.close(handle)
 

@@ -30,14 +30,7 @@ from resumekit.errors import (
     ForeignCheckpointError,
     SharedDirectoryError,
 )
-from resumekit.storage.commit import (
-    Staging,
-    attach_staging,
-    check_space,
-    commit,
-    make_directories,
-    new_staging,
-)
+from resumekit.storage.commit import Staging, check_space
 from resumekit.storage.directories import (
     LOCK,
     STAGING,
@@ -293,12 +286,12 @@ class Store:
         self._sweep()
         num_inodes = num_files + len(directories) + 1
         check_space(self._file_system, self.directory, num_bytes=num_bytes, num_files=num_inodes)
-        staging = new_staging(
+        staging = Staging.new(
             self._file_system, self.directory, name, attempt=owner.attempt, directories=directories
         )
         self._in_flight.add(staging.name)
         try:
-            make_directories(self._file_system, staging)
+            staging.make_directories()
         except BaseException:
             self.abandon(staging)
             raise
@@ -310,7 +303,7 @@ class Store:
         Raises:
             SharedDirectoryError: this rank does not see it.
         """
-        return attach_staging(self._file_system, self.directory, staging_name)
+        return Staging.attach(self._file_system, self.directory, staging_name)
 
     def commit(self, staging: Staging, manifest: Manifest) -> Path:
         """The step directory, durable once this returns. Rank 0 only.
@@ -328,7 +321,7 @@ class Store:
         """
         owner = self._require_owner()
         try:
-            path = commit(self._file_system, self.directory, staging, manifest, owner)
+            path = staging.commit(manifest, owner)
         except BaseException:
             self.abandon(staging)
             raise
