@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
@@ -11,10 +12,10 @@ from resumekit.serialization.index import Index, Logical, ShardedIndex, arrange,
 from resumekit.serialization.planning import Assignment, LocalState
 from resumekit.serialization.sharding import is_sharded
 from resumekit.serialization.tensors import Leaf
-from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileEntry, FileWriter, Staging
+from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileEntry, Staging
 
 _NO_DIGEST = "0" * 32
-_BATCH_BYTES = 16 << 20
+_NOTHING: Mapping[str, Any] = {}
 _MANY_VALUES = 500_000  # far below what the parser of the index takes
 
 
@@ -31,6 +32,10 @@ class _Files:
         states: the tree of each state, by component key; None for an index only with a data file.
         small_files: the content of other files, by file name.
 
+    Attributes:
+        num_bytes: bytes that it will write.
+        num_files: files that it will write.
+
     Raises:
         UnsupportedValueError: the index would be too large.
     """
@@ -41,32 +46,22 @@ class _Files:
         rank: int,
         leaves: Mapping[str, Leaf],
         *,
-        ties: Mapping[str, str],
-        states: Mapping[str, Any] | None,
-        small_files: Mapping[str, bytes],
+        ties: Mapping[str, str] = _NOTHING,
+        states: Mapping[str, Any] | None = None,
+        small_files: Mapping[str, bytes] = _NOTHING,
     ) -> None:
         self._rank = rank
         self._stem = stem_of(directory, rank)
         self._leaves = leaves
-        self._ties = ties
-        self._states = states or {}
         self._small_files = {f"{directory}/{name}": data for name, data in small_files.items()}
-        self._records = arrange(leaves)
-        self._header = header(self._records, ties) if self._records else b""
-        self._has_index = bool(self._records) or states is not None
-        data_bytes = len(self._header) + (self._records[-1].end if self._records else 0)
+        records = arrange(leaves)
+        self._index = Index(states or {}, records, ties)  # but for the digests of the blocks
+        self._header = header(records, ties) if records else b""
+        self._has_index = bool(records) or states is not None
+        data_bytes = len(self._header) + (records[-1].end if records else 0)
         index_bytes = self._size_of_index(data_bytes) if self._has_index else 0
-        self._num_bytes = data_bytes + index_bytes + sum(map(len, small_files.values()))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it will write."""
-        return self._num_bytes
-
-    @property
-    def num_files(self) -> int:
-        """Files that it will write."""
-        return bool(self._records) + self._has_index + len(self._small_files)
+        self.num_bytes = data_bytes + index_bytes + sum(map(len, small_files.values()))
+        self.num_files = bool(records) + self._has_index + len(small_files)
 
     def write(self, staging: Staging) -> list[FileEntry]:
         """The lines of its files in the inventory, once their bytes survive a power cut.
@@ -76,17 +71,14 @@ class _Files:
             SaveError: a file could not be written.
         """
         entries = []
-        small_files = dict(self._small_files)
-        block_digests: tuple[str, ...] = ()
-        if self._records:
+        index = self._index
+        if index.records:
             with staging.create(f"{self._stem}.safetensors", writer=self._rank) as data:
-                _write_pieces(data, self._pieces())
+                data.write(self._pieces())
                 entries.append(data.finish())
-                block_digests = data.block_digests
-        if self._has_index:
-            index = self._index(block_digests).to_bytes()
-            small_files = {f"{self._stem}.json": index, **small_files}
-        for path, content in small_files.items():
+                index = replace(index, block_digests=data.block_digests)
+        own = {f"{self._stem}.json": index.to_bytes()} if self._has_index else {}
+        for path, content in {**own, **self._small_files}.items():
             with staging.create(path, writer=self._rank) as file:
                 file.write([memoryview(content)])
                 entries.append(file.finish())
@@ -94,21 +86,18 @@ class _Files:
 
     def _pieces(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
-        for record in self._records:
+        for record in self._index.records:
             yield from self._leaves[record.name].buffers()
-
-    def _index(self, block_digests: tuple[str, ...]) -> Index:
-        return Index(self._states, self._records, self._ties, block_digests)
 
     def _size_of_index(self, data_bytes: int) -> int:
         num_blocks = -(-data_bytes // BLOCK_BYTES)
-        data = self._index((_NO_DIGEST,) * num_blocks).to_bytes()
+        data = replace(self._index, block_digests=(_NO_DIGEST,) * num_blocks).to_bytes()
         if len(data) > MAX_JSON_BYTES or data.count(b",") > _MANY_VALUES:
             try:
                 Index.from_bytes(data, where=self._stem)
             except CorruptCheckpointError as error:
                 raise UnsupportedValueError(
-                    ", ".join(self._states),
+                    ", ".join(self._index.states),
                     found=f"too much that is not in arrays or tensors: {error.found}",
                     expected=error.expected,
                     remedy="Store long lists as arrays",
@@ -135,9 +124,7 @@ class Payload(_Files):
         encoder = Encoder(prefix_names=len(states) > 1)
         trees = {key: encoder.encode(state, where=key) for key, state in states.items()}
         stored = encoder.finish()
-        super().__init__(
-            directory, rank, stored.leaves, ties=stored.ties, states=trees, small_files={}
-        )
+        super().__init__(directory, rank, stored.leaves, ties=stored.ties, states=trees)
 
 
 class ShardedPayload(_Files):
@@ -172,7 +159,7 @@ class ShardedPayload(_Files):
             tensors = {**assignment.tensors, **plain}
             index = ShardedIndex({local.key: local.tree}, tensors, local.ties)
             small_files[index_name] = index.to_bytes()
-        super().__init__(directory, rank, leaves, ties={}, states=None, small_files=small_files)
+        super().__init__(directory, rank, leaves, small_files=small_files)
 
 
 class ExtraFiles(_Files):
@@ -185,7 +172,7 @@ class ExtraFiles(_Files):
     """
 
     def __init__(self, directory: str, rank: int, files: Mapping[str, bytes]) -> None:
-        super().__init__(directory, rank, {}, ties={}, states=None, small_files=files)
+        super().__init__(directory, rank, {}, small_files=files)
 
 
 def index_name(first_rank: int, is_in_stages: bool) -> str:
@@ -207,22 +194,3 @@ def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
             )
         leaves[name] = leaf
     return leaves
-
-
-def _write_pieces(writer: FileWriter, pieces: Iterable[memoryview]) -> None:
-    """Appends the pieces, many at a time: a checkpoint holds thousands of small ones.
-
-    Args:
-        writer: the file.
-        pieces: read as they are needed, so copies among them need no more than 16 MiB at a time.
-    """
-    batch: list[memoryview] = []
-    num_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_bytes += piece.nbytes
-        if num_bytes >= _BATCH_BYTES:
-            writer.write(batch)
-            batch, num_bytes = [], 0
-    if batch:
-        writer.write(batch)

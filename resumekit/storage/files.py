@@ -73,8 +73,10 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         with save_errors(path):
             self._handle: int | None = file_system.create(path)
 
-    def write(self, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers: Iterable[memoryview]) -> None:
         """Appends the bytes of C-contiguous buffers; they may be reused once this returns.
+
+        They are taken as they are needed, so copies among them need the memory of one block.
 
         Raises:
             SaveError: names the file and the cause.
@@ -117,11 +119,6 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def block_digests(self) -> tuple[str, ...]:
         """The digest of each 4 MiB block so far, as 32 hexadecimal digits."""
         return tuple(block.hex() for block in self._digester.blocks)
-
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self._size
 
     @contextmanager
     def _open_handle(self) -> Iterator[int]:
@@ -332,7 +329,7 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.close()
 
 
-def cut_at_blocks(buffers: Sequence[memoryview], offset: int) -> Iterator[list[memoryview]]:
+def cut_at_blocks(buffers: Iterable[memoryview], offset: int) -> Iterator[list[memoryview]]:
     """The same bytes as flat pieces, one list for each block of the file.
 
     Args:

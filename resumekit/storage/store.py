@@ -87,9 +87,8 @@ class Store:
         self._file_system = LocalFileSystem() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
         self.unrelated_names = ""
-        self._run_id: str | None = None
-        self._attempt: str | None = None
-        self._owner: Owner | None = None
+        self._record: Owner | None = None  # of the attempt that this rank is part of
+        self._owner: Owner | None = None  # the same, while this rank owns the directory
         self._in_flight: set[str] = set()
         self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
@@ -130,7 +129,7 @@ class Store:
             self._file_system.mkdir(self.directory / STAGING)
         owner = Owner.of_this_process(find_run_id(self._file_system, self.directory))
         write_owner(self._file_system, self.directory, owner)
-        self._owner, self._run_id, self._attempt = owner, owner.run_id, owner.attempt
+        self._owner = self._record = owner
         self._in_flight, self._verified, self._committed = set(), {}, None
         self._sweep()
 
@@ -164,7 +163,7 @@ class Store:
             with directory_errors(self.directory, "be read"):
                 owner = read_owner(self._file_system, self.directory)
             if owner is not None and (owner.run_id, owner.attempt) == (run_id, attempt):
-                self._run_id, self._attempt = run_id, attempt
+                self._record = owner
                 return
             if time.monotonic() >= deadline:
                 break
@@ -184,12 +183,18 @@ class Store:
     @property
     def run_id(self) -> str:
         """The run's id, once ``acquire`` or ``join`` has returned."""
-        return _known(self._run_id, self.directory)
+        return self._joined.run_id
 
     @property
     def attempt(self) -> str:
         """The attempt's id, once ``acquire`` or ``join`` has returned."""
-        return _known(self._attempt, self.directory)
+        return self._joined.attempt
+
+    @property
+    def _joined(self) -> Owner:
+        if self._record is None:
+            raise ConfigurationError(str(self.directory), found="neither acquired nor joined")
+        return self._record
 
     def _require_owner(self) -> Owner:
         if self._owner is None:
@@ -220,11 +225,11 @@ class Store:
             UnreadableCheckpointError: it could not be read.
         """
         reader = StepReader(self._file_system, self.directory, name)
-        if self._run_id is not None and reader.manifest.run_id != self._run_id:
+        if self._record is not None and reader.manifest.run_id != self._record.run_id:
             raise ForeignCheckpointError(
                 str(name),
                 found=f"belongs to the run {reader.manifest.run_id}",
-                expected=f"this directory's run {self._run_id}",
+                expected=f"this directory's run {self._record.run_id}",
                 remedy="Keep each run in a directory of its own",
             )
         return reader
@@ -375,9 +380,3 @@ class Store:
                 # A checkpoint that was renamed away must be gone for good before its files go.
                 self._file_system.fsync_dir(self.directory)
                 remove_children(self._file_system, staging, keep=keep)
-
-
-def _known(value: str | None, directory: Path) -> str:
-    if value is None:
-        raise ConfigurationError(str(directory), found="neither acquired nor joined")
-    return value
