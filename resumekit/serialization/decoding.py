@@ -25,6 +25,7 @@ from resumekit.serialization.limits import (
     checked_sizes,
     hash_flood,
     namedtuple_type,
+    typed,
 )
 from resumekit.serialization.tensors import dense_strides, flat_bytes, retyped
 
@@ -61,7 +62,7 @@ class Decoder:
             "$deque": self._deque,
             "$namedtuple": self._namedtuple,
             "$scalar": _scalar,
-            "$numpy_str": lambda body, depth: np.str_(_as(str, self._decode(body, depth))),
+            "$numpy_str": lambda body, depth: np.str_(typed(str, self._decode(body, depth))),
             "$numpy_bytes": lambda body, depth: np.bytes_(_bytes(body, depth)),
             "$array": self._array,
             "$tensor": self._tensor,
@@ -96,7 +97,7 @@ class Decoder:
         return {key: self._decode(item, depth + 1) for key, item in tree.items()}
 
     def _items(self, body: Any, depth: int) -> list[Any]:
-        return [self._decode(item, depth + 1) for item in _as(list, body)]
+        return [self._decode(item, depth + 1) for item in typed(list, body)]
 
     def _pairs(self, body: Any, depth: int) -> list[tuple[Any, Any]]:
         flat = self._items(body, depth)
@@ -119,20 +120,20 @@ class Decoder:
         return set(items)
 
     def _default_dict(self, body: Any, depth: int) -> Any:
-        factory, *flat = _as(list, body)
+        factory, *flat = typed(list, body)
         if not (factory is None or isinstance(factory, str)) or factory not in FACTORIES:
             raise ValueError(f"the default_factory {str(factory)[:80]!r}")
         return defaultdict(FACTORIES[factory], self._pairs(flat, depth))
 
     def _deque(self, body: Any, depth: int) -> Any:
-        maxlen, *items = _as(list, body)
-        if maxlen is not None and (_as(int, maxlen) < len(items)):
+        maxlen, *items = typed(list, body)
+        if maxlen is not None and (typed(int, maxlen) < len(items)):
             raise ValueError(f"a deque of {len(items)} elements and maxlen {maxlen}")
         return deque(self._items(items, depth), maxlen)
 
     def _namedtuple(self, body: Any, depth: int) -> Any:
-        name, fields, *items = _as(list, body)
-        signature = (_as(str, name), *(_as(str, field) for field in _as(list, fields)))
+        name, fields, *items = typed(list, body)
+        signature = (typed(str, name), *(typed(str, field) for field in typed(list, fields)))
         kind = self._namedtuples.get(signature)
         if kind is None:
             kind = namedtuple_type(name, fields)
@@ -143,7 +144,7 @@ class Decoder:
 
     def _complex(self, body: Any, depth: int) -> complex:
         real, imaginary = self._items(body, depth)
-        return complex(_as(float, real), _as(float, imaginary))
+        return complex(typed(float, real), typed(float, imaginary))
 
     def _blob(self, name: Any, _: int) -> bytes:
         if name not in self._blobs:
@@ -151,7 +152,7 @@ class Decoder:
         return self._blobs[name]
 
     def _numbers(self, body: Any, _: int) -> list[Any]:
-        described, name = _as(list, body)
+        described, name = typed(list, body)
         if described not in ("<i8", "<f8"):
             raise ValueError(f"numbers of the dtype {str(described)[:80]!r}")
         # Lists are copies: named a thousand times, a small file would fill the memory.
@@ -173,7 +174,7 @@ class Decoder:
         return self._tensors[name]
 
     def _array(self, body: Any, _: int) -> Any:
-        described, shape, order, name = _as(list, body)
+        described, shape, order, name = typed(list, body)
         if order not in ("C", "F"):
             raise ValueError(f"the order {str(order)[:80]!r}")
         buffer, dtype = self._bytes_of(name), dtype_from_json(described)
@@ -192,7 +193,7 @@ class Decoder:
             raise ValueError(f"a view of {body['of']!r}, which is not row-major")
         element = known_element(body["dtype"], where=self._where)
         shape, strides = checked_shape(body["shape"]), checked_sizes(body["strides"])
-        offset = _as(int, body["offset"])
+        offset = typed(int, body["offset"])
         if len(shape) != len(strides) or offset < 0 or offset % element.num_bytes:
             raise ValueError(f"a view of {body['of']!r} at byte {offset}")
         last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -258,14 +259,8 @@ def known_element(name: Any, *, where: str) -> ElementType:
     return element
 
 
-def _as(kind: type[Any], value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{str(value)[:80]!r} is not of type {kind.__name__}")
-    return value
-
-
 def _int(body: Any, _: int) -> int:
-    return int(_as(str, body), 16)
+    return int(typed(str, body), 16)
 
 
 def _float(body: Any, _: int) -> float:
@@ -281,11 +276,11 @@ def _str(body: Any, _: int) -> str:
 
 
 def _bytes(body: Any, _: int) -> bytes:
-    return bytes.fromhex(_as(str, body))
+    return bytes.fromhex(typed(str, body))
 
 
 def _scalar(body: Any, _: int) -> Any:
-    described, digits = _as(list, body)
+    described, digits = typed(list, body)
     buffer = memoryview(bytearray(_bytes(digits, 0)))
     return _ndarray((), dtype_from_json(described), buffer, "C")[()]
 

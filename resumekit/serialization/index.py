@@ -25,7 +25,7 @@ from typing import Any
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
 from resumekit.serialization.decoding import known_element
 from resumekit.serialization.dtypes import ElementType
-from resumekit.serialization.limits import checked_shape, checked_sizes
+from resumekit.serialization.limits import checked_shape, checked_sizes, typed
 from resumekit.serialization.sharding import Box, tiling_problem
 from resumekit.serialization.tensors import Leaf, dense_strides
 from resumekit.storage import parse_json
@@ -143,11 +143,12 @@ class Index:
         """
         try:
             fields = _parse(data, where, FORMAT, {"block_digests", "ties", "tensors", "states"})
+            block_digests = typed(list, fields["block_digests"])
             return cls(
-                states=_as_dict(fields["states"]),
-                records=_records(_as_dict(fields["tensors"]), where),
-                ties=_ties(_as_dict(fields["ties"])),
-                block_digests=_strings(fields["block_digests"]),
+                states=typed(dict, fields["states"]),
+                records=_records(typed(dict, fields["tensors"]), where),
+                ties=_ties(fields["ties"]),
+                block_digests=tuple(typed(str, each) for each in block_digests),
             )
         except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
@@ -197,8 +198,8 @@ def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
     records: list[Record] = []
     reached = 0
     for name, row in rows.items():
-        record = _record(name, _as_dict(row), where)
-        if record.begin != reached or record.end != row["end"]:
+        record = _record(name, typed(dict, row), where)
+        if record.begin != reached or record.end != typed(int, row["end"]):
             raise ValueError(
                 f"{name[:200]!r} of {record.num_bytes} bytes is at {record.begin} to "
                 f"{str(row['end'])[:80]}, after {reached}"
@@ -211,13 +212,11 @@ def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
 def _record(name: str, row: dict[str, Any], where: str) -> Record:
     if set(row) - {"strides"} != {"dtype", "shape", "begin", "end"}:
         raise ValueError(f"{name[:200]!r} has the fields {str(sorted(row))[:200]}")
-    if type(row["begin"]) is not int or type(row["end"]) is not int:
-        raise ValueError(f"{name[:200]!r} has no offsets in the file")
-    shape = checked_shape(row["shape"])
+    begin, shape = typed(int, row["begin"]), checked_shape(row["shape"])
     strides = checked_sizes(row["strides"]) if "strides" in row else None
     if strides is not None and not _is_dense(shape, strides):
         raise ValueError(f"{name[:200]!r} has the strides {strides} and the shape {shape}")
-    return Record(name, known_element(row["dtype"], where=where), shape, row["begin"], strides)
+    return Record(name, known_element(row["dtype"], where=where), shape, begin, strides)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -229,22 +228,8 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return dense_strides(sizes) == tuple(step for step, _ in reversed(order))
 
 
-def _ties(ties: dict[str, Any]) -> dict[str, str]:
-    return dict(zip(ties, _strings(list(ties.values())), strict=True))
-
-
-def _strings(values: Any) -> tuple[str, ...]:
-    """A list of strings, or ValueError."""
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{str(values)[:80]} instead of strings")
-    return tuple(values)
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    """An object, or ValueError."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:80]!r} instead of an object")
-    return value
+def _ties(ties: Any) -> dict[str, str]:
+    return {name: typed(str, other) for name, other in typed(dict, ties).items()}
 
 
 def _readable(value: Any, indent: int = 0) -> str:
@@ -359,11 +344,11 @@ class ShardedIndex:
         """
         try:
             fields = _parse(data, where, SHARDED_FORMAT, {"ties", "layouts", "tensors", "states"})
-            layouts = _layouts(fields["layouts"])
+            layouts = [_chunks(row) for row in typed(list, fields["layouts"])]
             return cls(
-                states=_as_dict(fields["states"]),
-                tensors=_tensors(_as_dict(fields["tensors"]), layouts, where),
-                ties=_ties(_as_dict(fields["ties"])),
+                states=typed(dict, fields["states"]),
+                tensors=_tensors(typed(dict, fields["tensors"]), layouts, where),
+                ties=_ties(fields["ties"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
@@ -379,28 +364,17 @@ def _chunk_to_json(chunk: Chunk) -> list[Any]:
     return [chunk.writer, list(chunk.box.offsets), list(chunk.box.sizes)]
 
 
-def _layouts(rows: Any) -> list[tuple[Chunk, ...]]:
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise ValueError("layouts that are not lists of parts")
-    return [_chunks(row) for row in rows]
-
-
-def _chunks(rows: list[Any]) -> tuple[Chunk, ...]:
+def _chunks(rows: Any) -> tuple[Chunk, ...]:
     num_parts: Counter[int] = Counter()
     chunks = []
-    for writer, box in map(_part, rows):
+    for row in typed(list, rows):
+        writer, offsets, sizes = typed(list, row)
+        if typed(int, writer) < 0:
+            raise ValueError(f"the writer {str(writer)[:80]}")
+        box = Box(checked_shape(offsets), checked_shape(sizes))
         chunks.append(Chunk(writer, box, num_parts[writer]))
         num_parts[writer] += 1
     return tuple(chunks)
-
-
-def _part(row: Any) -> tuple[int, Box]:
-    if not isinstance(row, list) or len(row) != 3:
-        raise ValueError(f"the part {str(row)[:80]!r}")
-    writer, offsets, sizes = row
-    if type(writer) is not int or writer < 0:
-        raise ValueError(f"the writer {str(writer)[:80]!r}")
-    return writer, Box(checked_shape(offsets), checked_shape(sizes))
 
 
 def _tensors(
@@ -409,11 +383,11 @@ def _tensors(
     tiled: set[tuple[int, tuple[int, ...]]] = set()
     tensors: dict[str, Logical] = {}
     for name, row in rows.items():
-        if set(_as_dict(row)) != {"dtype", "shape", "layout"}:
+        if set(typed(dict, row)) != {"dtype", "shape", "layout"}:
             raise ValueError(f"{name[:200]!r} has the fields {str(sorted(row))[:200]}")
         number, shape = row["layout"], checked_shape(row["shape"])
-        if type(number) is not int or not 0 <= number < len(layouts):
-            raise ValueError(f"{name[:200]!r} has the layout {str(number)[:80]!r}")
+        if not 0 <= typed(int, number) < len(layouts):
+            raise ValueError(f"{name[:200]!r} has the layout {str(number)[:80]}")
         if (number, shape) not in tiled:
             problem = tiling_problem(shape, (chunk.box for chunk in layouts[number]))
             if problem is not None:

@@ -50,6 +50,17 @@ def namedtuple_type(name: Any, fields: Any) -> type[Any] | None:
     return made
 
 
+def typed(kind: type[Any], value: Any) -> Any:
+    """A value from JSON that may hold anything.
+
+    Raises:
+        ValueError: it is not of this type.
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{str(value)[:80]!r} is not of type {kind.__name__}")
+    return value
+
+
 def checked_sizes(sizes: Any) -> tuple[int, ...]:
     """A shape, or strides, from JSON that may hold anything.
 
