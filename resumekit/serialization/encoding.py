@@ -103,7 +103,6 @@ class Encoder:
         self._names = UniqueNames("__metadata__")  # the one name that safetensors keeps for itself
         self._leaves: dict[str, Leaf] = {}
         self._found: list[FoundTensor] = []
-        self._nodes: list[dict[str, Any]] = []
         self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
         self._namedtuples: dict[tuple[str, ...], bool] = {}
         self._num_enums = 0
@@ -137,8 +136,6 @@ class Encoder:
     def finish(self) -> StoredTensors:
         """What goes into the data file; fills in what the trees say about tensors."""
         stored = store(self._found, self._names)
-        for node, reference in zip(self._nodes, stored.references, strict=True):
-            node["$tensor"] = reference
         stored.leaves.update(self._leaves)
         return stored
 
@@ -277,8 +274,7 @@ class Encoder:
 
     def _tensor(self, value: torch.Tensor, path: StatePath) -> Any:
         self._found.append(FoundTensor(value, path, self._name(path)))
-        self._nodes.append({"$tensor": None})
-        return self._nodes[-1]
+        return self._found[-1].node
 
 
 def _as_it_is(value: Any, _: StatePath, __: int) -> Any:

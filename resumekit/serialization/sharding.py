@@ -325,12 +325,8 @@ def tiling_problem(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _is_within(box: Box, whole: Box) -> bool:
-    if not len(box.offsets) == len(box.sizes) == len(whole.sizes):
-        return False
-    return all(
-        begin >= 0 and size > 0 and begin + size <= length
-        for begin, size, length in zip(box.offsets, box.sizes, whole.sizes, strict=True)
-    )
+    is_alike = len(box.offsets) == len(box.sizes) == len(whole.sizes)
+    return is_alike and box.num_elements > 0 and box.intersection(whole) == box
 
 
 def _add_corners(

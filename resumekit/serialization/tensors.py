@@ -13,7 +13,7 @@ tensors: a change of one is not visible in another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -190,6 +190,7 @@ class FoundTensor:
         tensor: the live tensor.
         path: its path in the state.
         name: the name that it is stored under if it gets bytes of its own.
+        node: what stands for it in the tree; ``store`` fills it in.
 
     Raises:
         UnsupportedValueError: it cannot be stored bit for bit; names the path.
@@ -198,6 +199,7 @@ class FoundTensor:
     tensor: torch.Tensor
     path: StatePath
     name: str
+    node: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_tensor(self.tensor, self.path)
@@ -317,25 +319,23 @@ class StoredTensors:
 
     Args:
         leaves: what gets bytes, by name.
-        references: for each tensor found, in order, its node in the tree.
         ties: the names that have no bytes of their own, with the name that has the same tensor.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    references: list[Any] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
 
 
 def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
-    """What to store for these tensors.
+    """What to store for these tensors; fills in their nodes.
 
     Args:
         found: every tensor of the payload, in the order met.
         names: for memory that no single tensor covers.
     """
-    stored = StoredTensors(references=[None] * len(found))
+    stored = StoredTensors()
     for indices in _clusters(found):
-        cluster = {index: found[index] for index in indices}
+        cluster = [found[index] for index in indices]
         base = _base(cluster)
         if base is None:
             _store_span(cluster, stored, names)
@@ -363,9 +363,8 @@ def _clusters(found: Sequence[FoundTensor]) -> list[list[int]]:
     return sorted(sorted(cluster) for cluster in clusters)
 
 
-def _base(cluster: Mapping[int, FoundTensor]) -> FoundTensor | None:
+def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
     """The member that contains all others, as equal or as views; None if there is none."""
-    items = list(cluster.values())
     first = items[0]
     if first.is_unaliased:
         return first
@@ -379,24 +378,19 @@ def _base(cluster: Mapping[int, FoundTensor]) -> FoundTensor | None:
     return next(whole, None)
 
 
-def _store_base(
-    base: FoundTensor, cluster: Mapping[int, FoundTensor], stored: StoredTensors
-) -> None:
+def _store_base(base: FoundTensor, items: Sequence[FoundTensor], stored: StoredTensors) -> None:
     stored.leaves[base.name] = base.leaf()
-    for index, item in cluster.items():
+    for item in items:
         if item.view != base.view:
-            stored.references[index] = item.view_of(base.name, base.span[0])
+            item.node["$tensor"] = item.view_of(base.name, base.span[0])
             continue
-        stored.references[index] = base.name
+        item.node["$tensor"] = base.name
         if item is not base:
             stored.ties[item.name] = base.name
 
 
-def _store_span(
-    cluster: Mapping[int, FoundTensor], stored: StoredTensors, names: UniqueNames
-) -> None:
-    """Stores the memory that the cluster spans, and every member as a view of it."""
-    items = list(cluster.values())
+def _store_span(items: Sequence[FoundTensor], stored: StoredTensors, names: UniqueNames) -> None:
+    """Stores the memory that they span, and every member as a view of it."""
     # Two storages may begin at one address (torch.from_numpy twice): the longer one has all of it.
     longest = max(items, key=lambda item: item.tensor.untyped_storage().nbytes())
     storage = longest.memory[1]
@@ -405,5 +399,5 @@ def _store_span(
     span = retyped(longest.tensor, torch.uint8, offset, (num_bytes,), (1,))
     name = names.take(f"{items[0].name}.storage")
     stored.leaves[name] = Leaf(span, ELEMENT_TYPES["uint8"], (num_bytes,))
-    for index, item in cluster.items():
-        stored.references[index] = item.view_of(name, storage + offset)
+    for item in items:
+        item.node["$tensor"] = item.view_of(name, storage + offset)
