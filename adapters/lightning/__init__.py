@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer
+from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import (
-    DATALOADER,
-    ON_TRAIN_END,
-    SIGNALS,
-    TENSOR_PARALLEL,
-    TRAIN_LOADER,
-    TRAIN_SOURCE,
-    VALIDATION_SOURCE,
     Callback,
     Trainer,
     callbacks,
@@ -107,9 +101,9 @@ class ResumeCallback(Callback):
             refuse(f"{alike} of them in one Trainer", alike > 1, "expected one")
             # What the others make in on_fit_start is to be restored.
             trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
-            source = TRAIN_SOURCE.of(trainer)
-            DATALOADER.write(source, partial(self._request, trainer, source))
-            ON_TRAIN_END.write(trainer, partial(self._finish, trainer))
+            source = private.TRAIN_SOURCE.of(trainer)
+            private.DATALOADER.write(source, partial(self._request, trainer, source))
+            private.ON_TRAIN_END.write(trainer, partial(self._finish, trainer))
 
     def _request(self, trainer: Any, source: Any) -> LoaderInStep:
         """Asks for the training loaders, for all epochs or for some."""
@@ -142,15 +136,15 @@ class ResumeCallback(Callback):
             self._loops = LoopState(trainer, self._driven_loop)
             components = fit_components(trainer, self._loops, self._ema)
             self._checkpointer = self._make_checkpointer(components=components)
-            source = VALIDATION_SOURCE.of(trainer)
+            source = private.VALIDATION_SOURCE.of(trainer)
             ask = partial(type(source).dataloader, source)
-            DATALOADER.write(source, partial(self._loops.request_validation, ask))
+            private.DATALOADER.write(source, partial(self._loops.request_validation, ask))
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
             self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
             prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)
             self._loop.resume()
             if self._loops.was_requested:  # before it was known for which epoch
-                TRAIN_LOADER.write(trainer, None)
+                private.TRAIN_LOADER.write(trainer, None)
             self._global_step = trainer.global_step
 
     def _driven_loop(self) -> FrameworkLoop:
@@ -160,19 +154,19 @@ class ResumeCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restores the run's signal handlers; Lightning's own one calls a collective."""
         if self._checkpointer is not None:
-            SIGNALS.of(trainer)()
+            private.SIGNALS.of(trainer)()
             prepare_epoch(trainer)
             loop = self._loop
             if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
                 # The hooks that begin the epoch were not called yet.
                 self._loops.user_state.restore_now()
                 loop.restore_random()
-            TRAIN_LOADER.of(trainer).follow(trainer)
+            private.TRAIN_LOADER.of(trainer).follow(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """There may be new loaders."""
         if self._checkpointer is not None:
-            TRAIN_LOADER.of(trainer).follow(trainer)
+            private.TRAIN_LOADER.of(trainer).follow(trainer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -237,7 +231,7 @@ def check(trainer: Any, module: Any) -> None:
     why = "unknown how it distributes state; use DDP, ModelParallelStrategy or DeepSpeedStrategy"
     refuse(name, not isinstance(strategy, _STRATEGIES), why)
     why = "ranks of one tensor-parallel group take the same data, which is not supported"
-    refuse(f"tensor parallelism ({name})", (TENSOR_PARALLEL.of(strategy) or 1) > 1, why)
+    refuse(f"tensor parallelism ({name})", (private.TENSOR_PARALLEL.of(strategy) or 1) > 1, why)
     parameters = inspect.signature(module.training_step).parameters
     why = "the module fetches batches itself, between the safe points"
     refuse("training_step(dataloader_iter)", "dataloader_iter" in parameters, why)

@@ -10,15 +10,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from resumekit.adapters.lightning._private import (
-    AVERAGED_MODEL,
-    LAST_RATES,
-    LAST_SAVED,
-    OPTIMIZERS,
-    Callback,
-    callbacks,
-    strategies,
-)
+from resumekit.adapters.lightning import _private as private
+from resumekit.adapters.lightning._private import Callback, callbacks, strategies
 from resumekit.adapters.lightning.loops import LoopState, in_epoch, keeps_gradients
 from resumekit.capture import (
     Holder,
@@ -47,7 +40,7 @@ def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateCompo
         ema: averaged models that the user gave.
     """
     averaging = [each for each in trainer.callbacks if isinstance(each, callbacks.WeightAveraging)]
-    averages = [*map(AVERAGED_MODEL.of, averaging), *([] if ema is None else [ema])]
+    averages = [*map(private.AVERAGED_MODEL.of, averaging), *([] if ema is None else [ema])]
     ema = one_or_named(averages) if averaging else ema
     schedulers = one_or_named([each.scheduler for each in trainer.lr_scheduler_configs])
     stateful = [each for each in trainer.callbacks if overrides(each, "state_dict")]
@@ -153,7 +146,7 @@ class ModelCheckpointState(ComponentState):
         saving = self._saving
         state = {key: self._name(value) for key, value in saving.state_dict().items()}
         models = {self._name(path): score for path, score in saving.best_k_models.items()}
-        last = {each.name: self._name(each.of(saving)) for each in LAST_SAVED}
+        last = {each.name: self._name(each.of(saving)) for each in private.LAST_SAVED}
         return {"state": {**state, "best_k_models": models}, "last": last}
 
     def comparable_state(self) -> dict[str, Any]:
@@ -169,7 +162,7 @@ class ModelCheckpointState(ComponentState):
         found = {**kept, **paths, "best_k_models": models, "dirpath": saving.dirpath}
         saving.load_state_dict(found)
         saving.current_score = kept.get("current_score")
-        step, path = LAST_SAVED
+        step, path = private.LAST_SAVED
         step.write(saving, state["last"][step.name])
         path.write(saving, self._path(state["last"][path.name], former))
 
@@ -199,7 +192,7 @@ def user_state(trainer: Any, *, others: Iterable[Any]) -> UserState:
 
     def foreign() -> list[Any]:
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-        optimizers = [*trainer.optimizers, *OPTIMIZERS.of(trainer)]
+        optimizers = [*trainer.optimizers, *private.OPTIMIZERS.of(trainer)]
         # The state of datasets is saved with their loaders.
         datasets = [each for each in vars(data or object).values() if isinstance(each, Dataset)]
         models = [trainer.lightning_module, trainer.model]
@@ -286,7 +279,7 @@ def prepare_epoch(trainer: Any) -> None:
 def _set_rates(component: Any, saved: Any) -> None:
     rates = saved["state"].get("_last_lr")
     if rates is not None:
-        LAST_RATES.write(component.scheduler, list(rates))
+        private.LAST_RATES.write(component.scheduler, list(rates))
 
 
 def _changing(trainer: Any) -> Iterator[tuple[str, Any]]:

@@ -11,17 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from resumekit import Progress
-from resumekit.adapters.lightning._private import (
-    FETCHER,
-    MODE,
-    TRAIN_LOADER,
-    TRAIN_SOURCE,
-    VALIDATION_LOADER,
-    VALIDATION_SOURCE,
-    CombinedLoader,
-    DataFetcher,
-    ModeIterator,
-)
+from resumekit.adapters.lightning import _private as private
+from resumekit.adapters.lightning._private import CombinedLoader, DataFetcher, ModeIterator
 from resumekit.capture import RngState
 from resumekit.data import CombinedLoaders, PrefetchedLoader
 from resumekit.errors import ConfigurationError
@@ -75,7 +66,7 @@ class LoaderInStep(CombinedLoader):
         draws_twice: bool,
     ) -> None:
         is_combined = isinstance(given, CombinedLoader)
-        mode: Any = MODE.of(given) if is_combined else "max_size_cycle"
+        mode: Any = private.MODE.of(given) if is_combined else "max_size_cycle"
         super().__init__(given.iterables if is_combined else given, mode)
         self._combines = mode
         self._is_followed = is_followed
@@ -106,10 +97,10 @@ class LoaderInStep(CombinedLoader):
 
     def follow(self, trainer: Any) -> None:
         """The fit loop is about to ask for batches of this loader."""
-        if self.is_asked_ahead and FETCHER.of(trainer) is not self.fetcher:
-            FETCHER.write(trainer, Fetcher(self))
+        if self.is_asked_ahead and private.FETCHER.of(trainer) is not self.fetcher:
+            private.FETCHER.write(trainer, Fetcher(self))
         elif not isinstance(self._iterator, _InStep):  # a tuner's
-            iter(FETCHER.of(trainer))
+            iter(private.FETCHER.of(trainer))
         elif self._before_seed is not None and self._is_at_start and not self._is_primed:
             self._prime()
 
@@ -248,10 +239,10 @@ def loader_fidelity(trainer: Any) -> tuple[Fidelity, str]:
 
 def _given(trainer: Any, *, is_training: bool) -> list[Any]:
     """The loaders that ``fit`` was given, or that a hook has made so far."""
-    source = (TRAIN_SOURCE if is_training else VALIDATION_SOURCE).of(trainer)
+    source = (private.TRAIN_SOURCE if is_training else private.VALIDATION_SOURCE).of(trainer)
     if not source.is_module():
         return list(CombinedLoader(source.instance).flattened)
-    loader = (TRAIN_LOADER if is_training else VALIDATION_LOADER).of(trainer)
+    loader = (private.TRAIN_LOADER if is_training else private.VALIDATION_LOADER).of(trainer)
     return [] if loader is None else list(loader.flattened)
 
 

@@ -12,24 +12,8 @@ from typing import Any
 import torch
 
 from resumekit import Progress
+from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import (
-    CALLBACK_METRICS,
-    FETCHED,
-    FETCHER,
-    FINETUNING_RESTARTS,
-    IS_FIRST_BATCH,
-    ITERATOR,
-    LOGGED_METRICS,
-    PROGRESS_BAR_METRICS,
-    RESTARTS,
-    RESULT_DEFAULTS,
-    RESULT_LAST,
-    RESULT_UPDATES,
-    RESULTS,
-    TRAIN_RELOADED,
-    VALIDATION_LOADER,
-    VALIDATION_RELOADED,
-    VALIDATION_SOURCE,
     Metadata,
     ResultCollection,
     ResultMetric,
@@ -48,9 +32,9 @@ _KEY = "callbacks/lightning"
 
 # By the name in the state.
 _METRICS = {
-    "metrics": CALLBACK_METRICS,
-    "logged_metrics": LOGGED_METRICS,
-    "progress_bar_metrics": PROGRESS_BAR_METRICS,
+    "metrics": private.CALLBACK_METRICS,
+    "logged_metrics": private.LOGGED_METRICS,
+    "progress_bar_metrics": private.PROGRESS_BAR_METRICS,
 }
 
 
@@ -86,18 +70,18 @@ class LoopState(ComponentState):
                 "epoch_progress": loop.epoch_progress.state_dict(),
                 "state_dict": {},
             },
-            "logged": as_plain(RESULTS.of(trainer)),
-            "is_first_batch": IS_FIRST_BATCH.of(trainer),
+            "logged": as_plain(private.RESULTS.of(trainer)),
+            "is_first_batch": private.IS_FIRST_BATCH.of(trainer),
             **{name: dict(metrics.of(trainer)) for name, metrics in _METRICS.items()},
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "should_stop": trainer.should_stop,
             "requested": self._requested,
             "validation_requested": self._validation_requested,
-            "validated_in": VALIDATION_RELOADED.of(trainer)
+            "validated_in": private.VALIDATION_RELOADED.of(trainer)
             if trainer.reload_dataloaders_every_n_epochs
             else None,
             "keeps_workers": self._keeps_workers
-            or any(ITERATOR.of(each) for each in self._validation()),
+            or any(private.ITERATOR.of(each) for each in self._validation()),
             "validation": self._validated or [_states(each) for each in self._validation()],
         }
 
@@ -191,7 +175,7 @@ class LoopState(ComponentState):
 
     def end_epoch(self) -> None:
         """All batches of an epoch have logged."""
-        results = RESULTS.of(self._trainer)
+        results = private.RESULTS.of(self._trainer)
         if isinstance(results, Results):
             self._lost_averages += results.take_not_logged_again()
 
@@ -217,13 +201,14 @@ class LoopState(ComponentState):
         trainer, loop = self._trainer, self._trainer.fit_loop
         self.load_state_dict(state)
         self._pending = None
-        RESTARTS.write(trainer, False)
+        private.RESTARTS.write(trainer, False)
         if self._requested is not None:
-            TRAIN_RELOADED.write(trainer, self._requested["epoch"])
-        FETCHED.write(FETCHER.of(trainer), loop.epoch_loop.batch_progress.current.ready)
+            private.TRAIN_RELOADED.write(trainer, self._requested["epoch"])
+        num_fetched = loop.epoch_loop.batch_progress.current.ready
+        private.FETCHED.write(private.FETCHER.of(trainer), num_fetched)
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-        RESULTS.write(trainer, Results(state["logged"], trainer))
-        IS_FIRST_BATCH.write(trainer, state["is_first_batch"])
+        private.RESULTS.write(trainer, Results(state["logged"], trainer))
+        private.IS_FIRST_BATCH.write(trainer, state["is_first_batch"])
         if self._keeps_workers:  # they draw a seed when they start, and that was before
             loop.epoch_loop.val_loop.setup_data()
             for each in self._validation():
@@ -233,19 +218,19 @@ class LoopState(ComponentState):
         """The next validation has the order that it has in the interrupted run."""
         trainer, saved = self._trainer, self._validated
         self._validated = ()
-        is_defined = VALIDATION_SOURCE.of(trainer).is_defined
+        is_defined = private.VALIDATION_SOURCE.of(trainer).is_defined
         if any(saved) or (self._repeats_validation_request and is_defined()):
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
         validated_in, self._validated_in = self._validated_in, None
         if validated_in is not None:
-            VALIDATION_RELOADED.write(trainer, validated_in)
+            private.VALIDATION_RELOADED.write(trainer, validated_in)
         for each, states in zip(self._validation(), saved, strict=False):
             for name, generator in stateful_generators(each).items():
                 if name in states:
                     set_generator_state(generator, states[name])
 
     def _validation(self) -> list[Any]:
-        loader = VALIDATION_LOADER.of(self._trainer)
+        loader = private.VALIDATION_LOADER.of(self._trainer)
         return [] if loader is None else list(loader.flattened)
 
 
@@ -268,7 +253,7 @@ def forget_groups(trainer: Any) -> None:
     """The restored param groups are those of this fit, and of no later one."""
     for each in trainer.callbacks:
         if isinstance(each, callbacks.BaseFinetuning):
-            FINETUNING_RESTARTS.write(each, False)
+            private.FINETUNING_RESTARTS.write(each, False)
 
 
 def keeps_gradients(trainer: Any) -> bool:
@@ -334,10 +319,11 @@ def as_plain(results: ResultCollection) -> dict[str, Any]:
 
 
 def _plain(metric: Any) -> dict[str, Any]:
-    meta, cache = metric.meta, RESULT_LAST.of(metric)
+    meta, cache = metric.meta, private.RESULT_LAST.of(metric)
     state = {
         "sums": dict(metric.metric_state) if metric.is_tensor else {},
-        "begins_with": dict(RESULT_DEFAULTS.of(metric)),  # in the precision of the first log
+        # In the precision of the first log.
+        "begins_with": dict(private.RESULT_DEFAULTS.of(metric)),
         "last": cache if isinstance(cache, torch.Tensor) else None,
         "meta": None,
     }
@@ -400,10 +386,10 @@ def _as_metrics(saved: Mapping[str, Any], trainer: Any) -> Iterator[tuple[str, A
         metadata = Metadata(**meta, reduce_fx=getattr(home, name))
         metadata.sync = sync
         metric: Any = ResultMetric(metadata, is_tensor=bool(state["sums"]))
-        RESULT_DEFAULTS.of(metric).update(state["begins_with"])
+        private.RESULT_DEFAULTS.of(metric).update(state["begins_with"])
         vars(metric).update(state["sums"])
-        RESULT_LAST.write(metric, state["last"])
-        RESULT_UPDATES.write(metric, 1)
+        private.RESULT_LAST.write(metric, state["last"])
+        private.RESULT_UPDATES.write(metric, 1)
         if not metric.is_tensor:
             metric.value = modules[meta["metric_attribute"]]
         yield key, metric.to(trainer.strategy.root_device)

@@ -26,15 +26,8 @@ require("transformers")
 # ruff: noqa: E402  if it is there
 from transformers.trainer_callback import TrainerCallback
 
-from resumekit.adapters.transformers._private import (
-    BEGIN,
-    COUNT,
-    LOSS_SUM,
-    RUN_EPOCH,
-    TRAIN,
-    attribute_faults,
-    method_faults,
-)
+from resumekit.adapters.transformers import _private as private
+from resumekit.adapters.transformers._private import attribute_faults, method_faults
 from resumekit.adapters.transformers.arguments import (
     BestModel,
     Counts,
@@ -122,13 +115,13 @@ class ResumeCallback(TrainerCallback):
         self._check_private_names(method_faults(trainer))
         require_supported(trainer.accelerator)
         check_arguments(trainer.args)
-        if RUN_EPOCH.name in vars(trainer):
+        if private.RUN_EPOCH.name in vars(trainer):
             raise ConfigurationError("trainer", found="a second ResumeCallback", expected="one")
         for method, replacement in (
-            (TRAIN, self._train),
-            (COUNT, self._count),
-            (BEGIN, self._begin),
-            (RUN_EPOCH, self._run_epoch),
+            (private.TRAIN, self._train),
+            (private.COUNT, self._count),
+            (private.BEGIN, self._begin),
+            (private.RUN_EPOCH, self._run_epoch),
         ):
             method.write(trainer, partial(replacement, method.of(trainer)))
 
@@ -272,7 +265,7 @@ class ResumeCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
-        self._checkpointer.step(loss=LOSS_SUM.of(self._trainer))
+        self._checkpointer.step(loss=private.LOSS_SUM.of(self._trainer))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""

@@ -16,15 +16,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from resumekit import Progress
-from resumekit.adapters.transformers._private import (
-    CLOCK_SUFFIXES,
-    FSDP1_MODULE,
-    LAST_LOGGED,
-    LOSS_SUM,
-    STATE,
-    SUMS,
-    TRL_SUMS,
-)
+from resumekit.adapters.transformers import _private as private
 from resumekit.adapters.transformers.arguments import (
     evaluates_in_persistent_workers,
     saves_by_itself,
@@ -70,7 +62,8 @@ class _Sums(AttributeState):
 
     def __init__(self, trainer: Any, *, progress: Callable[[], Progress]) -> None:
         self._trainer = trainer
-        self._sums = (*SUMS, *(each for each in TRL_SUMS if hasattr(trainer, each.name)))
+        of_trl = (each for each in private.TRL_SUMS if hasattr(trainer, each.name))
+        self._sums = (*private.SUMS, *of_trl)
         super().__init__(trainer, [each.name for each in self._sums], key=f"{_CALLBACKS}/trainer")
         self._progress = progress
 
@@ -84,7 +77,7 @@ class _Sums(AttributeState):
 
     def start_fresh(self) -> tuple[str, ...]:
         """The next line of the log is about the steps from here on."""
-        LAST_LOGGED.write(self._trainer, self._progress().step)
+        private.LAST_LOGGED.write(self._trainer, self._progress().step)
         return ()
 
     def resplit_state_dict(
@@ -92,10 +85,10 @@ class _Sums(AttributeState):
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The mean of the former ranks' losses and the sum of their operations, as in the log."""
         ranks = change.inherited or (change.model_rank,)
-        losses = [states[rank][LOSS_SUM.name] for rank in ranks]
+        losses = [states[rank][private.LOSS_SUM.name] for rank in ranks]
         operations = sum(states[rank]["current_flos"] for rank in change.inherited)
         mean = sum(losses) / len(losses)
-        return {**states[0], LOSS_SUM.name: mean, "current_flos": operations}, ()
+        return {**states[0], private.LOSS_SUM.name: mean, "current_flos": operations}, ()
 
     def comparable_state(self) -> dict[str, Any]:
         state = self.state_dict()
@@ -106,7 +99,7 @@ class _Sums(AttributeState):
 
 class _TrainerState(_SameOnAllRanks):
     def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
-        super().__init__(trainer.state, STATE, key=f"{_CALLBACKS}/trainer_state")
+        super().__init__(trainer.state, private.STATE, key=f"{_CALLBACKS}/trainer_state")
         self._trainer = trainer
         self._progress = progress
 
@@ -131,7 +124,7 @@ class _TrainerState(_SameOnAllRanks):
         is_own = saves_by_itself(self._trainer.args)
         state["best_model_checkpoint"] = Path(best).name if best and is_own else None
         state["log_history"] = [
-            {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
+            {key: value for key, value in line.items() if not key.endswith(private.CLOCK_SUFFIXES)}
             for line in state["log_history"]
         ]
         return state
@@ -206,7 +199,7 @@ def with_files(component: StateComponent, model: nn.Module) -> StateComponent:
     if component.key != Slot.MODEL.value:
         return component
     is_whole = component.sharing_pattern is SharingPattern.REPLICATED
-    inner = FSDP1_MODULE.of(model)
+    inner = private.FSDP1_MODULE.of(model)
     model = model if inner is None else inner
     return replace(component, files=lambda: _files(model, is_whole=is_whole))
 

@@ -9,18 +9,8 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from resumekit.adapters.transformers._private import (
-    CALLED,
-    INTERVALS,
-    TRL_ENTROPY,
-    TRL_GENERATED,
-    TRL_HAS_IMAGES,
-    TRL_LOGS,
-    TRL_STEP,
-    TRL_STORED,
-    TRL_TRAINERS,
-    trl_classes,
-)
+from resumekit.adapters.transformers import _private as private
+from resumekit.adapters.transformers._private import trl_classes
 from resumekit.capture import (
     Holder,
     Restorer,
@@ -100,7 +90,7 @@ def _of_callback(callback: Any) -> Holder:
 def _called(trainer: Any) -> dict[str, Holder]:
     """The objects that a Trainer was given to call in a step, by name; without plain functions."""
     found: dict[str, Holder] = {}
-    for name in CALLED:
+    for name in private.CALLED:
         given = getattr(trainer, name, None)
         several = given if isinstance(given, (list, tuple)) else None
         for number, each in enumerate([given] if several is None else several):
@@ -125,7 +115,7 @@ def changed_settings(trainer: Any) -> UserState:
     return UserState(
         {
             "args": Holder(trainer.args, only=names - _NOT_SETTINGS),
-            "state": Holder(trainer.state, only=INTERVALS),
+            "state": Holder(trainer.state, only=private.INTERVALS),
         },
         key=f"{_CALLBACKS}/settings",
     )
@@ -159,7 +149,7 @@ def trl_components(trainer: Any, *, key: str, framework: str) -> Iterator[StateC
 def lost_of_trl(trainer: Any) -> str:
     """Why a TRL Trainer cannot be resumed exactly, or nothing."""
     names = [each.__name__ for each in trl_classes(trainer)]
-    unknown = [name for name in names if name.removesuffix("Trainer") not in TRL_TRAINERS]
+    unknown = [name for name in names if name.removesuffix("Trainer") not in private.TRL_TRAINERS]
     if unknown:
         return f"what trl's {unknown[0]} keeps from step to step is not known here"
     if getattr(trainer, "use_vllm", False):
@@ -172,7 +162,7 @@ def lost_of_trl(trainer: Any) -> str:
 
 
 def _logs_pictures(trainer: Any) -> bool:
-    return bool(getattr(trainer, "log_completions", False) and TRL_HAS_IMAGES.of(trainer))
+    return bool(getattr(trainer, "log_completions", False) and private.TRL_HAS_IMAGES.of(trainer))
 
 
 _NEW_ONES = "the next step generates new ones"
@@ -189,10 +179,10 @@ class TrlState(ComponentState):
     def __init__(self, trainer: Any, *, key: str) -> None:
         self._trainer = trainer
         self.key = key
-        entropy = TRL_ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
+        entropy = private.TRL_ENTROPY if getattr(trainer, "use_adaptive_entropy", False) else ()
         is_table = getattr(trainer, "log_completions", False) and not _logs_pictures(trainer)
-        logs = (TRL_LOGS,) if is_table else ()
-        possible = (TRL_STORED, TRL_STEP, TRL_GENERATED, *entropy, *logs)
+        logs = (private.TRL_LOGS,) if is_table else ()
+        possible = (private.TRL_STORED, private.TRL_STEP, private.TRL_GENERATED, *entropy, *logs)
         self._live = {each.name: each for each in possible if hasattr(trainer, each.name)}
 
     @property
@@ -223,10 +213,10 @@ class TrlState(ComponentState):
             else:
                 made = restore(None, saved, lambda tensor: tensor.detach().to(device, copy=True))
                 each.write(self._trainer, made)
-        buffered = TRL_GENERATED.of(self._trainer)
+        buffered = private.TRL_GENERATED.of(self._trainer)
         if buffered is None or state["geometry"] == self._geometry():
             return ()
-        TRL_GENERATED.write(self._trainer, None)
+        private.TRL_GENERATED.write(self._trainer, None)
         return (f"the batches that were generated are split in another way now; {_NEW_ONES}",)
 
     def resplit_state_dict(
@@ -234,10 +224,10 @@ class TrlState(ComponentState):
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Rank 0's counts; completions of the former ranks are not used."""
         state = dict(states[change.model_rank])
-        if state.get(TRL_GENERATED.name) is None:
+        if state.get(private.TRL_GENERATED.name) is None:
             return state, ()
         message = f"the batches that were generated were those of the former ranks; {_NEW_ONES}"
-        return {**state, TRL_GENERATED.name: None}, (message,)
+        return {**state, private.TRL_GENERATED.name: None}, (message,)
 
 
 def _plain(value: Any) -> Any:
