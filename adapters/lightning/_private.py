@@ -20,21 +20,23 @@ def _is_lightning() -> bool:
 
 
 if TYPE_CHECKING or _is_lightning():
-    import lightning.pytorch as package
+    from lightning.pytorch import Callback, Trainer, callbacks, strategies
+    from lightning.pytorch.loops import fetchers
     from lightning.pytorch.trainer.connectors.logger_connector import result
+    from lightning.pytorch.utilities import combined_loader
 else:
-    import pytorch_lightning as package
+    from pytorch_lightning import Callback, Trainer, callbacks, strategies
+    from pytorch_lightning.loops import fetchers
     from pytorch_lightning.trainer.connectors.logger_connector import result
+    from pytorch_lightning.utilities import combined_loader
 
-callbacks = package.callbacks
-strategies = package.strategies
-Callback = package.Callback
-Trainer = package.Trainer
+# Of the packages, for the other modules of this adapter.
+__all__ = ["Callback", "Trainer", "callbacks", "strategies"]
 
 # Classes that the adapter derives from, or makes objects of from saved values.
-CombinedLoader = package.utilities.combined_loader.CombinedLoader
-ModeIterator = package.utilities.combined_loader._ModeIterator
-DataFetcher = package.loops.fetchers._DataFetcher
+CombinedLoader = combined_loader.CombinedLoader
+ModeIterator = combined_loader._ModeIterator
+DataFetcher = fetchers._DataFetcher
 Metadata = result._Metadata
 ResultCollection = result._ResultCollection
 ResultMetric = result._ResultMetric
