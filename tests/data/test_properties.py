@@ -298,7 +298,7 @@ def assert_counted(plan: Plan, whole: Launch, progress: Progress) -> None:
 kills = st.lists(st.integers(1, 12), min_size=1, max_size=2)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(plan=plans(), kills=kills)
 @example(plan=Plan("shuffle", 7, 2, loop="epochs"), kills=[5, 2])
 @example(plan=Plan("replacement", 9, 2, drop_last=True, save_every=2), kills=[6])

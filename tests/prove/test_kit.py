@@ -123,6 +123,7 @@ def test_a_further_launch_leaves_out_what_the_run_left_out(kit: Kit) -> None:
     assert shown == "optimizer optimizer "
 
 
+@pytest.mark.full  # three imports of torch; the suite of DeepSpeed has one cold start, too
 def test_a_cold_start_gives_the_same_verdicts(tmp_path: Path) -> None:
     with Kit(tmp_path, cold=True, timeout_seconds=60) as cold:
         verdict = cold.assert_exact(Cell(walk, kills=(KillPoint.step(5),)))

@@ -51,6 +51,7 @@ def text_of(result: ProveResult) -> str:
 # ------------------------------------------------------------------ plain PyTorch, no Checkpointer
 
 
+@pytest.mark.full  # three imports of torch; the job of the standard library is exact, too
 def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
     result = prove(PLAIN, kills=1, seed=1)
     (trial,) = result.trials

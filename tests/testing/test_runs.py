@@ -15,9 +15,9 @@ TRAIN = f"{Path(__file__).parent / 'scripts' / 'tiny_training.py'}:train"
 PRELOAD = (*DEFAULT_PRELOAD, "torch.utils.data", "resumekit.checkpointer")
 
 
-@pytest.fixture
-def kit(tmp_path: Path) -> Iterator[Kit]:
-    with Kit(tmp_path / "kit", preload=PRELOAD) as kit:
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    with Kit(tmp_path_factory.mktemp("kit"), preload=PRELOAD) as kit:
         yield kit
 
 
@@ -34,21 +34,24 @@ class Counting:
         return self._launcher.start(task)
 
 
-def cell(*steps: int) -> Cell:
+def cell(*steps: int, save_every: int = 3) -> Cell:
     kills = tuple(map(KillPoint.step, steps))
-    return Cell(TRAIN, {"save_every": 3, "count_samples": True}, kills=kills)
+    return Cell(TRAIN, {"save_every": save_every, "count_samples": True}, kills=kills)
 
 
-def test_runs_that_begin_alike_have_one_first_launch(kit: Kit) -> None:
-    launcher = kit._launcher = Counting(kit._launcher)
-    kit.assert_exact(cell(8))
+def test_runs_that_begin_alike_have_one_first_launch(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Counting(kit._launcher)
+    monkeypatch.setattr(kit, "_launcher", launcher)
+    kit.assert_exact(cell(8, save_every=2))  # no other test has made a run that begins so
     assert launcher.num_started == 3  # one uninterrupted, one killed, one that continues
-    kit.assert_caught(cell(8), "model")
-    kit.assert_exact(cell(8))
+    kit.assert_caught(cell(8, save_every=2), "model")
+    kit.assert_exact(cell(8, save_every=2))
     assert launcher.num_started == 5
-    kit.assert_exact(cell(8, 10))
+    kit.assert_exact(cell(8, 10, save_every=2))
     assert launcher.num_started == 7
-    kit.assert_exact(cell(7))
+    kit.assert_exact(cell(7, save_every=2))
     assert launcher.num_started == 9
 
 
