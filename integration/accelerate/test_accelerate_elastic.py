@@ -17,7 +17,7 @@ from accelerate_workloads import NUM_SAMPLES, train
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from used_samples import counts, ledger
 
-from resumekit.data.order import Batching, in_batches, order_name, redraw_order
+from resumekit.data.epoch_order import Batching, order_name, redraw_order
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ACCELERATE
@@ -93,7 +93,7 @@ def test_pin_how_batches_are_assigned_to_ranks() -> None:
             assert batching.by_batches
             assert (batching.num_replicas, batching.replica) == (ranks, rank)
             indices = batching.share(torch.arange(length).numpy(), 0)
-            mine = list(in_batches(indices, batching.batch_sampler))
+            mine = list(batching.in_batches(indices))
             assert mine == list(shard), (length, size, ranks, rank, drop_last)
             assert len(mine) == batching.num_batches_left(length)
 

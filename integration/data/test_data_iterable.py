@@ -215,7 +215,7 @@ ROWS: dict[str, Callable[[], Any]] = {
 FOUND = {
     "ReplaySource": "replayed",
     "StatefulSource": "by its own state",
-    "StatefulMapSource": "by its indices",
+    "MapSource": "by its indices",
 }
 
 

@@ -34,7 +34,7 @@ from resumekit.adapters.transformers._private import (
     method_faults,
 )
 from resumekit.adapters.transformers.arguments import Counts
-from resumekit.data.order import may_draw_lazily
+from resumekit.data.epoch_order import may_draw_lazily
 from resumekit.errors import ConfigurationError, InexactError
 
 

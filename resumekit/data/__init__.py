@@ -23,7 +23,7 @@ from resumekit.data.position import (
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, user_objects
-from resumekit.data.stateful import StatefulMapSource, StatefulSource
+from resumekit.data.stateful import StatefulSource
 
 __all__ = [
     "DEFAULT_NAME",
@@ -40,7 +40,6 @@ __all__ = [
     "ResumableSampler",
     "RunSeed",
     "Source",
-    "StatefulMapSource",
     "StatefulSource",
     "WrappedSource",
     "announce_epoch",

@@ -18,7 +18,6 @@ from resumekit.capture import RngState
 from resumekit.data.discovery import (
     INNER,
     announce_epoch,
-    has_estimated_length,
     is_hugging_face,
     nested_generators,
     rewrap,
@@ -27,7 +26,7 @@ from resumekit.data.discovery import (
     stream_loader,
     unordered_reason,
 )
-from resumekit.data.sampling import FetchRecorder, Playback
+from resumekit.data.rng_recording import FetchRecorder
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stream_objects import MakeUserState, StreamObjects
 from resumekit.data.workers import PersistentWorkers
@@ -109,10 +108,6 @@ class ReplaySource(Source):
             has_workers = self._stream is not None and self._stream.num_workers  # with copies
             self._watched = None if has_workers else self._objects
 
-    @property
-    def num_batches(self) -> int | None:
-        return None if has_estimated_length(self.loader) else super().num_batches
-
     # ---------------------------------------------------------------- how exact it is
 
     @property
@@ -162,28 +157,26 @@ class ReplaySource(Source):
     # ---------------------------------------------------------------- an epoch
 
     def begin(self, epoch: int) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None and pending["epoch"] != epoch:
-            pending = None
+        pending = self._take_pending(epoch)
         if pending is not None and pending["workers"] and self._persistent is not None:
             self._restart_workers(self._persistent, pending["workers"])
-        used = pending["batch"] if pending is not None else 0
+        used = pending if pending is not None and pending["batch"] else None
         if self._objects is not None:
-            self._objects.begin(pending.get("objects") if pending is not None and used else None)
+            self._objects.begin(None if used is None else used.get("objects"))
         announce_epoch(self._iterated, epoch)
-        if pending is not None and used:
-            self._rng.load_state_dict(pending["start"])
+        if used is not None:
+            self._rng.load_state_dict(used["start"])
         self._start = self._rng.state_dict()
         if self._persistent is not None:
             self._persistent.begin(epoch, self._start)
         self._iterator = iter(self._iterated)
-        self.epoch, self.batch = epoch, 0
+        self.batch = 0
         self._at_end = self._ran_ahead = False
         self._contents = BatchDigest()
         if self._fetches is not None:
-            self._fetches.begin()
-        if pending is not None and used:
-            self._replay(pending)
+            self._fetches.begin(None if used is None else used["fetches"])
+        if used is not None:
+            self._replay(used)
 
     def _restart_workers(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
         current = self._rng.state_dict()
@@ -193,10 +186,8 @@ class ReplaySource(Source):
 
     def _replay(self, pending: Mapping[str, Any]) -> None:
         num_batches = pending["batch"]
-        playback = Playback(pending["fetches"] or {})
         progress = ReplayProgress(f"replaying the used batches of {self.name!r}", num_batches)
         for number in range(num_batches):
-            playback.before(number)
             try:
                 self.next_batch()
             except StopIteration:
@@ -219,7 +210,7 @@ class ReplaySource(Source):
         if self._watched is not None:
             self._watched.before_batch()
         if self._fetches is not None:
-            self._fetches.before()
+            self._fetches.before(self.batch)
         try:
             batch = next(self._iterator)
         except StopIteration:

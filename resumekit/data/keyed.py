@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, MapDataPipe, Subset, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
 from resumekit.data.discovery import (
     DATASET_PREFIXES,
@@ -35,8 +33,8 @@ from resumekit.data.keys import (
     yields_each_index_once,
 )
 from resumekit.data.map_style import BatchMark, MapSource
-from resumekit.data.sampling import EpochStart, RecordingSampler
-from resumekit.data.stateful import StatefulMapSource
+from resumekit.data.seeking import EPOCH_START, RecordingSampler
+from resumekit.data.workers import BatchWithNote, ReplacedDataset, RestoringInit
 from resumekit.errors import ConfigurationError
 from resumekit.state import Fidelity
 
@@ -71,7 +69,7 @@ class KeyedSource(MapSource):
         self._copy.__dict__["dataset"] = self._fetch
         self._copy.collate_fn = _identity
         if loader.num_workers:
-            self._copy.worker_init_fn = KeyedInit(loader.worker_init_fn)
+            self._copy.worker_init_fn = RestoringInit(loader.worker_init_fn, {})
         self._order_drawn_again = False
         self._finding = ""  # what a worker found
 
@@ -113,12 +111,8 @@ class KeyedSource(MapSource):
         )
         super().begin(epoch)
 
-    def next_batch(self) -> Any:
-        batch = super().next_batch()
-        if isinstance(batch, BatchWithFinding):
-            self._finding = batch.unkeyed_reason
-            return batch.batch
-        return batch
+    def _take_note(self, note: str) -> None:
+        self._finding = note
 
     def state_at(self, mark: BatchMark) -> dict[str, Any]:
         return {**super().state_at(mark), "num_workers": None, "before": None, "workers": {}}
@@ -137,9 +131,9 @@ class KeyedSource(MapSource):
             if not name.startswith(DATASET_PREFIXES)
         )
 
-    def _epoch_start(self, pending: Mapping[str, Any]) -> EpochStart:
+    def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
         start = super()._epoch_start(pending)
-        self._order_drawn_again = start.at_first is not None
+        self._order_drawn_again = start.get("at_first") is not None
         return start
 
     def _num_padding(self) -> int:
@@ -147,10 +141,6 @@ class KeyedSource(MapSource):
 
     def _attach_worker_states(self, states: Any, num_padding: int) -> None:
         """There is none."""
-
-
-class KeyedStatefulMapSource(KeyedSource, StatefulMapSource):
-    """The same for torchdata's StatefulDataLoader."""
 
 
 def _identity(batch: Any) -> Any:
@@ -211,7 +201,7 @@ class KeyedSampler(RecordingSampler):
         return self._begun
 
     def _begin(self) -> Iterator[Any]:
-        begins_again = self._seek is not None
+        begins_again = self._seek is not EPOCH_START
         once = yields_each_index_once(self._loader)
         self._repeats = None if once else Repeats(known_length(self._loader.dataset) or 0)
         batches = super().__iter__()
@@ -222,24 +212,22 @@ class KeyedSampler(RecordingSampler):
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return batches
 
-    def _indices(
-        self, inner: Iterator[Any], position: tuple[int, Iterator[Any]] | None
-    ) -> Iterator[Any]:
-        for indices in super()._indices(inner, position):
+    def _indices(self, inner: Iterator[Any], rest: Iterator[Any] | None) -> Iterator[Any]:
+        for indices in super()._indices(inner, rest):
             given = indices if self._collates else [indices]
             repeats = {} if self._repeats is None else self._repeats.count(given)
             yield KeyedBatch(given, self._epoch, repeats)
 
-    def _seek_position(self, inner: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+    def _seek_position(self, inner: Iterator[Any]) -> Iterator[Any]:
         order = self.order
         if self._repeats is not None:
             self.order = CountingDigest(order, self._repeats)
-        position = super()._seek_position(inner)
+        rest = super()._seek_position(inner)
         self.order = order
-        return position
+        return rest
 
 
-class KeyedFetch:
+class KeyedFetch(ReplacedDataset):
     """Replaces the dataset in a loader: gets and collates a batch with RNGs seeded from its keys.
 
     Nothing is drawn that outlasts the batch: the generators of this process are restored.
@@ -251,7 +239,7 @@ class KeyedFetch:
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.collate = collate
         self.collates = collates
         self.keys: Keys | None = None
@@ -259,13 +247,7 @@ class KeyedFetch:
         self._whole_batches = _gives_whole_batches(dataset)
         self._has_looked = False
 
-    def __getitems__(self, batch: KeyedBatch) -> Any:
-        return self._fetch(batch)
-
     def __getitem__(self, batch: KeyedBatch) -> Any:
-        return self._fetch(batch)
-
-    def _fetch(self, batch: KeyedBatch) -> Any:
         in_worker = get_worker_info() is not None
         if in_worker:
             self._announce_epoch(batch.epoch)
@@ -275,7 +257,9 @@ class KeyedFetch:
             self._enter(Purpose.COLLATE, batch.epoch, b"".join(contents))
             made = self.collate(samples)
         found = self._find_unkeyed() if in_worker else ""
-        return BatchWithFinding(made, found) if found else made
+        return BatchWithNote(made, found) if found else made
+
+    __getitems__ = __getitem__
 
     def _samples(self, batch: KeyedBatch, contents: list[bytes]) -> Any:
         if self.collates and self._whole_batches:
@@ -329,34 +313,3 @@ def unkeyed_reason(generators: Mapping[str, Any]) -> str:
         f"no key reaches {', '.join(generators)}; draw from random, numpy.random or torch's "
         "default generator instead"
     )
-
-
-@dataclass
-class BatchWithFinding:
-    """A batch, with what its worker found that keys do not reach."""
-
-    batch: Any
-    unkeyed_reason: str
-
-    def pin_memory(self, device: str | None = None) -> BatchWithFinding:
-        """The same with its tensors in pinned memory; called by the loader's pinning thread."""
-        return BatchWithFinding(_pin(self.batch, device), self.unkeyed_reason)  # type: ignore[no-untyped-call]
-
-
-class KeyedInit:
-    """The user's ``worker_init_fn``, which finds the user's dataset where it looks for it.
-
-    Args:
-        init: of the user, or None.
-    """
-
-    def __init__(self, init: Callable[[int], Any] | None) -> None:
-        self.init = init
-
-    def __call__(self, worker_id: int) -> None:
-        # torch 2.13 utils/data/_utils/worker.py WorkerInfo: frozen, and made by _worker_loop from
-        # the loader's dataset, which is our KeyedFetch.
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.init is not None:
-            self.init(worker_id)

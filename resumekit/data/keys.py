@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import require_fields
-from resumekit.data.order import OrderDigest
+from resumekit.data.epoch_order import OrderDigest
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.errors import DriftError, UnsupportedValueError
 from resumekit.state import ComponentState

@@ -10,7 +10,7 @@ import torch
 
 from resumekit.capture import RngState, require_fields
 from resumekit.data.discovery import DATASET_PREFIXES, initial_seed
-from resumekit.data.order import (
+from resumekit.data.epoch_order import (
     DRAWN,
     IN_ORDER,
     KEYED,

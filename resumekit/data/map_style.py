@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,10 @@ from resumekit.data.discovery import (
     announce_epoch,
     known_length,
     private_generators,
+    shallow_copy,
     unordered_reason,
 )
+from resumekit.data.epoch_order import Batching, order_name
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     followed_changes,
@@ -25,17 +26,15 @@ from resumekit.data.loader_changes import (
     sampler_setting,
     unwrapped_position,
 )
-from resumekit.data.order import Batching, order_name
-from resumekit.data.resharding import find_seeker, fit_position
-from resumekit.data.sampling import EpochStart, RecordingSampler, Seek
+from resumekit.data.resharding import fit_position
+from resumekit.data.seeking import RecordingSampler, Seek, find_seeker
 from resumekit.data.source import Source
 from resumekit.data.workers import (
-    BatchWithState,
+    BatchWithNote,
     Padding,
     PaddingIndices,
     RecordingCollate,
     RestoringInit,
-    WorkerRandomState,
     padded,
 )
 from resumekit.state import Fidelity
@@ -65,7 +64,7 @@ class BatchMark:
     samples: int
     digest: str | None
     generators: dict[str, Any]
-    workers: dict[int, WorkerRandomState]
+    workers: dict[int, dict[str, bytes]]
     draws: dict[str, Any]
 
 
@@ -93,12 +92,11 @@ class MapSource(Source):
         self._framework_changed = False  # the current epoch was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
-        self._workers: dict[int, WorkerRandomState] = {}
-        self._copy = copy.copy(loader)
+        self._workers: dict[int, dict[str, bytes]] = {}
+        self._copy = shallow_copy(loader)
         # torch refuses to set these two after construction, because a live iterator would not
         # notice; the copy has none yet.
         self._copy.__dict__["batch_sampler" if self._collates else "sampler"] = self._sampler
-        self._copy.__dict__["_iterator"] = None
 
     def _new_sampler(self, *recording: Any) -> RecordingSampler:
         return RecordingSampler(*recording)
@@ -131,12 +129,15 @@ class MapSource(Source):
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self.loader, epoch)
-        pending, self._pending = self._pending, None
-        if pending is not None and pending["epoch"] == epoch:
-            self._continue_epoch(pending)
-        else:
+        if not self.loader.persistent_workers:
+            # torchdata 0.11 stateful_dataloader.py keeps every iterator, not only that of
+            # persistent workers.
+            self._copy.__dict__["_iterator"] = None
+        pending = self._take_pending(epoch)
+        if pending is None:
             self._begin_fresh()
-        self.epoch = epoch
+        else:
+            self._continue_epoch(pending)
 
     def _begin_fresh(self) -> None:
         # torch 2.13 utils/data/dataloader.py DataLoader keeps that of persistent workers here.
@@ -144,37 +145,38 @@ class MapSource(Source):
             self._before = self._rng.state_dict()
             self._workers = {}
             self._attach_worker_states({}, num_padding=0)
-        self.batch = self._samples = self._since = 0
+        self._samples = self._since = 0
         self._inherited, self.epoch_length = {}, None
         self._iterator = iter(self._copy)
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
-        self.batch = pending["batch"]
         self._before = pending["before"]
-        self._workers = {
-            int(worker): WorkerRandomState(**state) for worker, state in pending["workers"].items()
-        }
-        seeker = None
+        self._workers = {int(each): state["states"] for each, state in pending["workers"].items()}
+        eager = self.loader.num_workers == 0
         if self.batch:
-            seeker = find_seeker(pending, self._batching, self._order_name, where=self.name)
             self._samples = pending["samples"]
-            start, num_padding = self._epoch_start(pending), self._num_padding()
+            seek = Seek(
+                **self._epoch_start(pending),
+                seeker=find_seeker(pending, self._batching, self._order_name, where=self.name),
+                num_padding=self._num_padding(),
+                eager=eager,
+                num_batches=self.batch,
+                draws=pending["draws"],
+            )
         elif self._workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
             # that the interrupted run's did not draw here.
-            start, num_padding = EpochStart(at_iter=self._rng.state_dict()), 0
+            seek = Seek(at_iter=self._rng.state_dict(), eager=eager)
         else:
             self._begin_fresh()
             return
-        eager = self.loader.num_workers == 0
-        draws = pending["draws"] if self.batch else {}
-        self._sampler.seek(Seek(start, seeker, num_padding, eager, self.batch, draws))
-        self._attach_worker_states(self._workers, num_padding)
+        self._sampler.seek(seek)
+        self._attach_worker_states(self._workers, seek.num_padding)
         if self._before is not None:
             self._rng.load_state_dict(self._before)
         self._iterator = iter(self._copy)
-        self._discard_padding(num_padding)
+        self._discard_padding(seek.num_padding)
         self._attach_worker_states({}, num_padding=0)
         if "ahead" in pending:
             # What fetches ahead has seen the end of the epoch before it delivered the last batch.
@@ -184,13 +186,13 @@ class MapSource(Source):
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return unwrapped_position(state, self.kind, where=self.name)
 
-    def _epoch_start(self, pending: Mapping[str, Any]) -> EpochStart:
-        """What the loader's own sampler is to draw the current epoch from."""
+    def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
+        """What the loader's own sampler is to draw the current epoch from, see ``Seek``."""
         if is_reshared(pending):
             self._since = pending["samples"]
             self._inherited = {key: pending[key] for key in ("order_name", "start")}
-            return EpochStart()
-        return EpochStart(**(pending["start"] or {}))
+            return {}
+        return pending["start"] or {}
 
     def _discard_padding(self, num_padding: int) -> None:
         # Each padding that is taken out lets the loader ask the sampler for one more batch: after
@@ -214,7 +216,9 @@ class MapSource(Source):
         # MapDataPipe their shards, where it sees one.
         return self._collates or not isinstance(self.loader.dataset, MapDataPipe)
 
-    def _attach_worker_states(self, states: dict[int, WorkerRandomState], num_padding: int) -> None:
+    def _attach_worker_states(
+        self, states: Mapping[int, Mapping[str, bytes]], num_padding: int
+    ) -> None:
         """Gives the workers that start next their recorded states."""
         if self.loader.num_workers:
             self._copy.collate_fn = RecordingCollate(self.loader.collate_fn, num_padding)
@@ -233,10 +237,15 @@ class MapSource(Source):
         self.num_samples = len(self.indices) if self._collates else 1
         self._samples += self.num_samples * self._batching.num_replicas
         self.batch += 1
-        if isinstance(batch, BatchWithState):
-            self._workers[batch.worker] = batch.state
+        if isinstance(batch, BatchWithNote):
+            self._take_note(batch.note)
             return batch.batch
         return batch
+
+    def _take_note(self, note: Any) -> None:
+        """Keeps what a worker reports with a batch."""
+        worker, states = note
+        self._workers[worker] = states
 
     def end_epoch(self) -> None:
         self._finish_prefetched()
@@ -253,8 +262,8 @@ class MapSource(Source):
             return
         self._sampler.stop()
         for batch in self._iterator:
-            if isinstance(batch, BatchWithState):
-                self._workers[batch.worker] = batch.state
+            if isinstance(batch, BatchWithNote):
+                self._take_note(batch.note)
 
     def _current_state(self) -> dict[str, Any]:
         return self.state_at(self.mark())
@@ -286,7 +295,7 @@ class MapSource(Source):
             "sampler": sampler_setting(self._order_name()),
             "num_workers": self.loader.num_workers,
             "before": self._before if keep_workers else None,
-            "workers": {worker: vars(random) for worker, random in workers.items()},
+            "workers": {worker: {"states": states} for worker, states in workers.items()},
         }
 
     def _epoch_state(self, mark: BatchMark) -> dict[str, Any]:
@@ -294,7 +303,7 @@ class MapSource(Source):
         sampler, batching = self._sampler, self._batching
         return {
             "order_name": sampler.order_name,
-            "start": None if batching.has_random_access else sampler.start.as_dict(),
+            "start": None if batching.has_random_access else dict(sampler.start),
             **self._inherited,
             "draws": mark.draws,
             "used": {

@@ -17,7 +17,7 @@ from resumekit.data.discovery import (
     without_history,
 )
 from resumekit.data.iterable import ReplaySource
-from resumekit.data.keyed import KeyedSource, KeyedStatefulMapSource
+from resumekit.data.keyed import KeyedSource
 from resumekit.data.keys import RunSeed
 from resumekit.data.loader_changes import require_position
 from resumekit.data.map_style import MapSource
@@ -25,7 +25,7 @@ from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
-from resumekit.data.stateful import StatefulMapSource, StatefulSource, restores_itself
+from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.state import ComponentState, Fidelity, Slot
@@ -285,8 +285,6 @@ def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSo
     """What follows a loader by its indices; None where there are none to see."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    if is_stateful_data_loader(loader):
-        return StatefulMapSource if seed is None else partial(KeyedStatefulMapSource, seed=seed)
-    if hasattr(loader, "state_dict"):
+    if hasattr(loader, "state_dict") and not is_stateful_data_loader(loader):
         return None
     return MapSource if seed is None else partial(KeyedSource, seed=seed)

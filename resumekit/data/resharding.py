@@ -7,34 +7,20 @@ batches of any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
-
 from resumekit.capture import states_of_new_rank
+from resumekit.data.epoch_order import NAMED, Batching
 from resumekit.data.loader_changes import (
     RANKS,
     free_geometry,
     inherited_order_message,
     inherits_order,
     is_reshared,
-    sampler_setting,
 )
-from resumekit.data.order import (
-    DRAWN,
-    NAMED,
-    Batching,
-    Jump,
-    OrderDigest,
-    Seeker,
-    SkipBatches,
-    SkipSamples,
-    redraw_order,
-    require_order,
-    require_same_name,
-)
+from resumekit.data.seeking import used_here
 from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
 
@@ -283,77 +269,13 @@ def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
         return None
     if is_reshared(state):
         length = state["order_name"]["length"]
-        left = batching.num_batches_left(max(length - state["samples"], 0))
+        left = batching.num_batches(batching.num_mine(max(length - state["samples"], 0)))
     else:
         whole = batching.samples_per_rank
         if whole is None:
             return None
         left = batching.num_batches(max(whole - used_here(state), 0))
     return int(state["batch"]) + left
-
-
-def used_here(state: Mapping[str, Any]) -> int:
-    """The samples that one rank used in the current epoch."""
-    return int(state["samples"]) // int(state["geometry"]["num_replicas"])
-
-
-# ---------------------------------------------------------------- seeking
-
-
-def find_seeker(
-    state: Mapping[str, Any],
-    batching: Batching,
-    live_name: Callable[[], Mapping[str, Any]],
-    *,
-    where: str,
-) -> Seeker:
-    """How the sampler reaches a position.
-
-    Args:
-        state: the position, in this loader's geometry.
-        batching: how the loader divides its order.
-        live_name: returns the name of the order that its sampler is about to give.
-        where: the loader's name.
-    """
-    digest = state["used"]["digest"]
-    is_turn = batching.by_batches and not is_reshared(state)
-    if batching.sampler is None or state["draws"] or is_turn:
-        return SkipBatches(where, state["batch"], digest)
-    if is_reshared(state) or batching.has_random_access:
-        return Jump(
-            lambda: _rest_of_epoch(state, batching, live_name(), where=where),
-            batching.batch_sampler,
-        )
-    then, now = state["order_name"], live_name()
-    is_known = {then["kind"], now["kind"]} <= NAMED
-    if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
-        require_same_name(then, now, where)
-    return SkipSamples(where, used_here(state), digest, batching.batch_sampler)
-
-
-def _rest_of_epoch(
-    state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], *, where: str
-) -> Iterator[int]:
-    """This rank's indices of the rest of the current epoch."""
-    name, position, used = state["order_name"], state["samples"], state["used"]
-    is_same_kind = name["kind"] == live_name["kind"]
-    if not is_reshared(state) or (is_same_kind and name["kind"] != DRAWN):
-        require_same_name(name, live_name, where)
-    if is_same_kind and batching.has_random_access:
-        return batching.sampler.iterate_from(position)  # type: ignore[no-any-return]
-    order = redraw_order(name, state["start"])
-    if used["digest"] is not None:
-        digest = OrderDigest()
-        digest.add(order[_used_positions(used, position)])
-        require_order(where, digest, used["digest"], f"{position} samples")
-    return batching.share(order, position)
-
-
-def _used_positions(used: Mapping[str, Any], position: int) -> Any:
-    """The positions in the order that one rank used."""
-    positions = np.arange(used["since"], position)
-    rounds = (positions - used["since"]) // used["in_a_row"]
-    return positions[rounds % used["num_replicas"] == used["replica"]]
 
 
 # ---------------------------------------------------------------- ranks

@@ -59,7 +59,8 @@ class ResumableSampler(Sampler[int]):
 
     def iterate_from(self, position: int) -> Iterator[int]:
         """The epoch's indices from a position on."""
-        return share(draw(self.order_name()), position=position)
+        order = draw(self.order_name())
+        return share(order, len(order) - position, position=position)
 
     def order_name(self) -> dict[str, Any]:
         """What names the epoch's order, in plain values."""
@@ -114,13 +115,9 @@ class DistributedResumableSampler(DistributedSampler[int]):
 
     def iterate_from(self, position: int) -> Iterator[int]:
         """This rank's indices from where all ranks together have used ``position`` samples."""
-        return share(
-            draw(self.order_name()),
-            position=position,
-            num_replicas=self.num_replicas,
-            replica=self.rank,
-            drop_last=self.drop_last,
-        )
+        order, turn = draw(self.order_name()), {"num_replicas": self.num_replicas}
+        num_mine = shard_length(len(order) - position, drop_last=self.drop_last, **turn)
+        return share(order, num_mine, position=position, replica=self.rank, **turn)
 
     def order_name(self) -> dict[str, Any]:
         """What names the epoch's order, in plain values: the same on every rank."""
@@ -289,59 +286,29 @@ def shard_length(num_left: int, *, num_replicas: int, drop_last: bool) -> int:
 
 def share(
     order: EpochOrder,
+    num_mine: int,
     *,
     position: int = 0,
     num_replicas: int = 1,
     replica: int = 0,
-    drop_last: bool = False,
+    in_a_row: int = 1,
 ) -> Iterator[int]:
     """One rank's part of what is left of an epoch, by the rule of torch's DistributedSampler.
 
-    The ranks take turns. If what is left cannot be divided, the ranks that come short take samples
-    from the head of the epoch's order, or with ``drop_last`` the tail is left out.
+    The ranks take turns; with Accelerate's BatchSamplerShard, over whole batches. What is missing
+    to the last round comes from the head of the epoch's order.
 
     Args:
         order: the order of the whole epoch.
+        num_mine: the samples of this rank.
         position: the samples that all ranks together used before.
         num_replicas: the ranks that share it.
         replica: which of them this is.
-        drop_last: leave out the tail.
+        in_a_row: the samples that a rank takes at its turn.
     """
     length = len(order)
-    num_mine = shard_length(
-        max(length - position, 0), num_replicas=num_replicas, drop_last=drop_last
-    )
     for first in range(0, num_mine, CHUNK):
-        rounds = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
-        positions = position + replica + rounds * num_replicas
-        positions[positions >= length] %= length
-        yield from order[positions].tolist()
-
-
-def shard_by_batches(
-    order: EpochOrder,
-    *,
-    position: int,
-    batch_size: int,
-    num_batches: int,
-    num_replicas: int,
-    replica: int,
-) -> Iterator[int]:
-    """One rank's part of what is left of an epoch, where the ranks take turns over whole batches.
-
-    What is missing to the last full batches comes from the head of the epoch's order, by the rule
-    of Accelerate's BatchSamplerShard.
-
-    Args:
-        order: the order of the whole epoch.
-        position: the samples that all ranks together used before.
-        batch_size: the samples of a batch of one rank.
-        num_batches: how many this rank has left.
-        num_replicas: the ranks that share it.
-        replica: which of them this is.
-    """
-    length = len(order)
-    for number in range(num_batches):
-        first = position + (number * num_replicas + replica) * batch_size
-        positions = np.arange(first, first + batch_size, dtype=np.int64)
+        numbers = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
+        rounds, offsets = np.divmod(numbers, in_a_row)
+        positions = position + (rounds * num_replicas + replica) * in_a_row + offsets
         yield from order[positions % length].tolist()

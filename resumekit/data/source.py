@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from resumekit.capture import Holder, RngState, generator_state, set_generator_state
 from resumekit.capture.user_state import attributes_set_in, is_user_object
-from resumekit.data.discovery import known_length, loader_generators
+from resumekit.data.discovery import has_estimated_length, known_length, loader_generators
 from resumekit.data.loader_changes import refuse_kind, unused_seeds
 from resumekit.data.resharding import fit_at_epoch_start
 from resumekit.data.stream_objects import MakeUserState
@@ -69,6 +69,15 @@ class Source(ABC):
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it at the checkpoint's position."""
 
+    def _take_pending(self, epoch: int) -> dict[str, Any] | None:
+        """Moves to the epoch; returns the saved position that waited for it."""
+        pending, self._pending = self._pending, None
+        self.epoch, self.batch = epoch, 0
+        if pending is None or pending["epoch"] != epoch:
+            return None
+        self.batch = pending["batch"]
+        return pending
+
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""
 
@@ -94,7 +103,8 @@ class Source(ABC):
     @property
     def num_batches(self) -> int | None:
         """The batches of one epoch on this rank, or None where the loader does not say."""
-        return None if self._is_endless else known_length(self.loader)
+        unknown = self._is_endless or has_estimated_length(self.loader)
+        return None if unknown else known_length(self.loader)
 
     @property
     def epoch_batches(self) -> int | None:

@@ -11,40 +11,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from resumekit.data.discovery import (
     INNER,
     announce_epoch,
-    has_estimated_length,
     has_own_state,
     is_hugging_face,
     is_stateful_data_loader,
-    reset_iteration,
     shallow_copy,
 )
 from resumekit.data.iterable import first_dimension
-from resumekit.data.map_style import MapSource
 from resumekit.data.source import Source
 from resumekit.state import Fidelity
-
-
-class StatefulMapSource(MapSource):
-    """A StatefulDataLoader over a map-style dataset, sought in by its index sampler.
-
-    torchdata's own state is not used: it holds no random numbers of workers.
-    """
-
-    def __init__(self, loader: DataLoader[Any], name: str) -> None:
-        super().__init__(loader, name)
-        reset_iteration(self._copy)
-
-    def begin(self, epoch: int) -> None:
-        if not self.loader.persistent_workers:
-            # torchdata 0.11 stateful_dataloader.py keeps every iterator, not only that of
-            # persistent workers.
-            self._copy.__dict__["_iterator"] = None
-        super().begin(epoch)
 
 
 class StatefulSource(Source):
@@ -64,10 +43,6 @@ class StatefulSource(Source):
         self._ever_begun = False
 
     @property
-    def num_batches(self) -> int | None:
-        return None if has_estimated_length(self.loader) else super().num_batches
-
-    @property
     def fidelity(self) -> tuple[Fidelity, str]:
         workers = getattr(self.loader, "num_workers", 0)
         if workers:
@@ -82,12 +57,9 @@ class StatefulSource(Source):
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self._iterated, epoch)
-        pending, self._pending = self._pending, None
-        self.epoch, self.batch = epoch, 0
-        if pending is not None and pending["epoch"] == epoch:
-            self.batch = pending["batch"]
-            if pending["loader"] is not None:
-                self._load(pending["loader"])
+        pending = self._take_pending(epoch)
+        if pending is not None and pending["loader"] is not None:
+            self._load(pending["loader"])
         self._iterator = iter(self._iterated)
         self._ever_begun = True
 

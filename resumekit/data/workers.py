@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,8 @@ import xxhash
 from torch.utils.data import DataLoader, MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
-from resumekit.capture import PYTHON_WORDS, NumpyState, PythonState
 from resumekit.data.discovery import announce_epoch
+from resumekit.data.rng_recording import StateReader, read_states, write_states
 from resumekit.errors import DataPositionError
 
 
@@ -24,92 +23,16 @@ class PaddingIndices(list[int]):
     """An empty index batch that only advances the workers' turn."""
 
 
-# random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.
-_PYTHON = struct.Struct("<2500s?d")
-_PYTHON_VERSION = 3
-# The twister's key, then its position, and half of a pair of normal numbers, if there is one.
-_NUMPY = struct.Struct("<2496sqqd")
-_TWISTER = "MT19937"
-_CUDA = "cuda:"
-
-
-class StateReader:
-    """Reads the state of each global generator of this process; draws nothing."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = PythonState(), NumpyState()
-
-    def read(self, *, devices: bool = True) -> dict[str, bytes]:
-        """The states, by name.
-
-        Args:
-            devices: whether the CUDA devices' are among them, once CUDA is in use.
-        """
-        python, numpy = self._python.read(), self._numpy.read()
-        half = python["gauss_next"]
-        states = {"python": _PYTHON.pack(python["words"], half is not None, half or 0.0)}
-        if numpy["bit_generator"] == _TWISTER:  # a user may have replaced it
-            states["numpy"] = _pack_numpy(numpy)
-        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
-        if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
-            for index, generator in enumerate(torch.cuda.default_generators):
-                states[f"{_CUDA}{index}"] = generator.get_state().numpy().tobytes()
-        return states
-
-
-def read_states(*, devices: bool = True) -> dict[str, bytes]:
-    """The same, once."""
-    return StateReader().read(devices=devices)
-
-
-def write_states(states: Mapping[str, bytes]) -> None:
-    """Sets the generators that are named; leaves the others as they are."""
-    for name, state in states.items():
-        if name == "python":
-            words, has_half, half = _PYTHON.unpack(state)
-            half = half if has_half else None
-            random.setstate((_PYTHON_VERSION, PYTHON_WORDS.unpack(words), half))
-        elif name == "numpy":
-            key, *rest = _NUMPY.unpack(state)
-            np.random.set_state((_TWISTER, np.frombuffer(key, dtype=np.uint32).copy(), *rest))
-        elif name == "torch":
-            torch.default_generator.set_state(_tensor(state))
-        else:
-            torch.cuda.set_rng_state(_tensor(state), int(name.removeprefix(_CUDA)))
-
-
-def _pack_numpy(state: Mapping[str, Any]) -> bytes:
-    inner = state["state"]
-    return _NUMPY.pack(inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"])
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class WorkerRandomState:
-    """The global generators of one worker process, as bytes: number by number they ship slowly."""
-
-    states: dict[str, bytes]
-
-    def restore(self) -> None:
-        """Sets this process's generators to the state."""
-        write_states(self.states)
-
-
 @dataclass
-class BatchWithState:
-    """A batch with the id and the RNG state of the worker that made it."""
+class BatchWithNote:
+    """A batch with what the worker that made it has to report."""
 
     batch: Any
-    worker: int
-    state: WorkerRandomState
+    note: Any
 
-    def pin_memory(self, device: str | None = None) -> BatchWithState:
+    def pin_memory(self, device: str | None = None) -> BatchWithNote:
         """The same with its tensors in pinned memory; called by the loader's pinning thread."""
-        pinned = _pin(self.batch, device)  # type: ignore[no-untyped-call]
-        return BatchWithState(pinned, self.worker, self.state)
+        return BatchWithNote(_pin(self.batch, device), self.note)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -117,8 +40,8 @@ class Padding:
     """The result of an empty index batch; it is dropped."""
 
 
-class PaddedDataset:
-    """Stands for a dataset in workers that start with padding, and passes over that.
+class ReplacedDataset:
+    """Stands for a dataset in workers.
 
     Args:
         dataset: of the user.
@@ -126,6 +49,10 @@ class PaddedDataset:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+
+
+class PaddedDataset(ReplacedDataset):
+    """For workers that start with padding: passes over that."""
 
     def __getitem__(self, index: Any) -> Any:
         return None if isinstance(index, PaddingIndices) else self.dataset[index]
@@ -156,7 +83,7 @@ def padded(dataset: Any, *, collates: bool) -> Any:
 
 
 class RecordingCollate:
-    """The user's collate function, with the worker's RNG state next to its result.
+    """The user's collate function, with the worker's id and RNG state next to its result.
 
     Args:
         collate: of the user.
@@ -179,11 +106,13 @@ class RecordingCollate:
             self._padding_seen = True
             return Padding()
         batch = self.collate(samples)
-        return BatchWithState(batch, info.id, WorkerRandomState(self._reader.read(devices=False)))
+        return BatchWithNote(batch, (info.id, self._reader.read(devices=False)))
 
 
 class RestoringInit:
-    """The user's ``worker_init_fn``, after which a worker continues from its recorded state.
+    """The user's ``worker_init_fn``, which finds the user's dataset where it looks for it.
+
+    A worker then continues from its recorded state.
 
     Args:
         init: of the user, or None.
@@ -191,22 +120,20 @@ class RestoringInit:
     """
 
     def __init__(
-        self, init: Callable[[int], Any] | None, states: dict[int, WorkerRandomState]
+        self, init: Callable[[int], Any] | None, states: Mapping[int, Mapping[str, bytes]]
     ) -> None:
         self.init = init
         self.states = states
 
     def __call__(self, worker_id: int) -> None:
         # torch 2.13 utils/data/_utils/worker.py WorkerInfo: frozen, and made by _worker_loop from
-        # the loader's dataset, where user code looks for its own.
+        # the loader's dataset.
         info: Any = get_worker_info()
-        if isinstance(info.dataset, PaddedDataset):
+        if isinstance(info.dataset, ReplacedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.init is not None:
             self.init(worker_id)
-        state = self.states.get(worker_id)
-        if state is not None:
-            state.restore()
+        write_states(self.states.get(worker_id, {}))
 
 
 _HEADER = struct.Struct("<qQ")  # how often the worker has begun an epoch; the digest of the rest

@@ -397,7 +397,7 @@ def test_random_states_are_kept_only_where_they_are_drawn_from_as_the_epoch_goes
 
 
 def test_an_epoch_too_long_to_keep_its_states_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resumekit.data.sampling.MAX_BYTES", 10_000)
+    monkeypatch.setattr("resumekit.data.rng_recording.MAX_BYTES", 10_000)
     seed_everything(1)
     loop = Loop(DataLoader(Noisy(), BATCH_SIZE, sampler=AsItGoes()))
     loop.begin()

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
-from resumekit.data import ReplaySource, open_source, sampling
+from resumekit.data import ReplaySource, open_source
 from resumekit.data.iterable import BatchDigest
-from resumekit.data.workers import read_states, write_states
+from resumekit.data.rng_recording import FetchRecorder, read_states, write_states
 from resumekit.errors import DataPositionError, InexactError
 from resumekit.log import show_messages
 from resumekit.state import Fidelity
@@ -471,17 +471,18 @@ def test_a_tape_of_fetches_plays_any_of_them_again(
     steps: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]],
 ) -> None:
     seed_everything(3)
-    tape, start = sampling.FetchRecorder(), read_states()
+    tape, start = FetchRecorder(), read_states()
     tape.begin()
     fetched = []
     for number, (by_training, by_loader) in enumerate(steps):
         for name, times in by_training:
             draw(name, times)
-        tape.before()
+        tape.before(number)
         fetched.append([draw(name, times) for name, times in by_loader])
         tape.after(number)
     write_states(start)
-    playback = sampling.Playback(tape.state_dict())
+    playback = FetchRecorder()
+    playback.begin(tape.state_dict())
     again = []
     for number, (_, by_loader) in enumerate(steps):
         playback.before(number)
@@ -586,7 +587,7 @@ def test_states_are_kept_only_for_generators_that_the_training_draws_from_as_wel
 def test_an_epoch_too_long_to_keep_all_states_of_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampling, "MAX_BYTES", 20_000)
+    monkeypatch.setattr("resumekit.data.rng_recording.MAX_BYTES", 20_000)
     source = open_source(make_loader("drawing"), "train")
     source.begin(0)
     for _ in range(3):

@@ -20,7 +20,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
-from resumekit.data.samplers import LONGEST, InOrder, Permutation, shard_by_batches
+from resumekit.data.samplers import LONGEST, InOrder, Permutation, share
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000
@@ -319,11 +319,11 @@ def test_ranks_that_alternate_over_batches_use_up_what_is_left(
     per_rank = -(-math.ceil((length - position) / size) // ranks)
     alternating = [
         list(
-            shard_by_batches(
+            share(
                 InOrder(length),
+                per_rank * size,
                 position=position,
-                batch_size=size,
-                num_batches=per_rank,
+                in_a_row=size,
                 num_replicas=ranks,
                 replica=rank,
             )

@@ -1,13 +1,13 @@
-"""The order of an epoch: its name, redrawing it, sharding it among ranks, and seeking in it."""
+"""The order of an epoch: how a loader divides it, its name, its digest, and redrawing it."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from resumekit.data.samplers import (
     EpochOrder,
     RandomAccess,
     draw,
-    shard_by_batches,
     shard_length,
     share,
 )
@@ -109,31 +108,36 @@ class Batching:
             return num_samples // self.batch_size
         return -(-num_samples // self.batch_size)
 
-    def num_batches_left(self, num_left: int) -> int:
-        """The batches of each rank when this many samples are sharded."""
-        if self.by_batches:
-            whole = self.num_batches(num_left)
-            drop_last = self.batch_sampler is not None and self.batch_sampler.drop_last
-            return shard_length(whole, num_replicas=self.num_replicas, drop_last=drop_last)
-        num_mine = shard_length(num_left, num_replicas=self.num_replicas, drop_last=self._drop_last)
-        return self.num_batches(num_mine)
+    @property
+    def in_a_row(self) -> int:
+        """The samples that a rank takes before it is the next one's turn."""
+        return self.batch_size if self.by_batches else 1
+
+    def num_mine(self, num_left: int) -> int:
+        """The samples of each rank when this many are sharded."""
+        divides: Any = self.batch_sampler if self.by_batches else self.sampler
+        return self.in_a_row * shard_length(
+            self.num_batches(num_left) if self.by_batches else num_left,
+            num_replicas=self.num_replicas,
+            drop_last=getattr(divides, "drop_last", False),
+        )
 
     def share(self, order: EpochOrder, position: int) -> Iterator[int]:
         """This rank's part of what is left of an order."""
-        turn = {"num_replicas": self.num_replicas, "replica": self.replica}
-        if self.by_batches:
-            return shard_by_batches(
-                order,
-                position=position,
-                batch_size=self.batch_size,
-                num_batches=self.num_batches_left(max(len(order) - position, 0)),
-                **turn,
-            )
-        return share(order, position=position, drop_last=self._drop_last, **turn)
+        return share(
+            order,
+            self.num_mine(max(len(order) - position, 0)),
+            position=position,
+            num_replicas=self.num_replicas,
+            replica=self.replica,
+            in_a_row=self.in_a_row,
+        )
 
-    @property
-    def _drop_last(self) -> bool:
-        return self.num_replicas > 1 and bool(getattr(self.sampler, "drop_last", False))
+    def in_batches(self, indices: Iterator[int]) -> Iterator[Any]:
+        """The indices in batches as the loader makes them, or one by one if it does not."""
+        if self.batch_sampler is None:
+            return indices
+        return iter(BatchSampler(indices, self.batch_size, self.batch_sampler.drop_last))
 
 
 def _replicas(sampler: Any) -> tuple[int, int]:
@@ -287,123 +291,3 @@ def _one_index_bytes(index: Any) -> bytes:
         return array("q", [index]).tobytes()
     except (TypeError, OverflowError):
         return repr(index).encode() + b"\n"
-
-
-# The indices that are passed over at once.
-_CHUNK = 1 << 16
-
-
-class Seeker(Protocol):
-    """How an epoch is begun at a position: ``rest`` gives the batches from there on."""
-
-    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
-        """The batches that are left.
-
-        Args:
-            drawn: the user's sampler, at the start of the epoch.
-            order: takes in what is passed over.
-
-        Raises:
-            DataPositionError: the position is not in the epoch that the sampler gives.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class SkipBatches:
-    """Draws batches until the position is reached, which any sampler can do.
-
-    Args:
-        where: the loader's name, for errors.
-        num_batches: the batches that were used.
-        digest: of their indices.
-    """
-
-    where: str
-    num_batches: int
-    digest: str | None
-
-    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
-        for number in range(self.num_batches):
-            try:
-                order.add(next(drawn))
-            except StopIteration:
-                raise _too_short(self.where, number, self.num_batches, "batches") from None
-        require_order(self.where, order, self.digest, f"{self.num_batches} batches")
-        return drawn
-
-
-@dataclass(frozen=True)
-class SkipSamples:
-    """Draws single indices until the position is reached: fast, and whatever the batch size was.
-
-    Args:
-        where: the loader's name, for errors.
-        num_samples: the samples that this rank used.
-        digest: of their indices.
-        batching: the loader's batch sampler; None for a loader that does not collate.
-    """
-
-    where: str
-    num_samples: int
-    digest: str | None
-    batching: BatchSampler | None
-
-    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
-        indices = drawn if self.batching is None else iter(self.batching.sampler)
-        left = self.num_samples
-        while left:
-            passed = list(islice(indices, min(left, _CHUNK)))
-            if not passed:
-                used = self.num_samples
-                raise _too_short(self.where, used - left, used, "samples")
-            order.add(passed)
-            left -= len(passed)
-        require_order(self.where, order, self.digest, f"{self.num_samples} samples")
-        if self.batching is not None and self.num_samples % self.batching.batch_size:
-            # The last batch was short: the interrupted run has seen the end, where some draw.
-            indices = chain([*islice(indices, 1)], indices)
-        return in_batches(indices, self.batching)
-
-
-@dataclass(frozen=True)
-class Jump:
-    """Goes to the position at once.
-
-    Args:
-        indices: gives this rank's indices from there on.
-        batching: the loader's batch sampler; None for a loader that does not collate.
-    """
-
-    indices: Callable[[], Iterator[int]]
-    batching: BatchSampler | None
-
-    def rest(self, drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
-        return in_batches(self.indices(), self.batching)
-
-
-def in_batches(indices: Iterator[int], batching: BatchSampler | None) -> Iterator[Any]:
-    """The indices in batches as this batch sampler makes them, or one by one without it."""
-    if batching is None:
-        return indices
-    return iter(BatchSampler(indices, batching.batch_size, batching.drop_last))
-
-
-def require_order(where: str, order: OrderDigest, digest: str | None, what: str) -> None:
-    """Raises DataPositionError unless what was passed over is what the interrupted run used."""
-    if digest is not None and order.hexdigest() != digest:
-        raise DataPositionError(
-            where,
-            found=f"the sampler gives another order for the first {what}",
-            expected="the order of the interrupted run",
-            remedy="Draw the whole order when the epoch begins, or from a generator that is an "
-            "attribute of the sampler",
-        )
-
-
-def _too_short(where: str, found: int, expected: int, unit: str) -> DataPositionError:
-    return DataPositionError(
-        where,
-        found=f"an epoch of {found} {unit}",
-        expected=f"at least the {expected} that were already used",
-    )

@@ -1,0 +1,280 @@
+"""The index sampler that resumekit puts into a loader: records its draws, seeks to a position."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from resumekit.capture import RngState
+from resumekit.data.epoch_order import (
+    DRAWN,
+    NAMED,
+    Batching,
+    OrderDigest,
+    may_draw_lazily,
+    redraw_order,
+    require_same_name,
+)
+from resumekit.data.loader_changes import is_reshared, sampler_setting
+from resumekit.data.rng_recording import FetchRecorder
+from resumekit.data.workers import PaddingIndices
+from resumekit.errors import DataPositionError
+
+# Takes the user's sampler at the start of the epoch, and what takes in the indices that are passed
+# over; returns the batches that are left.
+Seeker: TypeAlias = Callable[[Iterator[Any], OrderDigest], Iterator[Any]]
+
+
+def at_start(drawn: Iterator[Any], order: OrderDigest) -> Iterator[Any]:
+    """All batches of the epoch."""
+    return drawn
+
+
+@dataclass(frozen=True)
+class Seek:
+    """Where in an epoch to begin.
+
+    A sampler whose ``__iter__`` is a plain function draws when the iterator is made; one written
+    as a generator draws at the first ``next``. In between the loader draws its workers' seed.
+
+    Args:
+        at_iter: the RNG state when the iterator was made; None asks for no state in particular.
+        at_first: the state just before its first item; None likewise.
+        seeker: how to get to the position.
+        num_padding: the empty batches to yield first, which keep each worker's turn.
+        eager: whether to go there when the iterator is made. A loader without workers asks its
+            sampler only for the first batch, when the generators stand at the safe point.
+        num_batches: the batches that were used.
+        draws: the RNG states that a sampler drew from which draws as it goes.
+    """
+
+    at_iter: Mapping[str, Any] | None = None
+    at_first: Mapping[str, Any] | None = None
+    seeker: Seeker = at_start
+    num_padding: int = 0
+    eager: bool = False
+    num_batches: int = 0
+    draws: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keeps_worker_seed(self) -> bool:
+        """Whether a loader with workers begins again in the middle of an epoch."""
+        return self.at_first is not None and not self.eager
+
+
+EPOCH_START = Seek()
+
+
+class RecordingSampler:
+    """Yields what ``inner`` yields, remembers what it drew from, and can be sent to a position.
+
+    Args:
+        inner: the user's batch sampler, or sampler for a loader that does not collate.
+        rng: the RNG state that the order may be drawn from.
+        describe: gives the name of the order that ``inner`` is about to draw.
+
+    Attributes:
+        start: the RNG state at the two moments at which ``inner`` may draw its order, see ``Seek``.
+    """
+
+    def __init__(
+        self, inner: Any, rng: RngState, describe: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        self.inner = inner
+        self.drawn: deque[Any] = deque()
+        self.start: dict[str, Any] = {"at_iter": None, "at_first": None}
+        self.order = OrderDigest()
+        self.order_name: dict[str, Any] = {}
+        self.tape = FetchRecorder() if may_draw_lazily(inner) else None
+        self._rng = rng
+        self._describe = describe
+        self._seek = EPOCH_START
+        self._stopped = False
+
+    def seek(self, seek: Seek) -> None:
+        """Makes the next iteration begin there."""
+        self._seek = seek
+
+    def stop(self) -> None:
+        """Gives no more in this iteration, and draws nothing either."""
+        self._stopped = True
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator: `iter(inner)` has to run when the loader asks for it, as without us.
+        self.drawn.clear()
+        self.order = OrderDigest()
+        self._stopped = False
+        seek, after = self._seek, None
+        if seek.keeps_worker_seed:
+            # The loader draws its workers' seed next. It must find the RNG state that this very
+            # call left behind in the interrupted run, while the order is drawn from another one.
+            iter(self.inner)
+            after = self._rng.state_dict()
+        if seek.at_iter is not None:
+            self._rng.load_state_dict(seek.at_iter)
+        self.start = {"at_iter": self._rng.state_dict(), "at_first": None}
+        inner = iter(self.inner)
+        rest = self._seek_position(inner) if seek.eager else None
+        if after is not None:
+            self._rng.load_state_dict(after)
+        return self._indices(inner, rest)
+
+    def _indices(self, inner: Iterator[Any], rest: Iterator[Any] | None) -> Iterator[Any]:
+        rest = self._seek_position(inner) if rest is None else rest
+        while not self._stopped:
+            try:
+                indices = next(rest)
+            except StopIteration:
+                return
+            self.drawn.append(indices)
+            yield indices
+
+    def _seek_position(self, inner: Iterator[Any]) -> Iterator[Any]:
+        """The padding batches that are due first, then the batches from where the epoch begins."""
+        seek, self._seek = self._seek, EPOCH_START
+        if seek.at_first is not None:
+            self._rng.load_state_dict(seek.at_first)
+        self.start["at_first"] = self._rng.state_dict()
+        self.order_name = self._describe()
+        if self.tape is not None:
+            self.tape.begin(seek.draws)
+            inner = self.tape.fetches(inner)
+        rest = seek.seeker(inner, self.order)
+        if self.tape is not None and rest is not inner:
+            rest = self.tape.fetches(rest, seek.num_batches)
+        return chain((PaddingIndices() for _ in range(seek.num_padding)), rest)
+
+
+# The indices that are passed over at once.
+_CHUNK = 1 << 16
+
+
+def find_seeker(
+    state: Mapping[str, Any],
+    batching: Batching,
+    live_name: Callable[[], Mapping[str, Any]],
+    *,
+    where: str,
+) -> Seeker:
+    """How the sampler reaches a position.
+
+    Args:
+        state: the position, in this loader's geometry.
+        batching: how the loader divides its order.
+        live_name: returns the name of the order that its sampler is about to give.
+        where: the loader's name.
+
+    Returns:
+        It raises DataPositionError when the position is not in the epoch that the sampler gives.
+    """
+    digest, reshared = state["used"]["digest"], is_reshared(state)
+    is_turn = batching.by_batches and not reshared
+    if batching.sampler is None or state["draws"] or is_turn:
+        return partial(_skip_batches, where=where, num_batches=state["batch"], digest=digest)
+    if reshared or batching.has_random_access:
+        return lambda drawn, order: batching.in_batches(
+            _rest_of_epoch(state, batching, live_name(), where=where)
+        )
+    then, now = state["order_name"], live_name()
+    is_known = {then["kind"], now["kind"]} <= NAMED
+    if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
+        require_same_name(then, now, where)
+    used = used_here(state)
+    return partial(_skip_samples, where=where, num_samples=used, digest=digest, batching=batching)
+
+
+def used_here(state: Mapping[str, Any]) -> int:
+    """The samples that one rank used in the current epoch."""
+    return int(state["samples"]) // int(state["geometry"]["num_replicas"])
+
+
+def _skip_batches(
+    drawn: Iterator[Any], order: OrderDigest, *, where: str, num_batches: int, digest: str | None
+) -> Iterator[Any]:
+    """Draws batches until the position is reached, which any sampler can do."""
+    for number in range(num_batches):
+        try:
+            order.add(next(drawn))
+        except StopIteration:
+            raise _too_short(where, number, num_batches, "batches") from None
+    _require_order(where, order, digest, f"{num_batches} batches")
+    return drawn
+
+
+def _skip_samples(
+    drawn: Iterator[Any],
+    order: OrderDigest,
+    *,
+    where: str,
+    num_samples: int,
+    digest: str | None,
+    batching: Batching,
+) -> Iterator[Any]:
+    """Draws single indices until the position is reached: fast, and whatever the batch size was."""
+    indices = drawn if batching.batch_sampler is None else iter(batching.sampler)
+    left = num_samples
+    while left:
+        passed = list(islice(indices, min(left, _CHUNK)))
+        if not passed:
+            raise _too_short(where, num_samples - left, num_samples, "samples")
+        order.add(passed)
+        left -= len(passed)
+    _require_order(where, order, digest, f"{num_samples} samples")
+    if num_samples % batching.batch_size:
+        # The last batch was short: the interrupted run has seen the end, where some draw.
+        indices = chain([*islice(indices, 1)], indices)
+    return batching.in_batches(indices)
+
+
+def _rest_of_epoch(
+    state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], *, where: str
+) -> Iterator[int]:
+    """This rank's indices of the rest of the current epoch, without drawing those before."""
+    name, position, used = state["order_name"], state["samples"], state["used"]
+    is_same_kind = name["kind"] == live_name["kind"]
+    if not is_reshared(state) or (is_same_kind and name["kind"] != DRAWN):
+        require_same_name(name, live_name, where)
+    if is_same_kind and batching.has_random_access:
+        return batching.sampler.iterate_from(position)  # type: ignore[no-any-return]
+    order = redraw_order(name, state["start"])
+    if used["digest"] is not None:
+        digest = OrderDigest()
+        digest.add(order[_used_positions(used, position)])
+        _require_order(where, digest, used["digest"], f"{position} samples")
+    return batching.share(order, position)
+
+
+def _used_positions(used: Mapping[str, Any], position: int) -> Any:
+    """The positions in the order that one rank used."""
+    positions = np.arange(used["since"], position)
+    rounds = (positions - used["since"]) // used["in_a_row"]
+    return positions[rounds % used["num_replicas"] == used["replica"]]
+
+
+def _require_order(where: str, order: OrderDigest, digest: str | None, what: str) -> None:
+    """Raises DataPositionError unless what was passed over is what the interrupted run used."""
+    if digest is not None and order.hexdigest() != digest:
+        raise DataPositionError(
+            where,
+            found=f"the sampler gives another order for the first {what}",
+            expected="the order of the interrupted run",
+            remedy="Draw the whole order when the epoch begins, or from a generator that is an "
+            "attribute of the sampler",
+        )
+
+
+def _too_short(where: str, found: int, expected: int, unit: str) -> DataPositionError:
+    return DataPositionError(
+        where,
+        found=f"an epoch of {found} {unit}",
+        expected=f"at least the {expected} that were already used",
+    )
