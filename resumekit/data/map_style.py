@@ -20,13 +20,12 @@ from resumekit.data.discovery import (
 from resumekit.data.epoch_order import Batching, order_name
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
-    followed_changes,
     is_reshared,
     refetched,
     sampler_setting,
     unwrapped_position,
 )
-from resumekit.data.resharding import fit_position
+from resumekit.data.resharding import FittedPosition, fit_position
 from resumekit.data.seeking import RecordingSampler, Seek, find_seeker
 from resumekit.data.source import Source
 from resumekit.data.workers import (
@@ -269,7 +268,6 @@ class MapSource(Source):
         return self.state_at(self.mark())
 
     def mark(self) -> BatchMark:
-        """The position of the next batch, for ``state_at`` during this epoch."""
         sampler = self._sampler
         return BatchMark(
             batch=self.batch,
@@ -281,7 +279,6 @@ class MapSource(Source):
         )
 
     def state_at(self, mark: BatchMark) -> dict[str, Any]:
-        """What ``state_dict`` would have given when the mark was taken."""
         under_way = mark.batch > 0
         persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
         keep_workers = under_way or persistent
@@ -315,8 +312,10 @@ class MapSource(Source):
             },
         }
 
-    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        fitted = fit_position(
+    def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
+        self._former_workers = state["num_workers"]
+        self._framework_changed = FRAMEWORK_CHANGED in state
+        return fit_position(
             state,
             self._geometry(),
             self._batching,
@@ -324,16 +323,6 @@ class MapSource(Source):
             allowed=self.allowed_changes,
             where=self.name,
         )
-        self._former_workers, self._framework_changed = (
-            state["num_workers"],
-            FRAMEWORK_CHANGED in state,
-        )
-        self.changed, self.changes, self.free = fitted.changes, fitted.words, fitted.free
-        if not state["batch"]:
-            live = self._geometry(), sampler_setting(self._order_name())
-            self.unexpected = tuple(followed_changes(state, *live, self.name))
-        self.epoch_length = fitted.num_batches
-        return fitted.state
 
     def _geometry(self) -> dict[str, Any]:
         batch_sampler = self.loader.batch_sampler

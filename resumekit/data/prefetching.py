@@ -6,18 +6,35 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture import RngState
 from resumekit.data.discovery import INNER, announce_epoch, rewrap, without_prefetch
 from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
 from resumekit.data.map_style import MapSource
-from resumekit.data.resharding import follow
+from resumekit.data.resharding import FittedPosition, fit_around_inner
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import MakeUserState
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A batch that was fetched and not delivered yet, and where it came from.
+
+    Args:
+        position: of the inner source before the fetch, its mark.
+        random: the RNG state before the fetch; None where samples draw from keys.
+        indices: the batch's sample indices.
+        num_samples: their number.
+    """
+
+    position: Any
+    random: dict[str, Any] | None
+    indices: Any
+    num_samples: int
 
 
 class OuterSource(Source):
@@ -35,6 +52,7 @@ class OuterSource(Source):
     def __init__(self, loader: Any, name: str, inner: Source) -> None:
         super().__init__(loader, name)
         self._inner = inner
+        self._ahead: deque[_Fetched] = deque()
 
     def follow_objects(self, follow: MakeUserState) -> None:
         self._inner.follow_objects(follow)
@@ -50,6 +68,28 @@ class OuterSource(Source):
     def end_epoch(self) -> None:
         self._inner.end_epoch()  # before its iterator is closed: it sees how far the epoch came
         super().end_epoch()
+        self._ahead.clear()
+
+    def _fetch(self) -> Any:
+        """Takes the next batch from the inner source; it counts when it is delivered."""
+        inner = self._inner
+        position, random = inner.mark(), None if inner.keyed else self._rng.state_dict()
+        batch = inner.next_batch()
+        self._ahead.append(_Fetched(position, random, inner.indices, inner.num_samples))
+        return batch
+
+    def _count_delivered(self) -> None:
+        delivered = self._ahead.popleft()
+        self.indices, self.num_samples = delivered.indices, delivered.num_samples
+        self.batch += 1
+
+    def _current_state(self) -> dict[str, Any]:
+        inner = self._inner
+        return {
+            **self._state(),
+            "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
+            "ahead": [fetched.random for fetched in self._ahead],
+        }
 
     def drawn_again(self) -> tuple[Any, ...]:
         return self._inner.drawn_again()
@@ -59,18 +99,23 @@ class OuterSource(Source):
         if self._pending is None:
             self._inner.end_epoch()  # another loader begins an epoch
 
-    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         inner = self._inner
         inner.allowed_changes = self.allowed_changes
         inner.load_state_dict({**state["inner"], **{k: state[k] for k in (RANKS,) if k in state}})
-        self.changed, self.changes = inner.changed, inner.changes
-        self.unexpected = inner.unexpected
-        return follow(
-            {**state, "inner": inner.state_dict(), "batch": inner.batch if state["batch"] else 0},
+        batch = inner.batch if state["batch"] else 0
+        moved = fit_around_inner(
+            {**state, "inner": inner.state_dict(), "batch": batch},
             self._geometry(),
-            needed=inner.changed,
-            free=inner.free,
+            inner.fitted,
             where=self.name,
+        )
+        return FittedPosition(
+            moved,
+            inner.fitted.changes,
+            inner.changes,
+            inner.unexpected,
+            num_batches=inner.epoch_length,
         )
 
     def comparable_state(self) -> dict[str, Any]:
@@ -91,25 +136,6 @@ class PrefetchedLoader:
     loader: Any
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    """A batch that was fetched and not delivered yet, and where it came from.
-
-    Args:
-        position: of the inner source before the fetch, its state or its mark.
-        random: the RNG state before the fetch; None where samples draw from keys.
-        indices: the batch's sample indices.
-        num_samples: their number.
-        batch: the batch, where this source keeps it.
-    """
-
-    position: Any
-    random: dict[str, Any] | None
-    indices: Any
-    num_samples: int
-    batch: Any = None
-
-
 class PrefetchingSource(OuterSource):
     """Fetches the next batch before it delivers one, and so knows which is the last of an epoch.
 
@@ -124,15 +150,11 @@ class PrefetchingSource(OuterSource):
 
     def __init__(self, inner: Source) -> None:
         super().__init__(inner.loader, inner.name, inner)
+        self.keyed = inner.keyed
         self._private = dict(inner.private)
         self._rng = RngState(self._private)
         self._is_ahead = False  # of the current epoch a batch was asked for
-        self._fetched: _Fetched | None = None  # the batch that is ahead, while there is one
-
-    @property
-    def keyed(self) -> bool:  # type: ignore[override]
-        """Whether samples draw from keys, and so not from the run's state."""
-        return self._inner.keyed
+        self._next: Any = None  # the batch that is ahead, while there is one
 
     @property
     def num_batches(self) -> int | None:
@@ -142,60 +164,48 @@ class PrefetchingSource(OuterSource):
     def used_up(self) -> bool:
         if self._pending is not None:
             return self.continues and not self._pending["ahead"]
-        return self.begun and self._is_ahead and self._fetched is None
+        return self.begun and self._is_ahead and not self._ahead
 
     def begin(self, epoch: int) -> None:
-        pending, self._pending = self._pending, None
-        again = pending is not None and pending["epoch"] == epoch and pending["batch"] > 0
+        pending = self._take_pending(epoch)
         self._inner.begin(epoch)
         self._iterator = iter(())
-        self.epoch, self.batch = epoch, 0
-        self._is_ahead, self._fetched = again, None
-        if pending is not None and again:
-            self.batch = pending["batch"]
-            for random in pending["ahead"]:
-                if random is not None:
-                    self._rng.load_state_dict(random)
-                self._fetch()
+        self._ahead.clear()
+        self._is_ahead = self.batch > 0
+        for random in pending["ahead"] if pending is not None and self._is_ahead else ():
+            if random is not None:
+                self._rng.load_state_dict(random)
+            self._fetch_next()
 
     def prime(self) -> None:
         if not self._is_ahead:
             self._is_ahead = True
-            self._fetch()
+            self._fetch_next()
 
     def next_batch(self) -> Any:
         self.prime()
-        if self._fetched is None:
+        if not self._ahead:
             raise StopIteration
-        fetched = self._fetched
-        self._fetch()
-        self.indices, self.num_samples = fetched.indices, fetched.num_samples
-        self.batch += 1
-        return fetched.batch
+        batch = self._next
+        self._count_delivered()
+        self._fetch_next()
+        return batch
 
-    def _fetch(self) -> None:
-        inner = self._inner
-        position, random = inner.state_dict(), None if inner.keyed else self._rng.state_dict()
-        self._fetched = None
+    def _fetch_next(self) -> None:
+        self._next = None
         with suppress(StopIteration):
-            batch = inner.next_batch()
-            self._fetched = _Fetched(position, random, inner.indices, inner.num_samples, batch)
+            self._next = self._fetch()
 
     def end_epoch(self) -> None:
         super().end_epoch()
-        self._is_ahead, self._fetched = False, None
+        self._is_ahead, self._next = False, None
 
     def close(self) -> None:
         super().close()
         self._inner.close()
 
-    def _current_state(self) -> dict[str, Any]:
-        fetched = self._fetched
-        return {
-            **self._state(),
-            "inner": self._inner.state_dict() if fetched is None else fetched.position,
-            "ahead": [] if fetched is None else [fetched.random],
-        }
+    def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
+        return replace(super()._fitted(state), num_batches=None)  # it is asked until it has no more
 
 
 class WrappedSource(OuterSource):
@@ -213,7 +223,6 @@ class WrappedSource(OuterSource):
     """
 
     kind = WRAPPED
-    _inner: MapSource
 
     def __init__(
         self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
@@ -221,18 +230,16 @@ class WrappedSource(OuterSource):
         inner = getattr(loader, INNER)
         super().__init__(loader, name, open_inner(inner, name))
         self._outer = rewrap(loader, _Feed(self, inner))
-        self._ahead: deque[_Fetched] = deque()
         self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
         self._continues = False  # the current epoch was begun by another process
         self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self._outer, epoch)
-        pending, self._pending = self._pending, None
+        pending = self._take_pending(epoch)
         self._ahead.clear()
-        self.epoch, self.batch = epoch, 0
         self._continues = False
-        if pending is not None and pending["epoch"] == epoch and pending["batch"] > 0:
+        if pending is not None and self.batch:
             self._continue_epoch(pending)
         else:
             self.epoch_length = None
@@ -248,7 +255,6 @@ class WrappedSource(OuterSource):
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Fetches the prefetched batches once more; the generators are set afterwards."""
         self._continues = True
-        self.batch = pending["batch"]
         if self._is_at_end(pending):
             return
         self._inner.begin(self.epoch)
@@ -270,9 +276,7 @@ class WrappedSource(OuterSource):
                 found=f"a batch of {type(self.loader).__name__} that this rank did not draw",
                 expected="one batch from its inner loader for each that it hands out",
             )
-        delivered = self._ahead.popleft()
-        self.indices, self.num_samples = delivered.indices, delivered.num_samples
-        self.batch += 1
+        self._count_delivered()
         return batch
 
     def begin_inner(self) -> None:
@@ -288,35 +292,10 @@ class WrappedSource(OuterSource):
         """The next batch for the outer loader."""
         return self._again.popleft() if self._again else self._fetch()
 
-    def _fetch(self) -> Any:
-        position = self._inner.mark()
-        random = None if self._inner.keyed else self._rng.state_dict()
-        batch = self._inner.next_batch()
-        fetched = _Fetched(position, random, self._inner.indices, self._inner.num_samples)
-        self._ahead.append(fetched)
-        return batch
-
-    def end_epoch(self) -> None:
-        self._ahead.clear()
-        super().end_epoch()
-
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         inner = {id(generator): name for name, generator in self._inner.private.items()}
         names = {inner[id(each)]: name for name, each in self._private.items() if id(each) in inner}
         return wrapped_position(state, self._inner.kind, self._geometry(), names, where=self.name)
-
-    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        fitted = super()._fitted(state)
-        self.epoch_length = self._inner.epoch_length
-        return fitted
-
-    def _current_state(self) -> dict[str, Any]:
-        inner = self._inner
-        return {
-            **self._state(),
-            "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
-            "ahead": [fetched.random for fetched in self._ahead],
-        }
 
 
 class _Feed:

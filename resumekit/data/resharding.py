@@ -15,10 +15,12 @@ from resumekit.capture import states_of_new_rank
 from resumekit.data.epoch_order import NAMED, Batching
 from resumekit.data.loader_changes import (
     RANKS,
+    followed_changes,
     free_geometry,
     inherited_order_message,
     inherits_order,
     is_reshared,
+    sampler_setting,
 )
 from resumekit.data.seeking import used_here
 from resumekit.distributed import WorldChange
@@ -41,6 +43,7 @@ class FittedPosition:
         state: the position, in this loader's geometry.
         changes: the names of what changed.
         words: the same in words.
+        unexpected: a line on each other setting that the script has changed between two epochs.
         num_batches: the batches of the current epoch, None where they are as many as ever.
         free: what of the geometry may be another one, because the sampler is another one.
     """
@@ -48,6 +51,7 @@ class FittedPosition:
     state: dict[str, Any]
     changes: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
     num_batches: int | None = None
     free: frozenset[str] = frozenset()
 
@@ -126,13 +130,7 @@ def fit_position(
     inherits = inherits_order(state, live_name, where)
     free = free_geometry(state, geometry) if inherits else frozenset[str]()
     require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
-    under_way = state["batch"] > 0
-    if not needed and not inherits:
-        return FittedPosition(
-            dict(state), num_batches=_num_batches(state, batching) if under_way else None
-        )
-    moved = {key: value for key, value in state.items() if key != RANKS}
-    moved["geometry"] = dict(geometry)
+    moved = _moved(state, geometry) if needed or inherits else dict(state)
     position = f"from sample {state['samples']} of epoch {state['epoch']} on"
     words = []
     for change in needed:
@@ -141,10 +139,29 @@ def fit_position(
     if inherits:
         words.append(inherited_order_message(state, live_name, where))
         moved["reshared"] = True
-    if inherits or WORLD_SIZE in needed:
-        _keep_known_generators(moved, geometry["generators"])
-    if not under_way:
-        return FittedPosition(moved, needed, tuple(words))
+    if not state["batch"]:
+        setting = sampler_setting(live_name)
+        unexpected = tuple(followed_changes(state, geometry, setting, where))
+        return FittedPosition(moved, needed, tuple(words), unexpected)
+    if needed or inherits:
+        _require_redrawable(state, batching, live_name, needed, where)
+    if WORLD_SIZE in needed or (batching.by_batches and (needed or inherits)):
+        moved["reshared"] = True
+    if needed:
+        per_step = batching.batch_size * batching.num_replicas
+        moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
+    num_batches = _num_batches(moved, batching)
+    return FittedPosition(moved, needed, tuple(words), num_batches=num_batches, free=free)
+
+
+def _require_redrawable(
+    state: Mapping[str, Any],
+    batching: Batching,
+    live_name: Mapping[str, Any],
+    needed: Sequence[str],
+    where: str,
+) -> None:
+    """Raises unless the rest of the epoch can be taken out of its order, and divided again."""
     if batching.sampler is None:
         hidden = f"the batch sampler {batching.hidden_in}"
         _refuse(where, hidden, "torch's own BatchSampler", needed, state)
@@ -153,33 +170,23 @@ def fit_position(
         _refuse(where, lazy, "an order that is drawn when the epoch begins", needed, state)
     if WORLD_SIZE in needed or batching.by_batches:
         _require_shared(state, batching, live_name, where)
-        moved["reshared"] = True
-    if needed:
-        per_step = batching.batch_size * batching.num_replicas
-        moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
-    return FittedPosition(moved, needed, tuple(words), _num_batches(moved, batching), free)
 
 
-def follow(
-    state: Mapping[str, Any],
-    geometry: Mapping[str, Any],
-    *,
-    needed: Sequence[str],
-    free: frozenset[str] = frozenset(),
-    where: str,
+def fit_around_inner(
+    state: Mapping[str, Any], geometry: Mapping[str, Any], inner: FittedPosition, *, where: str
 ) -> dict[str, Any]:
-    """The position of an outer loader whose inner one has followed the ``needed`` changes.
+    """The position of an outer loader whose inner one has followed a change.
 
     Raises:
         DataPositionError: something else changed.
     """
-    allowed = frozenset(needed)
-    require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
-    moved = {key: value for key, value in state.items() if key != RANKS}
-    if needed or free:
-        moved["geometry"] = dict(geometry)
-        _keep_known_generators(moved, geometry["generators"])
-    return moved
+    needed = inner.changes
+    require_allowed(
+        state, geometry, needed=needed, allowed=frozenset(needed), free=inner.free, where=where
+    )
+    if needed or inner.free:
+        return _moved(state, geometry)
+    return {key: value for key, value in state.items() if key != RANKS}
 
 
 def fit_at_epoch_start(
@@ -188,7 +195,7 @@ def fit_at_epoch_start(
     *,
     allowed: frozenset[str],
     where: str,
-) -> dict[str, Any]:
+) -> FittedPosition:
     """The position of a loader whose order cannot be redrawn: it may change between epochs only.
 
     Raises:
@@ -199,7 +206,7 @@ def fit_at_epoch_start(
     if needed and state["batch"] > 0:
         ranks = f"{state[RANKS][0]} ranks that each went through a loader of their own"
         _refuse(where, ranks, "the end of an epoch", needed, state)
-    return follow(state, geometry, needed=needed, where=where)
+    return FittedPosition(_moved(state, geometry) if needed else dict(state))
 
 
 def _values(change: str, state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -247,20 +254,23 @@ def _require_shared(
         _refuse(where, found, f"{name.get('length')} samples", needed, state)
 
 
-def _keep_known_generators(moved: dict[str, Any], known: Sequence[str]) -> None:
-    """Leaves out the generators that this loader does not have."""
+def _moved(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> dict[str, Any]:
+    """The position in this geometry, without the generators that this loader does not have."""
 
-    def kept(generators: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: state for name, state in generators.items() if name in known}
+    def known(random: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if random is None:
+            return None
+        kept = {n: each for n, each in random["generators"].items() if n in geometry["generators"]}
+        return {**random, "generators": kept}
 
-    def kept_in(random: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        return None if random is None else {**random, "generators": kept(random["generators"])}
-
-    moved["generators"] = kept(moved["generators"])
+    moved = known({key: value for key, value in state.items() if key != RANKS})
+    assert moved is not None
+    moved["geometry"] = dict(geometry)
     if "before" in moved:
-        moved["before"] = kept_in(moved["before"])
+        moved["before"] = known(moved["before"])
     if "ahead" in moved:
-        moved["ahead"] = list(map(kept_in, moved["ahead"]))
+        moved["ahead"] = list(map(known, moved["ahead"]))
+    return moved
 
 
 def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:
@@ -299,16 +309,11 @@ def resplit_positions(
     """
     for rank, state in states.items():
         _require_same_position(states[0], state, rank)
-    model = states[change.model_rank]
-    others = {rank: state for rank, state in states.items() if rank != change.model_rank}
     mark = {RANKS: [change.former_world_size, change.world_size]}
     positions = {}
-    for name, position in model.items():
-        counterparts = {
-            change.model_rank: position,
-            **{rank: s[name] for rank, s in others.items()},
-        }
+    for name, position in states[change.model_rank].items():
         if change.is_new:
+            counterparts = {rank: state[name] for rank, state in states.items()}
             position = _for_new_rank(position, counterparts, change.rank)
         if RANKS in position:  # from an earlier change that this loader has not followed yet
             mark = {RANKS: [position[RANKS][0], change.world_size]}
@@ -341,25 +346,26 @@ def _for_new_rank(
     """A position with RNG states that no other rank has."""
     found = dict(position)
     if position.get("generators"):
-        found["generators"], _ = _renewed(counterparts, "generators", rank)
+        found["generators"] = _renewed(_each(counterparts, "generators"), rank)
     if "workers" in position:
         found["workers"] = {}
     if position.get("before"):
-        before = {each: state["before"] for each, state in counterparts.items()}
-        generators, _ = _renewed(before, "generators", rank)
+        before = _each(counterparts, "before")
         common = {
             each: {k: v for k, v in state.items() if k not in ("generators", "cuda")}
             for each, state in before.items()
         }
-        renewed, _ = states_of_new_rank(common, rank)
+        generators = _renewed(_each(before, "generators"), rank)
+        renewed = _renewed(common, rank)
         found["before"] = {**position["before"], **renewed, "generators": generators}
     if "inner" in position:
-        inner = {each: state["inner"] for each, state in counterparts.items()}
-        found["inner"] = _for_new_rank(position["inner"], inner, rank)
+        found["inner"] = _for_new_rank(position["inner"], _each(counterparts, "inner"), rank)
     return found
 
 
-def _renewed(
-    states: Mapping[int, Mapping[str, Any]], key: str, rank: int
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    return states_of_new_rank({each: state[key] for each, state in states.items()}, rank)
+def _each(states: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, Any]:
+    return {rank: state[key] for rank, state in states.items()}
+
+
+def _renewed(states: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    return states_of_new_rank(states, rank)[0]

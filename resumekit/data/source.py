@@ -12,7 +12,7 @@ from resumekit.capture import Holder, RngState, generator_state, set_generator_s
 from resumekit.capture.user_state import attributes_set_in, is_user_object
 from resumekit.data.discovery import has_estimated_length, known_length, loader_generators
 from resumekit.data.loader_changes import refuse_kind, unused_seeds
-from resumekit.data.resharding import fit_at_epoch_start
+from resumekit.data.resharding import FittedPosition, fit_at_epoch_start
 from resumekit.data.stream_objects import MakeUserState
 from resumekit.state import Fidelity, Stateful
 
@@ -27,14 +27,13 @@ class Source(ABC):
         indices: the sample indices of the last batch, None where it is unknown.
         num_samples: the number of samples in the last batch.
         allowed_changes: what of the loader's geometry the user allows to change.
-        changed: which of it did change, once a checkpoint's position was taken.
-        changes: the same in words, and generators whose seed the script has changed.
+        fitted: the checkpoint's position as this loader takes it up, with what changed of it.
+        changes: what changed in words, and generators whose seed the script has changed.
         unexpected: lines on what else of the loader the script has changed between two epochs.
-        free: what of its geometry goes with its sampler, where that is another one now.
     """
 
     kind: ClassVar[str]
-    keyed: ClassVar[bool] = False  # whether samples draw from keys, and so not from the run's state
+    keyed: bool = False  # whether samples draw from keys, and so not from the run's state
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -44,10 +43,9 @@ class Source(ABC):
         self.indices: Any = None
         self.num_samples = 0
         self.allowed_changes: frozenset[str] = frozenset()
-        self.changed: tuple[str, ...] = ()
+        self.fitted = FittedPosition({})
         self.changes: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
-        self.free: frozenset[str] = frozenset()
         self.is_rebuilt: bool | None = None  # user code makes one in each epoch; None: not known
         self._recreated: list[str] = []  # the generators that are made with it
         self._is_endless = False  # it gives more batches than its len() says
@@ -99,6 +97,14 @@ class Source(ABC):
     @abstractmethod
     def _current_state(self) -> dict[str, Any]:
         """``state_dict`` where no saved position waits for its epoch."""
+
+    def mark(self) -> Any:
+        """The position of the next batch, for ``state_at`` during this epoch."""
+        return self._current_state()
+
+    def state_at(self, mark: Any) -> dict[str, Any]:
+        """What ``state_dict`` would have given when the mark was taken."""
+        return dict(mark)
 
     @property
     def num_batches(self) -> int | None:
@@ -211,8 +217,11 @@ class Source(ABC):
             state = self._from_other_kind(state)
         is_of_kind = state["kind"] == self.kind
         self._is_endless = within and state["endless"]
-        state = self._fitted(state) if is_of_kind else state
-        self.epoch_length = None if self._is_endless else self.epoch_length
+        if is_of_kind:
+            self.fitted = self._fitted(state)
+            state = self.fitted.state
+            self.epoch_length = None if self._is_endless else self.fitted.num_batches
+            self.changes, self.unexpected = self.fitted.words, self.fitted.unexpected
         self.epoch, self.batch = state["epoch"], state["batch"]
         self.is_rebuilt, self._recreated = state["rebuilt"], state["made_anew"]
         if self.is_rebuilt and not within:
@@ -226,7 +235,7 @@ class Source(ABC):
         }
         self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
 
-    def _fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         """A checkpoint's position in the geometry of this loader.
 
         Raises:
