@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import random
 import sys
@@ -39,20 +38,18 @@ INNER = "base_dataloader"
 
 def is_stateful_data_loader(loader: Any) -> bool:
     """Whether it is torchdata's; a subclass that iterates in its own way is not."""
-    known = _public("torchdata.stateful_dataloader", "StatefulDataLoader")
-    return known is not None and getattr(type(loader), "__iter__", None) is known.__iter__
+    return _iterates_as(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
 
 
 def is_dispatched(loader: Any) -> bool:
     """Whether one rank draws the batches of all, and sends each rank its batch."""
-    known = _public("accelerate.data_loader", "DataLoaderDispatcher")
-    return known is not None and isinstance(loader, known) and loader.state.num_processes > 1
+    is_dispatcher = isinstance(loader, _public("accelerate.data_loader", "DataLoaderDispatcher"))
+    return is_dispatcher and loader.state.num_processes > 1
 
 
 def is_hugging_face(dataset: Any) -> bool:
     """Whether it is a stream of Hugging Face ``datasets``."""
-    known = _public("datasets", "IterableDataset")
-    return known is not None and isinstance(dataset, known)
+    return isinstance(dataset, _public("datasets", "IterableDataset"))
 
 
 def is_seeded_by_epoch(sampler: Any) -> bool:
@@ -60,8 +57,7 @@ def is_seeded_by_epoch(sampler: Any) -> bool:
 
     accelerate 1.15 data_loader.py SeedableRandomSampler; a subclass that draws otherwise is not.
     """
-    known = _public("accelerate.data_loader", "SeedableRandomSampler")
-    return known is not None and getattr(type(sampler), "__iter__", None) is known.__iter__
+    return _iterates_as(sampler, "accelerate.data_loader", "SeedableRandomSampler")
 
 
 def shards_whole_batches(batch_sampler: Any) -> bool:
@@ -70,11 +66,8 @@ def shards_whole_batches(batch_sampler: Any) -> bool:
     accelerate 1.15 data_loader.py BatchSamplerShard; one that splits each batch, or that leaves
     some ranks with fewer batches, is not.
     """
-    known = _public("accelerate.data_loader", "BatchSamplerShard")
-    is_known = (
-        known is not None and getattr(type(batch_sampler), "__iter__", None) is known.__iter__
-    )
-    if not is_known or batch_sampler.split_batches:
+    is_shard = _iterates_as(batch_sampler, "accelerate.data_loader", "BatchSamplerShard")
+    if not is_shard or batch_sampler.split_batches:
         return False
     return bool(batch_sampler.even_batches or batch_sampler.drop_last)
 
@@ -169,8 +162,14 @@ def rewrap(loader: Any, inner: Any) -> Any:
 
 
 def _public(module: str, name: str) -> Any:
-    """A public class, if its module was imported: nobody has made one of its objects before."""
-    return getattr(sys.modules.get(module), name, None)
+    """A public class; if its module was not imported, nobody has made one of its objects: none."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _iterates_as(value: Any, module: str, name: str) -> bool:
+    """Whether it is of a public class, or of a subclass that iterates in the same way."""
+    known = _public(module, name)
+    return isinstance(value, known) and type(value).__iter__ is known.__iter__
 
 
 # The attributes by which loaders and samplers of torch and DeepSpeed hold one another.
@@ -224,17 +223,27 @@ def loader_generators(loader: Any) -> dict[str, Any]:
     for name, sampler in samplers_of(loader):
         found.update(private_generators(sampler, f"{name}."))
     if getattr(loader, "num_workers", 0) == 0:
-        found.update(private_generators(getattr(loader, "dataset", None), "dataset."))
-        found.update(private_generators(getattr(loader, "collate_fn", None), "collate_fn."))
-    unique: dict[int, str] = {}
-    for name, generator in found.items():
-        unique.setdefault(id(generator), name)
-    return {name: found[name] for name in unique.values()}
+        for name in ("dataset", "collate_fn"):
+            found.update(private_generators(getattr(loader, name, None), f"{name}."))
+    return each_once(found)
+
+
+def each_once(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators under the first of their names."""
+    unique: dict[int, tuple[str, Any]] = {}
+    for name, generator in generators.items():
+        unique.setdefault(id(generator), (name, generator))
+    return dict(unique.values())
 
 
 def stateful_generators(loader: Any) -> dict[str, Any]:
     """Those of them whose state can be taken out, of a loader that no loop of ours draws from."""
-    found = loader_generators(loader).items()
+    return with_state(loader_generators(loader))
+
+
+def with_state(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the generators whose state can be taken out."""
+    found = generators.items()
     return {name: each for name, each in found if not isinstance(each, random.SystemRandom)}
 
 
@@ -285,10 +294,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (str(position), item) for position, item in enumerate(islice(value, _MOST_ITEMS))
         )
-    elif isinstance(value, functools.partial):
-        yield from _named(func=value.func, args=value.args, keywords=value.keywords)
+    elif isinstance(value, partial):
+        yield from {"func": value.func, "args": value.args, "keywords": value.keywords}.items()
     elif isinstance(value, MethodType):
-        yield from _named(__self__=value.__self__, __func__=value.__func__)
+        yield from {"__self__": value.__self__, "__func__": value.__func__}.items()
     elif isinstance(value, FunctionType):
         yield from _parts_of_function(value)
     else:
@@ -319,11 +328,8 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    yield from _named(defaults=function.__defaults__, keyword_defaults=function.__kwdefaults__)
-
-
-def _named(**parts: Any) -> Iterator[tuple[str, Any]]:
-    yield from parts.items()
+    yield "defaults", function.__defaults__
+    yield "keyword_defaults", function.__kwdefaults__
 
 
 # ---------------------------------------------------------------- loaders built in each epoch
@@ -350,8 +356,8 @@ class ExistingObjects:
         thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
         if not isinstance(thing, _KINDS):
             return True
-        reference = self._references.get(id(thing), _no_object)
-        if reference() is thing:
+        reference = self._references.get(id(thing))
+        if reference is not None and reference() is thing:
             return True
         # Objects after gc.freeze() are not listed; they are older than any epoch.
         return not any(each is thing for each in _living())
@@ -400,12 +406,4 @@ def _reference(thing: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(thing)
     except TypeError:  # NumPy's generators have no weak references
-        return partial(_same_object, thing)
-
-
-def _same_object(thing: Any) -> Any:
-    return thing
-
-
-def _no_object() -> None:
-    return None
+        return lambda: thing

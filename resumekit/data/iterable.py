@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from resumekit.capture import RngState
 from resumekit.data.discovery import (
     INNER,
     announce_epoch,
+    each_once,
     is_hugging_face,
     nested_generators,
     rewrap,
@@ -25,6 +25,7 @@ from resumekit.data.discovery import (
     shallow_copy,
     stream_loader,
     unordered_reason,
+    with_state,
 )
 from resumekit.data.rng_recording import FetchRecorder
 from resumekit.data.source import Source, user_objects
@@ -79,7 +80,7 @@ class ReplaySource(Source):
         self._iterated = self._copied(loader)
         workers = 0 if self._stream is None else self._stream.num_workers
         if not workers:
-            self._private = _merged(self._private, self._stream_rngs)
+            self._private = each_once({**self._private, **self._stream_rngs})
             self._rng = RngState(self._private)
         # A framework's loader may draw here although its workers do as well.
         self._fetches = FetchRecorder() if not workers or hasattr(loader, INNER) else None
@@ -281,13 +282,7 @@ def _stream_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str,
     holders = {"dataset": dataset, "dataset.__iter__": getattr(type(dataset), "__iter__", None)}
     if stream is not None:
         holders["collate_fn"] = stream.collate_fn
-    found = nested_generators(holders).items()
-    return {name: each for name, each in found if not isinstance(each, random.SystemRandom)}
-
-
-def _merged(private: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    known = {id(generator) for generator in private.values()}
-    return {**private, **{name: each for name, each in found.items() if id(each) not in known}}
+    return with_state(nested_generators(holders))
 
 
 # Of anything larger the first and the last part are taken: another order shows in any of them.

@@ -25,7 +25,6 @@ RANKS = "ranks"
 # What of a loader's geometry is the user's setting, and how users call it. A changed batch size or
 # number of ranks is reported elsewhere, since a run may be allowed to follow it inside an epoch.
 _SETTINGS = {"num_samples": "dataset length", "drop_last": "drop_last"}
-_SHUFFLED = {DRAWN, SEEDED, SEEDED_BY_EPOCH, KEYED}
 
 
 def sampler_setting(order_name: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _order(sampler: Mapping[str, Any]) -> str:
     kind, seed = sampler["kind"], sampler.get("seed")
     if kind == IN_ORDER:
         return "shuffle=False"
-    if kind in _SHUFFLED:
+    if kind in NAMED:
         return "shuffle=True" + (f" with seed {seed}" if seed is not None else "")
     return f"that of a {sampler.get('sampler') or 'batch sampler'}"
 

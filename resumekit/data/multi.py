@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,21 +21,13 @@ class Zipped:
         sources: the loaders by name, in the order in which they are asked.
     """
 
+    _lasts_longest = False  # its epoch is as long as the longest one's
+
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources = dict(sources)
-
-    @property
-    def name(self) -> str:
-        """What errors call them."""
-        return ", ".join(self._sources)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._sources)
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return tuple(self._sources.values())
+        self.names = tuple(sources)
+        self.name = ", ".join(sources)  # what errors call them
+        self.sources = tuple(sources.values())
 
     @property
     def epoch(self) -> int:
@@ -49,7 +41,10 @@ class Zipped:
 
     @property
     def num_batches(self) -> int | None:
-        return _num_batches(self.sources, min)
+        known = [each.num_batches for each in self.sources if each.num_batches is not None]
+        if len(known) < len(self._sources):
+            return None
+        return max(known) if self._lasts_longest else min(known)
 
     @property
     def indices(self) -> list[Any]:
@@ -136,6 +131,8 @@ class Longest(Zipped):
     Its position is then the start of the next epoch.
     """
 
+    _lasts_longest = True
+
     @property
     def epoch(self) -> int:
         return min(source.epoch for source in self.sources)
@@ -143,10 +140,6 @@ class Longest(Zipped):
     @property
     def batch(self) -> int:
         return max(source.batch for source in self._under_way())
-
-    @property
-    def num_batches(self) -> int | None:
-        return _num_batches(self.sources, max)
 
     @property
     def begun(self) -> bool:
@@ -196,13 +189,11 @@ class Cycling(Zipped):
     batches than there were steps has begun again.
     """
 
+    _lasts_longest = True
+
     @property
     def batch(self) -> int:
         return max(source.batch for source in self.sources)
-
-    @property
-    def num_batches(self) -> int | None:
-        return _num_batches(self.sources, max)
 
     @property
     def used_up(self) -> bool:
@@ -228,8 +219,3 @@ class Cycling(Zipped):
         source.end_epoch()
         source.begin(epoch)
         return source.next_batch()
-
-
-def _num_batches(sources: tuple[Source, ...], pick: Callable[[Iterable[int]], int]) -> int | None:
-    known = [each.num_batches for each in sources if each.num_batches is not None]
-    return pick(known) if len(known) == len(sources) else None

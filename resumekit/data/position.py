@@ -69,7 +69,6 @@ class DataPosition(ComponentState):
         self.changes: list[str] = []
         self.unexpected: list[str] = []
         self.sources: dict[str, Source] = {}
-        self._loaders: dict[str, Any] = {}
         self._opened_in: dict[str, int] = {}
         self._num_epochs = 0  # of epochs() that ended in this process
         self._pending: dict[str, Any] = {}
@@ -118,7 +117,7 @@ class DataPosition(ComponentState):
             DataPositionError: the checkpoint's position does not fit the loader.
         """
         known = self.sources.get(name)
-        if known is not None and self._loaders[name] is loader:
+        if known is not None and known.loader is loader:
             if self._opened_in[name] < self._num_epochs:
                 known.is_rebuilt = False
             return known
@@ -143,7 +142,6 @@ class DataPosition(ComponentState):
             self.changes += source.changes
             self.unexpected += source.unexpected
         self.sources[name] = source
-        self._loaders[name] = loader
         self._opened_in[name] = self._num_epochs
         return source
 
