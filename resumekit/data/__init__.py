@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from resumekit.data.discovery import (
-    announce_epoch,
     is_seeded_by_epoch,
     samplers_of,
     stateful_generators,
@@ -20,7 +19,7 @@ from resumekit.data.position import (
     epoch_usage,
     open_source,
 )
-from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
+from resumekit.data.prefetching import PrefetchedLoader, WrappedSource
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stateful import StatefulSource
@@ -35,14 +34,12 @@ __all__ = [
     "Feed",
     "MapSource",
     "PrefetchedLoader",
-    "PrefetchingSource",
     "ReplaySource",
     "ResumableSampler",
     "RunSeed",
     "Source",
     "StatefulSource",
     "WrappedSource",
-    "announce_epoch",
     "check_randomness",
     "epoch_usage",
     "is_seeded_by_epoch",

@@ -80,8 +80,8 @@ class ReplaySource(Source):
         self._iterated = self._copied(loader)
         workers = 0 if self._stream is None else self._stream.num_workers
         if not workers:
-            self._private = each_once({**self._private, **self._stream_rngs})
-            self._rng = RngState(self._private)
+            self.private = each_once({**self.private, **self._stream_rngs})
+            self._rng = RngState(self.private)
         # A framework's loader may draw here although its workers do as well.
         self._fetches = FetchRecorder() if not workers or hasattr(loader, INNER) else None
         self._contents = BatchDigest()

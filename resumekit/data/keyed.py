@@ -86,7 +86,7 @@ class KeyedSource(MapSource):
         )
         if not self.loader.num_workers:
             # A checkpoint holds those of this process that are known to it.
-            saved = {id(each) for each in (*self._private.values(), *self._seed.saved_generators)}
+            saved = {id(each) for each in (*self.private.values(), *self._seed.saved_generators)}
             found = {name: each for name, each in found.items() if id(each) not in saved}
         reason = self._finding or unkeyed_reason(found)
         if reason:
@@ -127,7 +127,7 @@ class KeyedSource(MapSource):
             return ()
         return tuple(
             generator
-            for name, generator in self._private.items()
+            for name, generator in self.private.items()
             if not name.startswith(DATASET_PREFIXES)
         )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 
-from resumekit.capture import RngState, require_fields
+from resumekit.capture import RngState
 from resumekit.data.discovery import DATASET_PREFIXES, initial_seed
 from resumekit.data.epoch_order import (
     DRAWN,
@@ -18,7 +18,7 @@ from resumekit.data.epoch_order import (
     SEEDED,
     SEEDED_BY_EPOCH,
 )
-from resumekit.errors import DataPositionError, StateMismatchError
+from resumekit.errors import DataPositionError
 
 # A position that came from a job with another number of ranks carries both numbers under this key.
 RANKS = "ranks"
@@ -244,59 +244,6 @@ def wrapped_position(
         "inner": {**state, FRAMEWORK_CHANGED: True},
         "ahead": [],
     }
-
-
-# The fields that every position has, and those of each kind; one that may be absent is not listed.
-_COMMON_FIELDS = frozenset(
-    {"kind", "epoch", "batch", "endless", "rebuilt", "made_anew", "geometry", "generators"}
-)
-_MAP_FIELDS = frozenset(
-    {
-        *("samples", "order_name", "start", "draws", "used"),
-        *("sampler", "num_workers", "before", "workers"),
-    }
-)
-_FIELDS = {
-    "map": _MAP_FIELDS,
-    "keyed": _MAP_FIELDS,
-    WRAPPED: frozenset({"inner", "ahead"}),
-    "ahead": frozenset({"inner", "ahead"}),
-    "stateful": frozenset({"loader"}),
-    "replay": frozenset({"start", "fetches", "contents", "workers"}),
-}
-_USED_FIELDS = frozenset({"since", "replica", "num_replicas", "in_a_row", "digest"})
-
-
-def require_position(state: Any, where: str) -> None:
-    """Returns when a saved position has all fields of its kind of loader.
-
-    Args:
-        state: of one loader.
-        where: the loader's name.
-
-    Raises:
-        StateMismatchError: a field is missing.
-    """
-    require_fields(where, state, {"kind": str, "geometry": dict, "generators": dict})
-    _require_keys(state, _COMMON_FIELDS | _FIELDS.get(state["kind"], frozenset()), where)
-    geometry = {"generators"} | ({"num_replicas"} if "samples" in state else set())
-    _require_keys(state["geometry"], geometry, f"{where}: geometry")
-    if state.get("used") is not None:
-        _require_keys(state["used"], _USED_FIELDS, f"{where}: used")
-    if "inner" in state:
-        require_position(state["inner"], f"{where}: inner")
-
-
-def _require_keys(state: Any, keys: Set[str], where: str) -> None:
-    require_fields(where, state, {})
-    missing = sorted(keys - state.keys())
-    if missing:
-        raise StateMismatchError(
-            where,
-            found=f"no {', '.join(missing)} in the checkpoint",
-            expected="a position with these fields",
-            remedy="Restart the epochs of the data with exclude={'data'}",
-        )
 
 
 def refuse_kind(state: Mapping[str, Any], kind: str, *, where: str) -> NoReturn:

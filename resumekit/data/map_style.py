@@ -83,7 +83,7 @@ class MapSource(Source):
         self._batching = Batching.of(loader)
         # What names the order that the loader's own sampler gives in the epoch announced last. No
         # method of ours: a cycle would keep this source alive, and with it the loader's workers.
-        self._order_name = partial(order_name, self._batching.sampler, self._private)
+        self._order_name = partial(order_name, self._batching.sampler, self.private)
         self._sampler = self._new_sampler(index_sampler, self._rng, self._order_name)
         self._samples = 0  # used in this epoch, by all ranks that share its order
         self._since = 0  # where the part of this rank began
@@ -273,7 +273,7 @@ class MapSource(Source):
             batch=self.batch,
             samples=self._samples,
             digest=None if self._batching.has_random_access else sampler.order.hexdigest(),
-            generators={name: generator_state(each) for name, each in self._private.items()},
+            generators={name: generator_state(each) for name, each in self.private.items()},
             workers=dict(self._workers),
             draws={} if sampler.tape is None else sampler.tape.state_dict(),
         )
@@ -307,7 +307,7 @@ class MapSource(Source):
                 "since": self._since,
                 "replica": batching.replica,
                 "num_replicas": batching.num_replicas,
-                "in_a_row": batching.batch_size if batching.by_batches else 1,
+                "in_a_row": batching.in_a_row,
                 "digest": mark.digest,
             },
         }

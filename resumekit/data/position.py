@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from resumekit.data.discovery import (
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource
 from resumekit.data.keys import RunSeed
-from resumekit.data.loader_changes import require_position
+from resumekit.data.loader_changes import WRAPPED
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
@@ -27,7 +27,7 @@ from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.distributed import WorldChange
-from resumekit.errors import ConfigurationError, DataPositionError
+from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
 from resumekit.state import ComponentState, Fidelity, Slot
 
 # What one loop draws from.
@@ -209,7 +209,7 @@ class DataPosition(ComponentState):
     def check_state_dict(self, state: Any) -> None:
         require_fields(Slot.DATA.value, state, {})
         for name, position in state.items():
-            require_position(position, name)
+            _require_position(position, name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = dict(state)
@@ -286,3 +286,56 @@ def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSo
     if hasattr(loader, "state_dict") and not is_stateful_data_loader(loader):
         return None
     return MapSource if seed is None else partial(KeyedSource, seed=seed)
+
+
+# The fields that every position has, and those of each kind; one that may be absent is not listed.
+_COMMON_FIELDS = frozenset(
+    {"kind", "epoch", "batch", "endless", "rebuilt", "made_anew", "geometry", "generators"}
+)
+_MAP_FIELDS = frozenset(
+    {
+        *("samples", "order_name", "start", "draws", "used"),
+        *("sampler", "num_workers", "before", "workers"),
+    }
+)
+_FIELDS = {
+    "map": _MAP_FIELDS,
+    "keyed": _MAP_FIELDS,
+    WRAPPED: frozenset({"inner", "ahead"}),
+    "ahead": frozenset({"inner", "ahead"}),
+    "stateful": frozenset({"loader"}),
+    "replay": frozenset({"start", "fetches", "contents", "workers"}),
+}
+_USED_FIELDS = frozenset({"since", "replica", "num_replicas", "in_a_row", "digest"})
+
+
+def _require_position(state: Any, where: str) -> None:
+    """Returns when a saved position has all fields of its kind of loader.
+
+    Args:
+        state: of one loader.
+        where: the loader's name.
+
+    Raises:
+        StateMismatchError: a field is missing.
+    """
+    require_fields(where, state, {"kind": str, "geometry": dict, "generators": dict})
+    _require_keys(state, _COMMON_FIELDS | _FIELDS.get(state["kind"], frozenset()), where)
+    geometry = {"generators"} | ({"num_replicas"} if "samples" in state else set())
+    _require_keys(state["geometry"], geometry, f"{where}: geometry")
+    if state.get("used") is not None:
+        _require_keys(state["used"], _USED_FIELDS, f"{where}: used")
+    if "inner" in state:
+        _require_position(state["inner"], f"{where}: inner")
+
+
+def _require_keys(state: Any, keys: Set[str], where: str) -> None:
+    require_fields(where, state, {})
+    missing = sorted(keys - state.keys())
+    if missing:
+        raise StateMismatchError(
+            where,
+            found=f"no {', '.join(missing)} in the checkpoint",
+            expected="a position with these fields",
+            remedy="Restart the epochs of the data with exclude={'data'}",
+        )

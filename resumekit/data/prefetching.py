@@ -151,8 +151,8 @@ class PrefetchingSource(OuterSource):
     def __init__(self, inner: Source) -> None:
         super().__init__(inner.loader, inner.name, inner)
         self.keyed = inner.keyed
-        self._private = dict(inner.private)
-        self._rng = RngState(self._private)
+        self.private = dict(inner.private)
+        self._rng = RngState(self.private)
         self._is_ahead = False  # of the current epoch a batch was asked for
         self._next: Any = None  # the batch that is ahead, while there is one
 
@@ -294,7 +294,7 @@ class WrappedSource(OuterSource):
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         inner = {id(generator): name for name, generator in self._inner.private.items()}
-        names = {inner[id(each)]: name for name, each in self._private.items() if id(each) in inner}
+        names = {inner[id(each)]: name for name, each in self.private.items() if id(each) in inner}
         return wrapped_position(state, self._inner.kind, self._geometry(), names, where=self.name)
 
 

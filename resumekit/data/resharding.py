@@ -68,8 +68,8 @@ def require_allowed(
     state: Mapping[str, Any],
     geometry: Mapping[str, Any],
     *,
-    needed: Sequence[str] = (),
-    allowed: frozenset[str] = frozenset(),
+    needed: Sequence[str],
+    allowed: frozenset[str],
     free: frozenset[str] = frozenset(),
     where: str,
 ) -> None:
@@ -257,19 +257,16 @@ def _require_shared(
 def _moved(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> dict[str, Any]:
     """The position in this geometry, without the generators that this loader does not have."""
 
-    def known(random: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if random is None:
-            return None
+    def known(random: Mapping[str, Any]) -> dict[str, Any]:
         kept = {n: each for n, each in random["generators"].items() if n in geometry["generators"]}
         return {**random, "generators": kept}
 
     moved = known({key: value for key, value in state.items() if key != RANKS})
-    assert moved is not None
     moved["geometry"] = dict(geometry)
-    if "before" in moved:
+    if moved.get("before"):
         moved["before"] = known(moved["before"])
     if "ahead" in moved:
-        moved["ahead"] = list(map(known, moved["ahead"]))
+        moved["ahead"] = [random and known(random) for random in moved["ahead"]]
     return moved
 
 

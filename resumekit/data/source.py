@@ -22,10 +22,12 @@ class Source(ABC):
 
     Attributes:
         name: what the run calls this loader.
+        names: the names of the loaders in it: its own.
         epoch: the epoch of the next batch.
         batch: its index in the epoch.
         indices: the sample indices of the last batch, None where it is unknown.
         num_samples: the number of samples in the last batch.
+        private: the generators that this loader, and perhaps others, carry, by name.
         allowed_changes: what of the loader's geometry the user allows to change.
         fitted: the checkpoint's position as this loader takes it up, with what changed of it.
         changes: what changed in words, and generators whose seed the script has changed.
@@ -38,6 +40,7 @@ class Source(ABC):
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
         self.name = name
+        self.names: tuple[str, ...] = (name,)
         self.epoch = 0
         self.batch = 0
         self.indices: Any = None
@@ -52,8 +55,8 @@ class Source(ABC):
         self.epoch_length: int | None = None  # of the current epoch, where it is a special one
         self._length_in = -1  # the epoch for which the loader was asked its length last
         self._length: int | None = None
-        self._private = loader_generators(loader)
-        self._rng = RngState(self._private)  # all that the order may be drawn from
+        self.private = loader_generators(loader)
+        self._rng = RngState(self.private)  # all that the order may be drawn from
         self._iterator: Iterator[Any] | None = None
         self._pending: dict[str, Any] | None = None  # the position to find when the epoch begins
         self._generators: dict[str, Any] | None = None  # the generators' state at that position
@@ -124,19 +127,9 @@ class Source(ABC):
         return self._length
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the loaders in it: its own."""
-        return (self.name,)
-
-    @property
     def sources(self) -> tuple[Source, ...]:
         """The loaders in it: itself."""
         return (self,)
-
-    @property
-    def private(self) -> Mapping[str, Any]:
-        """The generators that this loader, and perhaps others, carry, by name."""
-        return self._private
 
     @property
     def begun(self) -> bool:
@@ -186,9 +179,9 @@ class Source(ABC):
             self.load_state_dict(former._pending)
             return
         self.epoch, self.batch = former.epoch, former.batch
-        kept = former._private
+        kept = former.private
         self.is_rebuilt = True
-        self._recreated = [n for n, each in self._private.items() if kept.get(n) is not each]
+        self._recreated = [n for n, each in self.private.items() if kept.get(n) is not each]
 
     def close(self) -> None:
         """Drops the iterator; the position stays."""
@@ -199,8 +192,8 @@ class Source(ABC):
         if self._generators is not None:
             in_place = {id(generator) for generator in self.drawn_again()}
             for name, state in self._generators.items():
-                if id(self._private[name]) not in in_place:
-                    set_generator_state(self._private[name], state)
+                if id(self.private[name]) not in in_place:
+                    set_generator_state(self.private[name], state)
             self._generators = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,9 +224,9 @@ class Source(ABC):
         recreated = () if within else self._recreated
         saved = state["generators"].items()
         self._generators = {
-            n: each for n, each in saved if n in self._private and n not in recreated
+            n: each for n, each in saved if n in self.private and n not in recreated
         }
-        self.changes += tuple(unused_seeds(self._generators, self._private, self.name))
+        self.changes += tuple(unused_seeds(self._generators, self.private, self.name))
 
     def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         """A checkpoint's position in the geometry of this loader.
@@ -262,7 +255,7 @@ class Source(ABC):
         return ()
 
     def _geometry(self) -> dict[str, Any]:
-        return {"num_batches": self.num_batches, "generators": sorted(self._private)}
+        return {"num_batches": self.num_batches, "generators": sorted(self.private)}
 
     def _state(self) -> dict[str, Any]:
         # An epoch is over when its end was seen, not at its length: some samplers draw there.
@@ -274,7 +267,7 @@ class Source(ABC):
             "rebuilt": self.is_rebuilt,
             "made_anew": self._recreated,
             "geometry": self._geometry(),
-            "generators": {name: generator_state(g) for name, g in self._private.items()},
+            "generators": {name: generator_state(g) for name, g in self.private.items()},
         }
 
 

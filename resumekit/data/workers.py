@@ -301,9 +301,8 @@ class PersistentWorkers:
             under_way: in the middle of an epoch, which they began from these states; else they have
                 ended one, and begin the next from where they are.
         """
-        states: dict[int, bytes] = {}
-        for worker in range(self._loader.num_workers):
-            states[worker] = self._start(worker) if under_way else self._rest(worker)
+        state_of = self._start if under_way else self._rest
+        states = {worker: state_of(worker) for worker in range(self._loader.num_workers)}
         return {"birth": self._birth, "states": states}
 
     def _start(self, worker: int) -> bytes:
