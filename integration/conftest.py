@@ -65,7 +65,9 @@ def _mark_cells(items: Sequence[pytest.Function], *, whole: bool) -> None:
         pytest.UsageError: a pattern names no cell; not raised where only parts were collected.
     """
     used: dict[tuple[Any, str], bool] = {}
-    own = {item.function for item in items if item.function.__module__ == item.module.__name__}
+    defined_here = {
+        item.function for item in items if item.function.__module__ == item.module.__name__
+    }
     classes: dict[Any, set[type | None]] = {}
     for item in items:
         for mark in item.iter_markers("quick"):
@@ -81,7 +83,7 @@ def _mark_cells(items: Sequence[pytest.Function], *, whole: bool) -> None:
         f"{function.__qualname__}[{pattern}]"
         for (function, pattern), is_used in used.items()
         # What several suites inherit need not have all its cells in each of them.
-        if not is_used and (function in own or len(classes[function]) > 1)
+        if not is_used and (function in defined_here or len(classes[function]) > 1)
     ]
     if wrong and whole:
         raise pytest.UsageError(f"the mark `quick` names cells that are not there: {wrong}")

@@ -77,8 +77,8 @@ class _Files:
                 data.write(self._pieces())
                 entries.append(data.finish())
                 index = replace(index, block_digests=data.block_digests)
-        own = {f"{self._stem}.json": index.to_bytes()} if self._has_index else {}
-        for path, content in {**own, **self._small_files}.items():
+        index_file = {f"{self._stem}.json": index.to_bytes()} if self._has_index else {}
+        for path, content in {**index_file, **self._small_files}.items():
             with staging.create(path, writer=self._rank) as file:
                 file.write([memoryview(content)])
                 entries.append(file.finish())
