@@ -15,7 +15,7 @@ from resumekit.analysis.scopes import (
     Function,
     FunctionNode,
     Scope,
-    own,
+    nodes_of,
     own_nodes,
     prefixes,
     root_of,
@@ -195,10 +195,10 @@ class Definitions:
         scope = Scope(function)
         inner = {
             id(each)
-            for node in own(function.body, ast.comprehension)
+            for node in nodes_of(function.body, ast.comprehension)
             for each in ast.walk(node.target)
         }
-        names = (each for each in own(function.body, ast.Name) if id(each) not in inner)
+        names = (each for each in nodes_of(function.body, ast.Name) if id(each) not in inner)
         stored = Counter(each.id for each in names if isinstance(each.ctx, ast.Store))
         found: defaultdict[str, list[str]] = defaultdict(list)
         for target, value in (pair for node in own_nodes(function.body) for pair in _bound(node)):

@@ -22,7 +22,7 @@ from resumekit.analysis.scopes import (
     Scope,
     children_of,
     negated,
-    own,
+    nodes_of,
     own_nodes,
     prefixes,
     touches_any,
@@ -205,7 +205,7 @@ def _assigned_only_inside(function: Function, loop: LoopNode) -> frozenset[str]:
     inside = {id(each) for each in ast.walk(loop)}
     stores = [
         each
-        for each in own(function.body, ast.Name)
+        for each in nodes_of(function.body, ast.Name)
         if isinstance(each.ctx, ast.Store) and each.id in function.local_names
     ]
     outside = {each.id for each in stores if id(each) not in inside} | set(function.parameters)
@@ -260,7 +260,7 @@ def _made_of(iterable: ast.expr, function: Function) -> Iterator[ast.AST]:
     """The parts of an iterable; of a variable those of all that the function assigns to it."""
     yield from ast.walk(iterable)
     if isinstance(iterable, ast.Name):
-        for node in own(function.body, ast.Assign):
+        for node in nodes_of(function.body, ast.Assign):
             if any(isinstance(e, ast.Name) and e.id == iterable.id for e in node.targets):
                 yield from ast.walk(node.value)
 
@@ -292,7 +292,7 @@ def _note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> N
 def _changed_lists(function: Function) -> Iterator[str | None]:
     """The lists that a function makes longer, shorter or puts into another order."""
     scope = Scope(function)
-    for node in own(function.body, ast.Call):
+    for node in nodes_of(function.body, ast.Call):
         changed = calls.changed_list(node)
         if changed is not None:
             yield scope.path(changed)
@@ -352,13 +352,15 @@ def _makes_optimizer(function: Function) -> bool:
         return False
     return any(
         isinstance(node, ast.Call) and "optim" in calls.dotted(node.func).lower()
-        for each in own(function.body, ast.Assign)
+        for each in nodes_of(function.body, ast.Assign)
         for node in ast.walk(each.value)
     )
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
-    found = ((each, program.called(each, Scope(caller))) for each in own(caller.body, ast.Call))
+    found = (
+        (each, program.called(each, Scope(caller))) for each in nodes_of(caller.body, ast.Call)
+    )
     return [node for node, callee in found if callee and callee.function is function]
 
 

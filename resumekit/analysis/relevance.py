@@ -27,6 +27,7 @@ from resumekit.analysis.scopes import (
     compared_subject,
     counts,
     derived_names,
+    disables_gradients,
     excludes,
     is_exhaustive,
     iterates_parameters,
@@ -37,7 +38,6 @@ from resumekit.analysis.scopes import (
     root_of,
     stored_names,
     target_names,
-    turns_gradients_off,
     under,
     without,
 )
@@ -128,7 +128,7 @@ class Relevance(ExpressionSlice):
         if is_active or len(self._active) > _MAX_DEPTH:
             return Flow(out)
         self._active.append(function)
-        no_grad = context.no_grad or any(map(turns_gradients_off, function.decorators))
+        no_grad = context.no_grad or any(map(disables_gradients, function.decorators))
         matters = False
         while True:
             inner = replace(context, at_return=out, returns_matter=matters, no_grad=no_grad)
@@ -316,7 +316,7 @@ class Relevance(ExpressionSlice):
 
     def _with(self, node: ast.With | ast.AsyncWith, out: Relevant, context: Context) -> Flow:
         text = " ".join(ast.unparse(item.context_expr) for item in node.items)
-        inner = replace(context, no_grad=context.no_grad or turns_gradients_off(text))
+        inner = replace(context, no_grad=context.no_grad or disables_gradients(text))
         after = self._body(node.body, out, inner)
         for item in reversed(node.items):
             want = after.effect

@@ -74,8 +74,8 @@ class Function:
     @cached_property
     def local_names(self) -> frozenset[str]:
         """What the function assigns, parameters excluded unless it assigns them."""
-        names = {e.id for e in own(self.body, ast.Name) if not isinstance(e.ctx, ast.Load)}
-        names.update(each.name for each in own(self.body, ast.ExceptHandler) if each.name)
+        names = {e.id for e in nodes_of(self.body, ast.Name) if not isinstance(e.ctx, ast.Load)}
+        names.update(each.name for each in nodes_of(self.body, ast.ExceptHandler) if each.name)
         for node in own_nodes(self.body):
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 names.difference_update(node.names)
@@ -84,7 +84,7 @@ class Function:
     @cached_property
     def returned(self) -> list[ast.expr]:
         """The values of its return statements."""
-        return [each.value for each in own(self.body, ast.Return) if each.value is not None]
+        return [each.value for each in nodes_of(self.body, ast.Return) if each.value is not None]
 
     @cached_property
     def keyword_only(self) -> frozenset[str]:
@@ -202,7 +202,7 @@ def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
             stack.extend(reversed(children_of(node)))
 
 
-def own(body: list[ast.stmt], kind: type[Node]) -> Iterator[Node]:
+def nodes_of(body: list[ast.stmt], kind: type[Node]) -> Iterator[Node]:
     """The nodes of one kind among ``own_nodes``."""
     return (each for each in own_nodes(body) if isinstance(each, kind))
 
@@ -337,21 +337,21 @@ def is_exhaustive(node: ast.Match) -> bool:
 
 def stored_names(body: list[ast.stmt], scope: Scope) -> set[str]:
     """The variables that statements assign."""
-    names = own(body, ast.Name)
+    names = nodes_of(body, ast.Name)
     return {scope.path_of(each.id) for each in names if isinstance(each.ctx, ast.Store)}
 
 
 def derived_names(body: list[ast.stmt], indices: frozenset[str], scope: Scope) -> frozenset[str]:
     """The variables that a loop computes from its index."""
     found: set[str] = set()
-    for node in own(body, ast.Assign):
+    for node in nodes_of(body, ast.Assign):
         names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
         if any(scope.path_of(each.id) in indices | found for each in names):
             found.update(p for p in map(scope.path, node.targets) if p)
     return frozenset(found)
 
 
-def turns_gradients_off(text: str) -> bool:
+def disables_gradients(text: str) -> bool:
     """Whether a decorator or a context manager does so."""
     return "no_grad" in text or "inference_mode" in text
 

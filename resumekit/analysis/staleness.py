@@ -22,7 +22,7 @@ from resumekit.analysis.scopes import (
     children_of,
     covers,
     is_exhaustive,
-    own,
+    nodes_of,
     own_nodes,
     pairs_of,
     target_names,
@@ -74,7 +74,7 @@ class Staleness:
     def written(self, body: list[ast.stmt], scope: Scope) -> Paths:
         """The paths that statements may write, in functions of the same file too."""
         found: set[str | None] = set()
-        statements = {id(each.value) for each in own(body, ast.Expr)}
+        statements = {id(each.value) for each in nodes_of(body, ast.Expr)}
         for node in own_nodes(body):
             if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 found.add(scope.path(node))
@@ -336,7 +336,7 @@ def _switched(node: ast.If, scope: Scope) -> Paths:
         return frozenset()
     stores = [
         target
-        for each in own(node.body, ast.Assign)
+        for each in nodes_of(node.body, ast.Assign)
         if isinstance(each.value, ast.Constant)
         for target in each.targets
     ]
