@@ -358,10 +358,9 @@ def _makes_optimizer(function: Function) -> bool:
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
-    found = (
-        (each, program.called(each, Scope(caller))) for each in nodes_of(caller.body, ast.Call)
-    )
-    return [node for node, callee in found if callee and callee.function is function]
+    scope = Scope(caller)
+    called = [(each, program.called(each, scope)) for each in nodes_of(caller.body, ast.Call)]
+    return [call for call, callee in called if callee and callee.function is function]
 
 
 def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:

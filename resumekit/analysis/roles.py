@@ -165,10 +165,11 @@ class Roles:
             given = map(scope.path, calls.arguments_of(value))
             self._given_to.setdefault(path, []).extend(each for each in given if each)
         self._link_results(target, value, scope)
+        maker = calls.dotted(value) if isinstance(value, ast.Call) else ""
         role = self._made(value, scope)
         if role is not None:
             self._note(path, role)
-        elif path is not None and _makes_remembering(value):
+        elif path is not None and calls.REMEMBERING_MAKERS.search(maker):
             self._remembering.add(path)
 
     def _link_results(self, target: ast.expr, made: ast.expr, scope: Scope) -> None:
@@ -237,9 +238,3 @@ class Roles:
             self._note(receiver, Role.TRAINING)
         elif calls.is_logger_method(call):
             self._note(receiver, Role.LOGGING)
-
-
-def _makes_remembering(value: ast.expr) -> bool:
-    if not isinstance(value, ast.Call):
-        return False
-    return bool(calls.REMEMBERING_MAKERS.search(calls.dotted(value.func)))
