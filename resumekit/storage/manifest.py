@@ -125,7 +125,7 @@ class Manifest:
         """
         content = unseal(data, where=where)
         _check_version(content, where)
-        _check_fields(content, _CHECKS, where=where)
+        check_fields(content, _CHECKS, where=where)
         for name, kind, checks in _RECORDS:
             content[name] = tuple(
                 _record(kind, row, checks, f"{where}: {name}[{index}]")
@@ -159,13 +159,15 @@ def _matches(pattern: str, meaning: str) -> Check:
     )
 
 
-def _count(maximum: int, minimum: int = 0) -> Check:
+def count(maximum: int = _MAX_COUNT, minimum: int = 0) -> Check:
+    """An integer from the minimum to the maximum."""
     meaning = f"an integer from {minimum} to {maximum}"
     # type() and not isinstance: JSON's true is no count.
     return lambda value: None if type(value) is int and minimum <= value <= maximum else meaning
 
 
-def _text(value: Any) -> str | None:
+def text(value: Any) -> str | None:
+    """A string."""
     return None if isinstance(value, str) else "a string"
 
 
@@ -207,7 +209,7 @@ def _metric(value: Any) -> str | None:
 
 
 def _ranks(value: Any) -> str | None:
-    check = _count(_MAX_RANKS - 1)
+    check = count(_MAX_RANKS - 1)
     if not isinstance(value, list) or any(check(item) for item in value):
         return "a list of ranks"
     return None if value == sorted(set(value)) else "ranks in order, each once"
@@ -232,23 +234,23 @@ def _path(value: Any) -> str | None:
     return "a path in the step directory" if path_problem(value) else None
 
 
-_HEX = _matches("[0-9a-f]{32}", "32 hexadecimal digits")
+HEX = _matches("[0-9a-f]{32}", "32 hexadecimal digits")
 # In the order of the file: short fields first, long lists last, as people read it.
 _CHECKS: Mapping[str, Check] = {
     **{name: _is(constant) for name, constant in _CONSTANTS.items()},
-    "format_version": _count(FORMAT_VERSION, 1),
-    "run_id": _HEX,
-    "attempt": _HEX,
-    "step": _count(_MAX_COUNT),
-    "revision": _count(999_999),
+    "format_version": count(FORMAT_VERSION, 1),
+    "run_id": HEX,
+    "attempt": HEX,
+    "step": count(),
+    "revision": count(999_999),
     "created": _matches(
         r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)",
         "a time in UTC such as 2026-01-31T12:00:00+00:00",
     ),
     "parent": _optional(_step_name),
-    "world_size": _count(_MAX_RANKS, 1),
+    "world_size": count(_MAX_RANKS, 1),
     "progress": _mapping,
-    "finished": _optional(_text),
+    "finished": _optional(text),
     "metric": _optional(_metric),
     "capture": _mapping,
     "fingerprint": _mapping,
@@ -260,16 +262,16 @@ _COMPONENT_CHECKS: Mapping[str, Check] = {
     "key": _component_key,
     "pattern": _one_of(SharingPattern),
     "fidelity": _one_of(Fidelity),
-    "reason": _text,
+    "reason": text,
     "directory": _path,
     "writers": _ranks,
     "groups": _groups,
 }
 _FILE_CHECKS: Mapping[str, Check] = {
     "path": _path,
-    "size": _count(_MAX_COUNT),
-    "digest": _HEX,
-    "writer": _count(_MAX_RANKS - 1),
+    "size": count(),
+    "digest": HEX,
+    "writer": count(_MAX_RANKS - 1),
 }
 _RECORDS = (
     ("components", ComponentRecord, _COMPONENT_CHECKS),
@@ -288,7 +290,12 @@ def _check_version(content: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, where: str) -> None:
+def check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, where: str) -> None:
+    """Checks that an object has exactly these fields, each with a valid value.
+
+    Raises:
+        CorruptCheckpointError: names the field, what was found and what was expected.
+    """
     if set(content) != set(checks):
         missing, unknown = sorted(set(checks) - set(content)), sorted(set(content) - set(checks))
         raise CorruptCheckpointError(
@@ -303,7 +310,7 @@ def _check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, wh
 
 
 def _record(kind: Callable[..., Any], row: Any, checks: Mapping[str, Check], where: str) -> Any:
-    _check_fields(row, checks, where=where)
+    check_fields(row, checks, where=where)
     return kind(**{name: _as_tuples(value) for name, value in row.items()})
 
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import socket
 import time
 import uuid
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +48,7 @@ from resumekit.storage.directories import (
 )
 from resumekit.storage.io import FileSystem
 from resumekit.storage.json_files import seal, unseal
+from resumekit.storage.manifest import HEX, check_fields, count, text
 from resumekit.storage.steps import list_steps, read_manifest
 
 POLL_SECONDS = 0.05
@@ -140,7 +140,6 @@ def _unlock(descriptor: int, key: tuple[int, int, int]) -> None:
 
 
 _MAX_BYTES = 64 << 10
-_ID = re.compile(r"[0-9a-f]{32}")
 # The errors of open for a name that is no regular file: a link, a directory or a pipe.
 _NOT_A_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
@@ -182,20 +181,14 @@ class Owner:
             CorruptCheckpointError: it is damaged.
         """
         content = unseal(data, where=OWNER)
-        names = {item.name for item in fields(cls)}
-        right = (
-            set(content) == names
-            and all(isinstance(content[name], str) for name in names - {"pid"})
-            and type(content["pid"]) is int
-            and _ID.fullmatch(content["run_id"])
-            and _ID.fullmatch(content["attempt"])
-        )
-        if not right:
-            raise CorruptCheckpointError(OWNER, found="fields that an owner record does not have")
+        check_fields(content, _CHECKS, where=OWNER)
         return cls(**content)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, started {self.started}"
+
+
+_CHECKS = {"run_id": HEX, "attempt": HEX, "host": text, "pid": count(), "started": text}
 
 
 def read_owner(file_system: FileSystem, directory: Path) -> Owner | None:
