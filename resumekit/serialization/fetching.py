@@ -81,11 +81,7 @@ class ByteRange:
     @property
     def is_direct(self) -> bool:
         """Whether the bytes can be read into the target without a copy."""
-        return self.num_bytes == self._target_bytes and self.target.is_contiguous()
-
-    @property
-    def _target_bytes(self) -> int:
-        return self.target.numel() * self.target.element_size()
+        return self.num_bytes == self.target.nbytes and self.target.is_contiguous()
 
     def copy_from(self, memory: torch.Tensor) -> None:
         """Copies the wanted elements of the bytes that were read into the target."""
@@ -139,7 +135,7 @@ def read_ranges(
     """
     for run in _runs(sorted(wanted, key=lambda each: each.offset)):
         memories = [
-            _flat_memory(each.target)
+            each.target
             if each.is_direct
             else torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
             for each in run
@@ -148,11 +144,6 @@ def read_ranges(
         for each, memory in zip(run, memories, strict=True):
             if not each.is_direct:
                 each.copy_from(memory)
-
-
-def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a tensor over the same memory."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _runs(ordered: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:

@@ -303,14 +303,9 @@ def _is_first_ranks(local: LocalState, name: str) -> bool:
 
 
 def _signature(local: LocalState) -> str:
-    lines = [
-        [name, str(tensor.dtype), list(tensor.shape)] for name, tensor in local.tensors.items()
-    ]
     # A rank whose part is empty cannot see that two names are one tensor.
-    lines += [
-        [name, str(local.tensors[other].dtype), list(local.tensors[other].shape)]
-        for name, other in local.ties.items()
-    ]
+    named = {**local.tensors, **{name: local.tensors[other] for name, other in local.ties.items()}}
+    lines = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in named.items()]
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(lines)).encode("ascii"))
 
 
