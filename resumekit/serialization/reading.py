@@ -152,7 +152,7 @@ def read_sharded(
         state = merge(states)
         return state if part_of is None else part_of(state)
 
-    skeleton = merged([view.skeleton for view in views])
+    skeleton = merged([view.state() for view in views])
     check(skeleton)
     partners = {id(saved): live for saved, live in pair(skeleton)}
     needed = None if part_of is None else {id(leaf) for _, leaf in leaves_of(skeleton)}
@@ -169,8 +169,7 @@ class _View:
     """What one group wrote of a component, by its index.
 
     Attributes:
-        skeleton: the state with tensors on the meta device; all other values are real.
-        meta_tensors: those tensors, by name.
+        meta_tensors: the tensors of the state on the meta device, by name.
     """
 
     def __init__(self, source: Source, name: str, index: ShardedIndex, files: _DataFiles) -> None:
@@ -182,15 +181,17 @@ class _View:
         self._tree = index.states[source.key]
         whole = {name for name, is_whole in references(self._tree) if is_whole}
         self._values = _read(index, dict.fromkeys(whole), self.where, files)
-        shapes = {name: _without_values(logical) for name, logical in index.tensors.items()}
-        self.meta_tensors = {name: tensor for name, tensor in shapes.items() if name not in whole}
-        self.skeleton = self._decoded({**shapes, **self._values})
+        self.meta_tensors = {
+            name: _without_values(logical)
+            for name, logical in index.tensors.items()
+            if name not in whole
+        }
 
     def read(self, partners: Mapping[int, Any], needed: set[int] | None) -> None:
-        """Reads the tensors of the skeleton.
+        """Reads the tensors on the meta device.
 
         Args:
-            partners: the live DTensor whose placements a tensor of the skeleton gets, by id.
+            partners: the live DTensor whose placements a tensor gets, by id.
             needed: the ids of the needed ones; None for all.
         """
         named = {name for name, is_whole in references(self._tree) if not is_whole}
@@ -206,10 +207,8 @@ class _View:
         return {name for name, tensor in self.meta_tensors.items() if id(tensor) in needed}
 
     def state(self) -> Any:
-        """The state with the tensors that have been read."""
-        return self._decoded({**self.meta_tensors, **self._values})
-
-    def _decoded(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The state; tensors that have not been read are on the meta device."""
+        tensors = {**self.meta_tensors, **self._values}
         return Decoder(tensors, where=self.where).decode(self._tree)
 
 
