@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,33 +385,35 @@ with Checkpointer("runs/a", model=model, optimizer=optimizer) as ckpt:
             loss.backward()
             optimizer.step()
             ckpt.step()
-        eval_metric = float(loss)
+        eval_metric = loss.item()
     {guard}
         with open("all_results.json", "w") as file:
             json.dump({{"eval_loss": eval_metric}}, file)
 """
 
 
-def launched(directory: Path, guard: str) -> subprocess.CompletedProcess[str]:
-    (directory / "train.py").write_text(TAIL.format(guard=guard))
-    return subprocess.run(
-        [sys.executable, "train.py"], cwd=directory, capture_output=True, text=True, check=False
-    )
+def launch_script(guard: str) -> None:
+    Path("train.py").write_text(TAIL.format(guard=guard))
+    runpy.run_path("train.py", run_name="__main__")
 
 
-def test_a_finished_run_that_is_launched_again_keeps_its_results(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_launched_again_keeps_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     results = tmp_path / "all_results.json"
     guard = "if not ckpt.already_finished:"
-    assert launched(tmp_path, guard).returncode == 0
+    launch_script(guard)
     before = results.read_bytes()
-    again = launched(tmp_path, guard)
-    assert again.returncode == 0, again.stderr
-    assert "nothing to do, the run finished at step 8 (epochs=2)" in again.stderr
-    assert "already_finished" in again.stderr
+    capsys.readouterr()
+    launch_script(guard)
+    again = capsys.readouterr().err
+    assert "nothing to do, the run finished at step 8 (epochs=2)" in again
+    assert "already_finished" in again
     assert results.read_bytes() == before
     # Without it, the tail ends as both no_trainer examples did, and empties the file.
-    without = launched(tmp_path, "if True:")
-    assert "NameError" in without.stderr
+    with pytest.raises(NameError):
+        launch_script("if True:")
     assert results.read_bytes() != before
 
 
