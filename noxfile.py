@@ -43,7 +43,7 @@ OLDEST_TESTS = {
     "torch": ("torch_exact", "sharded", "optimizer_parameters", "gradients_across_steps"),
 }
 
-# The tests of a file share one warm server of processes, and neighbours in a folder often do.
+# The tests of a file share one warm server; files that import the same follow one another.
 PYTEST = (
     *(PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4"),
     *("--dist=loadscope", "--no-loadscope-reorder"),

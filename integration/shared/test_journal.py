@@ -7,12 +7,14 @@ journal cannot find is listed with the reason; the kit, which compares whole sta
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import pytest
+from preloads import ALL
 
-from resumekit.testing import ConformanceSuite
+from resumekit.testing import ConformanceSuite, Kit
 from resumekit.testing.evidence import worst_verdict
+
+PRELOAD = ALL
 
 AVERAGED = "an average of the weights reaches no loss"
 REPORTED = "a metric of evaluations reaches no training step"
@@ -84,11 +86,11 @@ def suite_of(name: str) -> type[ConformanceSuite]:
 )
 @pytest.mark.parametrize(("name", "component"), ROWS)
 def test_the_journal_alone_finds_a_component_that_was_left_out(
-    warm: Any, name: str, component: str
+    kit: Kit, name: str, component: str
 ) -> None:
     suite = suite_of(name)
     cell = suite.cell("mid-epoch 1", suite.everything)
-    run = warm.kit(suite.preload).run_killed(cell, inject=component)
+    run = kit.run_killed(cell, inject=component)
     found = worst_verdict(run.directory / "training")
     assert found is not None, run.failure
     expected = TABLES[name][component]

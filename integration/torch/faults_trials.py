@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from failpoints import launch as launch_with_faults
 from faults_training import launch
@@ -22,8 +19,6 @@ from resumekit.storage import StepName, Store
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
-
-Result = TypeVar("Result")
 
 KILLED = -9
 TIMEOUT_SECONDS = 60.0
@@ -152,20 +147,16 @@ class Trial:
 
 
 class Trials:
-    """Warm servers, the uninterrupted run, and a run that was killed between two saves.
+    """A warm server, the uninterrupted run, and a run that was killed between two saves.
 
     Args:
         directory: an empty one.
         world_size: how many ranks.
-        num_servers: how many trials ``each`` may run at a time.
     """
 
-    def __init__(self, directory: Path, *, world_size: int = 1, num_servers: int = 1) -> None:
+    def __init__(self, directory: Path, *, world_size: int = 1) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._servers = [ForkServer(PRELOAD, environment) for _ in range(num_servers)]
-        self._of_this_thread = threading.local()
-        waiting = iter(self._servers)
-        self._pool = ThreadPoolExecutor(num_servers, initializer=lambda: self._take(next(waiting)))
+        self._server = ForkServer(PRELOAD, environment)
         self._directory = directory
         self._numbers = itertools.count(1)
         reference = Trial(self._server, directory / "reference")
@@ -185,20 +176,8 @@ class Trials:
         """A run that has not begun."""
         return Trial(self._server, self._next_directory())
 
-    def each(self, try_one: Callable[[int], Result], values: Iterable[int]) -> list[Result]:
-        """What ``try_one`` gives for every value; the servers share the work."""
-        return list(self._pool.map(try_one, values))
-
     def _next_directory(self) -> Path:
         return self._directory / f"trial-{next(self._numbers):04d}"
-
-    @property
-    def _server(self) -> ForkServer:
-        server: ForkServer = getattr(self._of_this_thread, "server", self._servers[0])
-        return server
-
-    def _take(self, server: ForkServer) -> None:
-        self._of_this_thread.server = server
 
     def __enter__(self) -> Trials:
         return self
@@ -209,6 +188,4 @@ class Trials:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.shutdown()
-        for server in self._servers:
-            server.close()
+        self._server.close()

@@ -6,8 +6,11 @@ import time
 
 import pytest
 from agreement_workloads import disagree, save_slowly
+from preloads import TORCH
 
 from resumekit.testing import Cell, Kit, Run
+
+PRELOAD = TORCH
 
 SAID = {
     "option": "options save_every: rank 0: 3; rank 1: 4, expected the same on all ranks",

@@ -26,7 +26,7 @@ RecordProperty = Callable[[str, object], None]
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with Trials(tmp_path_factory.mktemp("trials"), num_servers=2) as trials:
+    with Trials(tmp_path_factory.mktemp("trials")) as trials:
         yield trials
 
 
@@ -93,8 +93,8 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
         _finish(trials, trial)
         return newest
 
-    newest = trials.each(kill, all_calls)
-    assert [*newest] == sorted(newest, key=str)  # a later kill never leaves less
+    newest = [kill(call) for call in all_calls]
+    assert newest == sorted(newest, key=str)  # a later kill never leaves less
     assert set(newest) == {StepName(3), StepName(6), StepName(7)}
     assert len(all_calls) > 80
     _count(record_property, "kills, one at every call", len(all_calls))
@@ -104,13 +104,11 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
 def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
     trials: Trials, record_property: RecordProperty
 ) -> None:
-    def tear(write: int) -> None:
+    writes = _calls_until(lambda write: _killed_at(trials, f"write:{write}=torn") is None)
+    for write in writes:
         trial = _killed_at(trials, f"write:{write}=torn")
         assert trial is not None
         _finish(trials, trial)
-
-    writes = _calls_until(lambda write: _killed_at(trials, f"write:{write}=torn") is None)
-    trials.each(tear, writes)
     assert len(writes) > 15
     _count(record_property, "torn writes", len(writes))
 
@@ -119,12 +117,10 @@ def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
 def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
     trials: Trials,
 ) -> None:
-    def kill(call: int) -> None:
+    for call in (*range(1, 16), 30, 40, 46, 48, 50):
         trial = trials.fresh()
         assert trial.launch(failpoints=f"{call}=kill").was_killed
         _finish(trials, trial)
-
-    trials.each(kill, (*range(1, 16), 30, 40, 46, 48, 50))
 
 
 @pytest.mark.full
@@ -153,7 +149,7 @@ def test_an_error_at_every_call_is_reported_and_costs_at_most_the_save_under_way
         _finish(trials, trial)
         return how
 
-    counts = Counter(trials.each(fail, calls_of_a_save))
+    counts = Counter(map(fail, calls_of_a_save))
     _count(record_property, f"errors at every call, {fault.format('n')}, {policy}", dict(counts))
     assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
@@ -175,7 +171,7 @@ def test_an_error_at_every_read_proves_no_damage(
         _finish(trials, trial)
         return ended.succeeded
 
-    succeeded = trials.each(fail, range(1, 25))
+    succeeded = list(map(fail, range(1, 25)))
     assert not all(succeeded)
     _count(record_property, f"errors of {call}", f"{len(succeeded)}, {sum(succeeded)} without harm")
 

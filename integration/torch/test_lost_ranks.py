@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import pytest
 from agreement_workloads import save_and_lose
+from preloads import TORCH
 
 from resumekit.prove import compare
 from resumekit.testing import Cell, Kit
 
+PRELOAD = TORCH
 PEERS_SECONDS = 90.0
 
 NUM_TRIALS, ALL_TRIALS = 2, 20
