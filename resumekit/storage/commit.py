@@ -35,7 +35,7 @@ from resumekit.storage.directories import (
     path_problem,
     write_small,
 )
-from resumekit.storage.files import FileEntry, FileWriter
+from resumekit.storage.files import FileWriter
 from resumekit.storage.io import MAKE_ROOM, FileSystem, save_errors
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
@@ -182,23 +182,19 @@ class Staging:
         for part in reversed([part for part in self.directories if part not in used]):
             with save_errors(self.path / part):
                 self._file_system.rmdir(self.path / part)
-        written = self._write_manifest(manifest)
+        data, path = manifest.to_bytes(), self.path / MANIFEST
+        with FileWriter(self._file_system, path, relative=MANIFEST, writer=0) as writer:
+            writer.write([memoryview(data)])
+            written = writer.finish()
         sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
         with save_errors(self.path):
             difference = find_difference(self._file_system, self.path, sizes)
         if difference is not None:
-            path, problem = difference
-            raise SaveError(str(self.path / path), found=problem)
+            name, problem = difference
+            raise SaveError(str(self.path / name), found=problem)
         for directory in (*(self.path / part for part in reversed(used)), self.path):
             with save_errors(directory):
                 self._file_system.fsync_dir(directory)
-
-    def _write_manifest(self, manifest: Manifest) -> FileEntry:
-        data = manifest.to_bytes()
-        path = self.path / MANIFEST
-        with FileWriter(self._file_system, path, relative=MANIFEST, writer=0) as writer:
-            writer.write([memoryview(data)])
-            return writer.finish()
 
     def _point_latest(self) -> None:
         """Names the newest step for people. Not synced, and may fail: nothing reads it."""
