@@ -361,6 +361,15 @@ def test_without_the_workers_states_their_random_numbers_do_not_continue() -> No
     assert rest != expected[len(expected) - len(rest) :]
 
 
+def test_a_loader_that_is_not_opened_before_its_epoch_ends_begins_the_next_one() -> None:
+    _, stops = uninterrupted("shuffle", "no workers")
+    position = DataPosition()
+    position.load_state_dict(stops[2]["data"])
+    position.end_epoch(["train"])
+    source = position.open(LOADERS["shuffle"](Noisy(), {}), "train")
+    assert position_of(source) == (1, 0)
+
+
 def test_used_samples_are_passed_over_without_reading_them() -> None:
     _, stops = uninterrupted("shuffle", "no workers")
     data = Noisy()

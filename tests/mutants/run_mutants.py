@@ -92,18 +92,23 @@ def entries(path: Path = TABLE) -> list[Mutant]:
     return [Mutant(**entry) for entry in table["mutant"]]
 
 
+def _exists(test: str) -> bool:
+    """Whether there is such a file or folder, and in it the function, whatever its parameters."""
+    file, _, name = test.partition("::")
+    path, function = ROOT / file, name.partition("[")[0].rpartition("::")[2]
+    return path.exists() and (not name or f"def {function}(" in path.read_text(encoding="utf-8"))
+
+
 def problems_of(mutants: Sequence[Mutant]) -> list[str]:
-    """Texts that do not occur exactly once in their file, and names that are given twice."""
+    """Texts that do not occur once in their file, tests that do not exist, names given twice."""
     problems = []
     for each in mutants:
         path = ROOT / each.file
         source = path.read_text(encoding="utf-8") if path.is_file() else ""
         if (count := source.count(each.before)) != 1:
             problems.append(f"{each.name}: {count} occurrences of {each.before!r} in {each.file}")
-        lacking = [
-            name for name in shlex.split(each.tests) if not (ROOT / name.split("::")[0]).exists()
-        ]
-        problems += [f"{each.name}: no file {name}" for name in lacking]
+        lacking = [name for name in shlex.split(each.tests) if not _exists(name)]
+        problems += [f"{each.name}: no test {name}" for name in lacking]
     names = [each.name for each in mutants]
     return problems + [f"{n}: given twice" for n in sorted(set(names)) if names.count(n) > 1]
 

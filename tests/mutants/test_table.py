@@ -15,7 +15,9 @@ def test_a_stale_entry_is_reported_with_its_name() -> None:
     stale = Mutant("a defect", mutant.area, mutant.file, "no such text", "", "tests/no_such_file")
     first, second = problems_of([stale])
     assert first.startswith("a defect: 0 occurrences of 'no such text'")
-    assert second == "a defect: no file tests/no_such_file"
+    assert second == "a defect: no test tests/no_such_file"
+    unknown = Mutant("a defect", mutant.area, mutant.file, mutant.before, "", f"{__file__}::test_x")
+    assert problems_of([unknown]) == [f"a defect: no test {__file__}::test_x"]
     assert problems_of([mutant, mutant]) == [f"{mutant.name}: given twice"]
 
 
