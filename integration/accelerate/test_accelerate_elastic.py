@@ -95,7 +95,7 @@ def test_pin_how_batches_are_assigned_to_ranks() -> None:
             indices = batching.share(torch.arange(length).numpy(), 0)
             mine = list(batching.in_batches(indices))
             assert mine == list(shard), (length, size, ranks, rank, drop_last)
-            assert len(mine) == batching.num_batches_left(length)
+            assert len(mine) == batching.num_batches(batching.num_mine(length))
 
 
 def test_pin_what_names_the_order_of_a_seeded_sampler() -> None:
