@@ -24,7 +24,7 @@ from resumekit.adapters.lightning._private import (
 )
 from resumekit.adapters.lightning.components import fit_components, prepare, prepare_epoch
 from resumekit.adapters.lightning.loader import LoaderInStep, refuse
-from resumekit.adapters.lightning.loops import LoopState
+from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import check_tested
 from resumekit.run import FrameworkLoop, Options, checked_extras, checked_names, run_directory

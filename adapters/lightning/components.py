@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import Callback, callbacks, strategies
-from resumekit.adapters.lightning.loops import LoopState, in_epoch, keeps_gradients
+from resumekit.adapters.lightning.loop_state import LoopState, in_epoch, keeps_gradients
 from resumekit.capture import (
     Holder,
     ObjectState,

@@ -22,7 +22,7 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
 from resumekit.distributed import WorldChange
 from resumekit.prove import CHECKPOINT, STEP, read_trace
-from resumekit.prove.records import RESUMED
+from resumekit.prove.trace_records import RESUMED
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH

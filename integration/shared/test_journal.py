@@ -12,7 +12,7 @@ import pytest
 from preloads import ALL
 
 from resumekit.testing import ConformanceSuite, Kit
-from resumekit.testing.evidence import worst_verdict
+from resumekit.testing.trace_checks import worst_verdict
 
 PRELOAD = ALL
 

@@ -20,7 +20,7 @@ from switch_mid_epoch_workloads import NUM_SAMPLES, SAVE_EVERY, train
 from used_samples import ledger
 
 from resumekit.prove import CHECKPOINT, read_trace
-from resumekit.prove.records import RESUMED
+from resumekit.prove.trace_records import RESUMED
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ALL

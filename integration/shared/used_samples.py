@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from resumekit.prove import STEP, read_trace
-from resumekit.prove.records import RESUMED
+from resumekit.prove.trace_records import RESUMED
 from resumekit.testing import Run
 
 

@@ -23,9 +23,9 @@ import torch
 from resumekit.journal import Verdict
 from resumekit.prove import kill_processes
 from resumekit.prove.processes import Launch
-from resumekit.testing.evidence import worst_verdict
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task
+from resumekit.testing.trace_checks import worst_verdict
 from resumekit.tracing import INJECT_VARIABLE
 
 # Read by scripts/judged_script.py, which must not import this.

@@ -35,7 +35,6 @@ from resumekit.capture.naming import (
     clean_name,
     one_or_named,
 )
-from resumekit.capture.not_given import REMEDIES, SavedObjects, Unconfirmed, not_given, slot_of
 from resumekit.capture.optimizer import (
     OptimizerState,
     inherits_load,
@@ -43,7 +42,7 @@ from resumekit.capture.optimizer import (
     restore_groups,
 )
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.pipeline import is_same, merge_states, part_of
+from resumekit.capture.pipeline_stages import is_same, merge_states, part_of
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -61,6 +60,13 @@ from resumekit.capture.rng import (
     states_of_new_rank,
 )
 from resumekit.capture.scheduler import SchedulerState
+from resumekit.capture.unregistered_objects import (
+    REMEDIES,
+    SavedObjects,
+    Unconfirmed,
+    not_given,
+    slot_of,
+)
 from resumekit.capture.user_state import (
     Holder,
     UserState,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from resumekit.capture.model import ModelState
 from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.pipeline import is_same
+from resumekit.capture.pipeline_stages import is_same
 from resumekit.capture.restore import (
     Mismatch,
     describe,

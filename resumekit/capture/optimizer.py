@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resumekit.capture.naming import parameter_names
-from resumekit.capture.pipeline import merged_optimizers, part_of_optimizer
+from resumekit.capture.pipeline_stages import merged_optimizers, part_of_optimizer
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,

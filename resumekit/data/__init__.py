@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from resumekit.data.discovery import (
+from resumekit.data.iterable import ReplaySource
+from resumekit.data.keys import SEED, RunSeed, check_randomness
+from resumekit.data.loader_introspection import (
     is_seeded_by_epoch,
     samplers_of,
     stateful_generators,
 )
-from resumekit.data.iterable import ReplaySource
-from resumekit.data.keys import SEED, RunSeed, check_randomness
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import CombinedLoaders
 from resumekit.data.position import (

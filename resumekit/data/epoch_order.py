@@ -22,7 +22,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.data.discovery import is_seeded_by_epoch, known_length, shards_whole_batches
+from resumekit.data.loader_introspection import (
+    is_seeded_by_epoch,
+    known_length,
+    shards_whole_batches,
+)
 from resumekit.data.samplers import (
     EpochOrder,
     RandomAccess,

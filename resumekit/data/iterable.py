@@ -14,7 +14,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.capture import RngState
-from resumekit.data.discovery import (
+from resumekit.data.loader_introspection import (
     INNER,
     announce_epoch,
     each_once,

@@ -14,13 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, MapDataPipe, Subset, get_worker_info
 
-from resumekit.data.discovery import (
-    DATASET_PREFIXES,
-    known_length,
-    nested_generators,
-    unordered_reason,
-    without_prefetch,
-)
 from resumekit.data.keys import (
     CountingDigest,
     Keys,
@@ -31,6 +24,13 @@ from resumekit.data.keys import (
     preserved_generators,
     seed_generators,
     yields_each_index_once,
+)
+from resumekit.data.loader_introspection import (
+    DATASET_PREFIXES,
+    known_length,
+    nested_generators,
+    unordered_reason,
+    without_prefetch,
 )
 from resumekit.data.map_style import BatchMark, MapSource
 from resumekit.data.seeking import EPOCH_START, RecordingSampler

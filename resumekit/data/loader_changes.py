@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 
 from resumekit.capture import RngState
-from resumekit.data.discovery import DATASET_PREFIXES, initial_seed
 from resumekit.data.epoch_order import (
     DRAWN,
     IN_ORDER,
@@ -18,6 +17,7 @@ from resumekit.data.epoch_order import (
     SEEDED,
     SEEDED_BY_EPOCH,
 )
+from resumekit.data.loader_introspection import DATASET_PREFIXES, initial_seed
 from resumekit.errors import DataPositionError
 
 # A position that came from a job with another number of ranks carries both numbers under this key.

@@ -10,13 +10,6 @@ from typing import Any
 from torch.utils.data import DataLoader, MapDataPipe
 
 from resumekit.capture import generator_state
-from resumekit.data.discovery import (
-    announce_epoch,
-    known_length,
-    private_generators,
-    shallow_copy,
-    unordered_reason,
-)
 from resumekit.data.epoch_order import Batching, order_name
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
@@ -24,6 +17,13 @@ from resumekit.data.loader_changes import (
     refetched,
     sampler_setting,
     unwrapped_position,
+)
+from resumekit.data.loader_introspection import (
+    announce_epoch,
+    known_length,
+    private_generators,
+    shallow_copy,
+    unordered_reason,
 )
 from resumekit.data.resharding import FittedPosition, fit_position
 from resumekit.data.seeking import RecordingSampler, Seek, find_seeker

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.capture import require_fields
-from resumekit.data.discovery import (
+from resumekit.data.iterable import ReplaySource
+from resumekit.data.keyed import KeyedSource
+from resumekit.data.keys import RunSeed
+from resumekit.data.loader_changes import WRAPPED
+from resumekit.data.loader_introspection import (
     INNER,
     ExistingObjects,
     is_dispatched,
     is_stateful_data_loader,
     without_history,
 )
-from resumekit.data.iterable import ReplaySource
-from resumekit.data.keyed import KeyedSource
-from resumekit.data.keys import RunSeed
-from resumekit.data.loader_changes import WRAPPED
 from resumekit.data.map_style import MapSource
 from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource

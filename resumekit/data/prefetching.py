@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture import RngState
-from resumekit.data.discovery import INNER, announce_epoch, rewrap, without_prefetch
 from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
+from resumekit.data.loader_introspection import INNER, announce_epoch, rewrap, without_prefetch
 from resumekit.data.map_style import MapSource
 from resumekit.data.resharding import FittedPosition, fit_around_inner
 from resumekit.data.source import Source

@@ -10,8 +10,12 @@ from torch.utils.data import IterableDataset, Subset
 
 from resumekit.capture import Holder, RngState, generator_state, set_generator_state
 from resumekit.capture.user_state import attributes_set_in, is_user_object
-from resumekit.data.discovery import has_estimated_length, known_length, loader_generators
 from resumekit.data.loader_changes import refuse_kind, unused_seeds
+from resumekit.data.loader_introspection import (
+    has_estimated_length,
+    known_length,
+    loader_generators,
+)
 from resumekit.data.resharding import FittedPosition, fit_at_epoch_start
 from resumekit.data.stream_objects import MakeUserState
 from resumekit.state import Fidelity, Stateful

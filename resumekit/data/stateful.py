@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resumekit.data.discovery import (
+from resumekit.data.iterable import first_dimension
+from resumekit.data.loader_introspection import (
     INNER,
     announce_epoch,
     has_own_state,
@@ -21,7 +22,6 @@ from resumekit.data.discovery import (
     is_stateful_data_loader,
     shallow_copy,
 )
-from resumekit.data.iterable import first_dimension
 from resumekit.data.source import Source
 from resumekit.state import Fidelity
 

@@ -14,7 +14,7 @@ import xxhash
 from torch.utils.data import DataLoader, MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
-from resumekit.data.discovery import announce_epoch
+from resumekit.data.loader_introspection import announce_epoch
 from resumekit.data.rng_recording import StateReader, read_states, write_states
 from resumekit.errors import DataPositionError
 

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from resumekit.prove.comparison import compare
 from resumekit.prove.processes import kill_processes, tail_of
-from resumekit.prove.records import (
-    CHECKPOINT,
-    END,
-    STEP,
-    Attempt,
-    Record,
-    TraceTail,
-    launch_directory,
-    read_trace,
-    records_of,
-    steps_of,
-)
 from resumekit.prove.report import print_result
 from resumekit.prove.result import (
     Divergence,
@@ -27,6 +15,18 @@ from resumekit.prove.result import (
     Verdict,
 )
 from resumekit.prove.runner import prove
+from resumekit.prove.trace_records import (
+    CHECKPOINT,
+    END,
+    STEP,
+    Attempt,
+    Record,
+    TraceTail,
+    launch_directory,
+    read_trace,
+    records_of,
+    steps_of,
+)
 
 __all__ = [
     "CHECKPOINT",

@@ -21,7 +21,8 @@ from resumekit.prove.differences import (
     values_before_the_first_kill,
     with_own_values,
 )
-from resumekit.prove.records import (
+from resumekit.prove.result import RUN, Divergence, Resume, Verdict
+from resumekit.prove.trace_records import (
     CHECKPOINT,
     END,
     RESUMED,
@@ -32,7 +33,6 @@ from resumekit.prove.records import (
     records_of,
     steps_of,
 )
-from resumekit.prove.result import RUN, Divergence, Resume, Verdict
 
 StepKey = tuple[int, int]
 

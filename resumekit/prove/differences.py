@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from resumekit.prove.records import (
+from resumekit.prove.result import describe, missing
+from resumekit.prove.trace_records import (
     CHECKPOINT,
     RESUMED,
     STATE_KINDS,
@@ -18,7 +19,6 @@ from resumekit.prove.records import (
     Record,
     records_of,
 )
-from resumekit.prove.result import describe, missing
 
 _STATE_ORDER = (
     "model",

@@ -18,7 +18,8 @@ from resumekit.errors import (
     ProveError,
 )
 from resumekit.prove.processes import Launch, prepared
-from resumekit.prove.records import (
+from resumekit.prove.result import LaunchSummary
+from resumekit.prove.trace_records import (
     CHECKPOINT,
     Attempt,
     TraceTail,
@@ -26,7 +27,6 @@ from resumekit.prove.records import (
     records_of,
     steps_of,
 )
-from resumekit.prove.result import LaunchSummary
 from resumekit.tracing import (
     INJECT_VARIABLE,
     KILL_VARIABLE,

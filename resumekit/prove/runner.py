@@ -31,8 +31,15 @@ from resumekit.prove.execution import (
     kill_instants,
     require_reached,
 )
-from resumekit.prove.records import CHECKPOINT, STEP, Attempt, read_trace, records_of, steps_of
 from resumekit.prove.result import Outcome, ProveResult, Trial, Verdict
+from resumekit.prove.trace_records import (
+    CHECKPOINT,
+    STEP,
+    Attempt,
+    read_trace,
+    records_of,
+    steps_of,
+)
 from resumekit.tracing import KillPoint
 
 EVERY_COMPONENT = "all"

@@ -20,7 +20,7 @@ from resumekit.run.compatibility import (
 )
 from resumekit.run.options import Options, names_component
 from resumekit.run.resuming import Found
-from resumekit.run.world_change import StateOrigins
+from resumekit.run.state_origins import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 from resumekit.storage import ComponentRecord
 

@@ -26,7 +26,7 @@ from resumekit.log import logger
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
-from resumekit.run.world_change import StateOrigins
+from resumekit.run.state_origins import StateOrigins
 from resumekit.serialization import (
     Source,
     index_name,

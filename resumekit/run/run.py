@@ -33,12 +33,12 @@ from resumekit.run.compatibility import (
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.journaling import RunJournal
 from resumekit.run.loading import Loading, call_everywhere
-from resumekit.run.loop_check import LoopCheck
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Saver
-from resumekit.run.world_change import StateOrigins
+from resumekit.run.state_origins import StateOrigins
+from resumekit.run.unsaved_state import UnsavedStateCheck
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
@@ -79,8 +79,10 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
         self.reporter.add_finding(owned.uncaptured_parameters)
-        self.loop_check = LoopCheck(options, extras, weakly(owned.saved_objects, SavedObjects()))
-        self.reporter.add_finding(self.loop_check.lines)
+        self.unsaved_state = UnsavedStateCheck(
+            options, extras, weakly(owned.saved_objects, SavedObjects())
+        )
+        self.reporter.add_finding(self.unsaved_state.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
@@ -289,7 +291,7 @@ class Run:
     def enter_loop(self, owner: Any, feed: Feed) -> None:
         """A loop asks for its first batch: looks what it needs and no component holds."""
         self._components.follow(feed, streams=False)
-        self.loop_check.enter(owner)
+        self.unsaved_state.enter(owner)
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.

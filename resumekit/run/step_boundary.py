@@ -80,7 +80,7 @@ class StepBoundary:
 
     def _set_remedies(self, remedies: Mapping[Slot, str]) -> None:
         """Sets how the adapter takes an object that the run was not given, by slot."""
-        self._run.loop_check.remedies = remedies
+        self._run.unsaved_state.remedies = remedies
 
     @property
     def _run_id(self) -> str:
@@ -289,7 +289,7 @@ class StepBoundary:
         counters.move_to(*self._position())
         if self._stepped and self._in_step:
             self._run.observe_gradients()
-        if self._stepped and self._run.loop_check.after_step():
+        if self._stepped and self._run.unsaved_state.after_step():
             self._run.reporter.announce()
         common = self._all_requests() if self._may_save() and finished is None else Requests()
         if finished is not None:

@@ -50,7 +50,7 @@ from resumekit.serialization.limits import (
     hash_flood,
     namedtuple_type,
 )
-from resumekit.serialization.paths import StatePath, UniqueNames
+from resumekit.serialization.state_paths import StatePath, UniqueNames
 from resumekit.serialization.tensors import FoundTensor, Leaf, StoredTensors, bytes_leaf, store
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Chunk, Logical, part_name
-from resumekit.serialization.paths import StatePath
 from resumekit.serialization.sharding import (
     Box,
     FlatPart,
@@ -29,6 +28,7 @@ from resumekit.serialization.sharding import (
     pieces_of,
     tiling_problem,
 )
+from resumekit.serialization.state_paths import StatePath
 from resumekit.serialization.tensors import FoundTensor, Leaf
 
 

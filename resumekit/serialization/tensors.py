@@ -24,7 +24,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, element_type
-from resumekit.serialization.paths import StatePath, UniqueNames
+from resumekit.serialization.state_paths import StatePath, UniqueNames
 
 CHUNK_BYTES = 4 << 20
 

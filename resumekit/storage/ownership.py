@@ -49,7 +49,7 @@ from resumekit.storage.directories import (
 from resumekit.storage.io import FileSystem
 from resumekit.storage.json_files import seal, unseal
 from resumekit.storage.manifest import HEX, check_fields, count, text
-from resumekit.storage.steps import list_steps, read_manifest
+from resumekit.storage.step_directories import list_steps, read_manifest
 
 POLL_SECONDS = 0.05
 

@@ -54,7 +54,7 @@ from resumekit.storage.ownership import (
     write_owner,
 )
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.steps import (
+from resumekit.storage.step_directories import (
     StepReader,
     list_quarantined,
     list_steps,

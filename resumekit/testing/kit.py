@@ -12,7 +12,6 @@ from pathlib import Path
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.prove import Verdict, compare, kill_processes, launch_directory, tail_of
 from resumekit.testing.cells import Cell
-from resumekit.testing.evidence import journal_problem, work_of_launch
 from resumekit.testing.launchers import (
     ColdStart,
     ForkServer,
@@ -21,6 +20,7 @@ from resumekit.testing.launchers import (
     free_port,
 )
 from resumekit.testing.task import Task
+from resumekit.testing.trace_checks import journal_problem, work_of_launch
 from resumekit.tracing import (
     INJECT_VARIABLE,
     KILL_VARIABLE,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from resumekit.errors import ConfigurationError
-from resumekit.prove.records import read_trace
+from resumekit.prove.trace_records import read_trace
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE, Trace, rng_digests, trace
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import ModelState, OptimizerState
-from resumekit.capture.pipeline import merge_states, part_of, union
+from resumekit.capture.pipeline_stages import merge_states, part_of, union
 from resumekit.errors import StateMismatchError
 
 

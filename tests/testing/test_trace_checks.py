@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.prove import launch_directory
-from resumekit.testing.evidence import changing_components, work_of_launch, wrong_length
+from resumekit.testing.trace_checks import changing_components, work_of_launch, wrong_length
 
 
 def write(
