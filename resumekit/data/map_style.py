@@ -152,21 +152,20 @@ class MapSource(Source):
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
         self._before = pending["before"]
         self._workers = {int(each): state["states"] for each, state in pending["workers"].items()}
-        eager = self.loader.num_workers == 0
         if self.batch:
             self._samples = pending["samples"]
             seek = Seek(
                 **self._epoch_start(pending),
                 seeker=find_seeker(pending, self._batching, self._order_name, where=self.name),
                 num_padding=self._num_padding(),
-                eager=eager,
+                eager=self.loader.num_workers == 0,
                 num_batches=self.batch,
                 draws=pending["draws"],
             )
         elif self._workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
             # that the interrupted run's did not draw here.
-            seek = Seek(at_iter=self._rng.state_dict(), eager=eager)
+            seek = Seek(at_iter=self._rng.state_dict())
         else:
             self._begin_fresh()
             return

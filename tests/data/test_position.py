@@ -318,6 +318,16 @@ def test_three_persistent_workers_keep_their_order_into_the_next_epoch() -> None
         assert continued("shuffle", "three persistent workers", stops[stop]) == expected[stop:]
 
 
+def test_an_epoch_that_no_workers_begin_after_persistent_ones_continues_bit_for_bit() -> None:
+    _, boundaries = uninterrupted("shuffle", "persistent workers")
+    seed_everything(1234)
+    stops: list[dict[str, Any]] = []
+    saved = boundaries[len(boundaries) // EPOCHS]
+    expected = Loop(LOADERS["shuffle"](Noisy(), {}), saved).run(stops)
+    for used in (1, 3):
+        assert continued("shuffle", "no workers", stops[used]) == expected[used:], used
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 def test_the_loop_draws_what_a_stock_loop_draws(kind: str) -> None:
     with_workers = ("fresh workers",) if kind in ("shuffle", "eager batch sampler") else ()
