@@ -306,15 +306,15 @@ def resplit_positions(
     """
     for rank, state in states.items():
         _require_same_position(states[0], state, rank)
-    mark = {RANKS: [change.former_world_size, change.world_size]}
+    last_change = [change.former_world_size, change.world_size]
     positions = {}
     for name, position in states[change.model_rank].items():
         if change.is_new:
             counterparts = {rank: state[name] for rank, state in states.items()}
             position = _for_new_rank(position, counterparts, change.rank)
-        if RANKS in position:  # from an earlier change that this loader has not followed yet
-            mark = {RANKS: [position[RANKS][0], change.world_size]}
-        positions[name] = {**position, **mark}
+        # An earlier change that this loader has not followed yet counts from its first number.
+        former_world_size, _ = position.get(RANKS, last_change)
+        positions[name] = {**position, RANKS: [former_world_size, change.world_size]}
     return positions, ()
 
 

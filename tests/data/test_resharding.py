@@ -362,6 +362,14 @@ def test_two_changes_of_the_ranks_are_one_from_the_first_number_to_the_last() ->
     assert [state["train"]["ranks"] for state in (*two.values(), one)] == [[4, 2], [4, 2], [4, 1]]
 
 
+def test_a_loader_that_followed_no_change_yet_leaves_the_others_to_the_last_change() -> None:
+    [first, second] = start("distributed", Launch(2, 4), 50)
+    unopened = {**first.state()["train"], "ranks": [4, 2]}
+    state = {"a": unopened, "b": second.state()["train"]}
+    resplit, _ = DataPosition().resplit_state_dict({0: state, 1: state}, WorldChange(0, 1, 2))
+    assert {name: each["ranks"] for name, each in resplit.items()} == {"a": [4, 1], "b": [2, 1]}
+
+
 def test_a_new_rank_has_private_generators_and_workers_of_its_own() -> None:
     states: dict[int, Any] = {}
     for number, rank in enumerate(start("distributed", Launch(2, 4), 50)):
