@@ -181,7 +181,7 @@ class ReplaySource(Source):
 
     def _restart_workers(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
         current = self._rng.state_dict()
-        self._rng.load_state_dict(state["birth"]["rng"])
+        self._load_rng(state["birth"]["rng"])
         workers.restart(state)
         self._rng.load_state_dict(current)
 

@@ -172,7 +172,7 @@ class MapSource(Source):
         self._sampler.seek(seek)
         self._attach_worker_states(self._workers, seek.num_padding)
         if self._before is not None:
-            self._rng.load_state_dict(self._before)
+            self._load_rng(self._before)
         self._iterator = iter(self._copy)
         self._discard_padding(seek.num_padding)
         self._attach_worker_states({}, num_padding=0)

@@ -83,6 +83,14 @@ class Source(ABC):
         self.batch = pending["batch"]
         return pending
 
+    def _load_rng(self, state: Mapping[str, Any]) -> None:
+        """Sets the RNG state that workers were started from, perhaps in an epoch before this one.
+
+        A generator that the loader no longer has is left out.
+        """
+        kept = {n: each for n, each in state["generators"].items() if n in self.private}
+        self._rng.load_state_dict({**state, "generators": kept})
+
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""
 

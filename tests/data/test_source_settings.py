@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -62,3 +63,21 @@ def test_a_source_goes_with_its_last_reference(kind: str, keyed: bool) -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("data", [SAMPLES, Stream()], ids=["map-style", "a stream"])
+def test_a_generator_removed_between_epochs_is_left_out(data: Any, workers: dict[str, Any]) -> None:
+    former = DataPosition()
+    source = former.open(over(data, generator=torch.Generator(), **workers), "train")
+    source.begin(0)
+    for _ in range(4):
+        source.next_batch()
+    with pytest.raises(StopIteration):
+        source.next_batch()
+    source.end_epoch()
+    position = DataPosition()
+    position.load_state_dict(copy.deepcopy(former.state_dict()))
+    source = position.open(over(data, **workers), "train")
+    source.begin(1)
+    assert source.next_batch() is not None
