@@ -52,6 +52,7 @@ class OuterSource(Source):
     def __init__(self, loader: Any, name: str, inner: Source) -> None:
         super().__init__(loader, name)
         self._inner = inner
+        self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
 
     def follow_objects(self, follow: MakeUserState) -> None:
@@ -150,7 +151,6 @@ class PrefetchingSource(OuterSource):
 
     def __init__(self, inner: Source) -> None:
         super().__init__(inner.loader, inner.name, inner)
-        self.keyed = inner.keyed
         self.private = dict(inner.private)
         self._rng = RngState(self.private)
         self._is_ahead = False  # of the current epoch a batch was asked for

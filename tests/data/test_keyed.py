@@ -622,6 +622,18 @@ def test_an_order_that_no_record_can_repeat_is_lost_with_keys_too() -> None:
     assert (word, "in_order=False" in reason) == (Fidelity.LOST, True)
 
 
+def test_around_a_loader_with_keys_the_reason_is_that_of_the_loader_inside() -> None:
+    class Outer(DataLoader[Any]):
+        def __init__(self, inner: DataLoader[Any]) -> None:
+            super().__init__(inner.dataset)
+            self.base_dataloader = inner
+
+    loader = DataLoader(Noisy(), num_workers=2, in_order=False)
+    position = DataPosition(RunSeed())
+    assert position.open(Outer(loader), "train").keyed
+    assert position.fidelity == fidelity(loader)
+
+
 def test_a_stream_is_reported_as_before_and_that_no_key_reaches_it() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
