@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resumekit.capture.model import ModelState
+from resumekit.capture.model import ModelState, tying_mismatches
 from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.pipeline_stages import is_same
 from resumekit.capture.restore import (
-    Mismatch,
     describe,
     leaves,
     refuse,
@@ -36,7 +34,7 @@ from resumekit.capture.restore import (
     state_mismatches,
 )
 from resumekit.errors import DeclarationError, UnsupportedValueError
-from resumekit.serialization import FlatPart, fill, local_part, part_like
+from resumekit.serialization import FlatPart, fill, part_like
 
 _WRAPPED = "_fsdp_wrapped_module"  # of FullyShardedDataParallel, as in naming.py
 _EXTRA_STATE = "_extra_state"
@@ -159,10 +157,10 @@ class FlatModelState(ModelState):
         return {**live, **self._parts()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuses other names, dtypes and shapes, and two values for tied parameters."""
+        """Refuses other names, dtypes, shapes and ties."""
         require_dict(self.key, state)
         live = self.state_dict()
-        problems = state_mismatches(state, live) or list(_untied(state, live))
+        problems = state_mismatches(state, live) or list(tying_mismatches(state, live))
         refuse(self.key, problems, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -187,17 +185,6 @@ class FlatModelState(ModelState):
     def _parts(self) -> dict[str, FlatPart]:
         """This rank's shards by wrapper-free name."""
         return flat_parts(self.key, self.module)
-
-
-def _untied(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Names of one tied parameter that have different values in the checkpoint."""
-    first: dict[int, str] = {}
-    for name, part in live.items():
-        other = first.setdefault(id(part), name) if isinstance(part, FlatPart) else name
-        one, two = saved[name], saved[other]
-        # Meta tensors are alike: the values are checked again when they are read.
-        if one is not two and not is_same(local_part(one), local_part(two)):
-            yield Mismatch(name, f"its own values, other than {other!r}", f"tied to {other!r}")
 
 
 def free_gathered(handle: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from resumekit.capture.naming import by_clean_name, clean_name, clean_names
+from resumekit.capture.pipeline import is_same
 from resumekit.capture.restore import (
     Mismatch,
     describe,
@@ -72,7 +73,7 @@ class ModelState(ComponentState):
         problems = description_mismatches(_described(state, live), _described(live, state))
         problems += _without_memory(state, live)
         if not problems:
-            problems += _tying_mismatches(state, live)
+            problems += tying_mismatches(state, live)
         refuse(self.key, problems, remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -214,10 +215,11 @@ def _without_memory(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterat
             )
 
 
-def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
+def tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Names tied on one side only."""
     for first, second in _ties(live):
-        if not _is_one(saved[first], saved[second]) and not torch.equal(
+        # Meta tensors are alike: the values are checked again when they are read.
+        if not _is_one(saved[first], saved[second]) and not is_same(
             local_part(saved[first]), local_part(saved[second])
         ):
             yield Mismatch(second, f"its own values, other than {first!r}", f"tied to {first!r}")
@@ -227,17 +229,26 @@ def _tying_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
 
 
 def _ties(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    owner: dict[tuple[Any, ...], str] = {}
+    owner: dict[object, str] = {}
     for name, value in state.items():
-        if not address_of(value):
-            continue
-        memory = (value.device, address_of(value), value.shape, value.stride(), value.dtype)
-        first = owner.setdefault(memory, name)
+        memory = _memory_of(value)
+        first = name if memory is None else owner.setdefault(memory, name)
         if first != name:
             yield first, name
 
 
+def _memory_of(value: Any) -> object:
+    """Equal for tied values; None for a value that cannot be tied."""
+    is_tensor = isinstance(value, Tensor) and not is_lazy(value)
+    if isinstance(value, FlatPart) or (is_tensor and value.is_meta):
+        return id(value)  # a tie is the same object twice, also of empty and unread tensors
+    address = address_of(value)
+    return (value.device, address, value.shape, value.stride(), value.dtype) if address else None
+
+
 def _is_one(tensor: Any, other: Any) -> bool:
+    if isinstance(tensor, FlatPart):
+        return tensor is other
     return address_of(tensor) == address_of(other)
 
 

@@ -27,7 +27,7 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.serialization import FlatPart
+from resumekit.serialization import FlatPart, decode, encode_local
 from resumekit.state import SharingPattern
 
 RANKS = 3
@@ -213,6 +213,21 @@ def test_tied_names_are_one_shard_and_two_values_for_them_are_refused() -> None:
     whole["again.weight"] = whole["again.weight"] + 1
     with pytest.raises(StateMismatchError, match=r"again\.weight.*tied to 'body.1.weight'"):
         capture.check_state_dict(whole)
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["flat", "whole"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_values_tied_in_the_checkpoint_but_not_here_are_refused(device: str, sharded: bool) -> None:
+    tied = Model(tied=True)
+    state = FlatModelState(flattened(tied)).state_dict() if sharded else tied.state_dict()
+    local = encode_local("model", state)
+    tensors = {n: torch.zeros(t.shape, device=device) for n, t in local.tensors.items()}
+    tensors["norm.num_batches_tracked"] = tensors["norm.num_batches_tracked"].long()
+    saved = decode(local.tree, tensors)  # on the meta device, as before it is read
+    FlatModelState(flattened(Model(tied=True))).check_state_dict(saved)
+    expected = r"again\.weight: tied to 'body.1.weight' in the checkpoint, expected no tie"
+    with pytest.raises(StateMismatchError, match=expected):
+        FlatModelState(flattened(Model())).check_state_dict(saved)
 
 
 def test_what_does_not_fit_is_refused_by_whole_shapes() -> None:
