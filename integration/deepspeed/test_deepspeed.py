@@ -596,6 +596,13 @@ def test_weights_that_are_tied_are_restored_tied(alone: None, tmp_path: Path, st
         checkpointer.resume()
     batch = torch.rand(2, 4)
     assert torch.equal(again(batch), engine(batch))
+    untied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    refusal = r"2\.weight: tied to '0.weight' in the checkpoint"
+    with (
+        Checkpointer(make_engine(stage, model=untied), tmp_path) as checkpointer,
+        pytest.raises(StateMismatchError, match=refusal),
+    ):
+        checkpointer.resume()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3], ids="stage {}".format)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from resumekit.capture.naming import by_clean_name, clean_name, clean_names
-from resumekit.capture.pipeline import is_same
+from resumekit.capture.pipeline_stages import is_same
 from resumekit.capture.restore import (
     Mismatch,
     describe,
