@@ -261,6 +261,45 @@ def test_a_resume_and_a_finished_run_are_one_line_each(
     assert not messages(caplog, logging.WARNING)
 
 
+@pytest.mark.parametrize("loop", ["batches", "epochs"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["in the loop", "by resume()"])
+def test_a_finished_run_with_a_longer_horizon_is_resumed_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: str, by_hand: bool
+) -> None:
+    def run(epochs: int, **options: Any) -> list[str]:
+        caplog.clear()
+        with make(tmp_path, **options) as checkpointer:
+            if by_hand:
+                checkpointer.resume()
+            in_epochs = loop == "epochs"
+            for _ in checkpointer.epochs(epochs) if in_epochs else [0]:
+                for _ in checkpointer.batches(loader(), epochs=None if in_epochs else epochs):
+                    checkpointer.step()
+        return messages(caplog)
+
+    run(1)
+    assert run(2, allow_changes={"horizon"}) == [
+        "horizon: was epochs=1 in the checkpoint, the script's epochs=2 is used",
+        f"resuming at step 4 from {tmp_path}/step-00000004; saves every 10 min",
+    ]
+    (line,) = run(2, allow_changes={"horizon"})
+    assert line.startswith(f"nothing to do, the run finished at step 8 (epochs=2): {tmp_path}")
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_changes": {"horizon"}}], ids=["same", "any"])
+def test_a_finished_run_that_only_resume_asks_for_says_so_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    train(make(tmp_path))
+    caplog.clear()
+    with make(tmp_path, **options) as checkpointer:
+        checkpointer.resume()
+        checkpointer.resume()
+    checkpointer.close()
+    (line,) = messages(caplog)
+    assert line.startswith(f"nothing to do, the run finished at step 4 (epochs=1): {tmp_path}")
+
+
 def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

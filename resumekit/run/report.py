@@ -66,6 +66,17 @@ class Reporter:
         if self._world.is_first:
             logger.debug("%s", message)
 
+    def log_resume(self, report: ResumeReport, *, is_driven: bool) -> None:
+        """One line: where the run continues, or that it is over.
+
+        Args:
+            report: of the resume.
+            is_driven: whether a framework runs the loop.
+        """
+        hint = "" if is_driven else "; after the loop, ask already_finished"
+        cadence = f"; saves {self.cadence}"
+        self.log(f"{report}{cadence if report.finished is None else hint}")
+
     def add_finding(self, finding: Finding) -> None:
         """Asks for more lines whenever a report is made, in the order of these calls.
 

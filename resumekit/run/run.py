@@ -93,6 +93,7 @@ class Run:
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._report: ResumeReport | None = None
+        self._unlogged: ResumeReport | None = None  # until the line about it is logged
         self._resumed_from: Manifest | None = None  # until the trace has it
         self._parent: Manifest | None = None  # of the checkpoint that this attempt resumes from
         self._fresh: tuple[str, ...] = ()  # components that it lacks
@@ -169,24 +170,26 @@ class Run:
             seed = self._components.seed
             if seed is not None and seed.value is None:
                 seed.value = self.world.broadcast(torch.initial_seed())
-            self._log_start(report)
-            self._report = report
+            self._report = self._unlogged = report
+            may_change = HORIZON in self.options.allow_changes and not self.is_driven
+            if not (report.finished and may_change):  # else the loop's horizon decides
+                self._log_start()
         return self._report
 
-    def _log_start(self, report: ResumeReport) -> None:
-        """One line; of a new run it waits until the loader is known, see ``Reporter.announce``."""
+    def _log_start(self) -> None:
+        """One line, once; of a new run it waits for the loader, see ``Reporter.announce``."""
+        report, self._unlogged = self._unlogged, None
+        if report is None:
+            return
+        if report.resumed:
+            report = replace(report, finished=self.counters.finished)
+            self.reporter.log_resume(report, is_driven=self.is_driven)
+            return
         assert self._store is not None
         # A mistyped directory is recognised by what it contains.
         others = self._store.unrelated_names
-        if not report.resumed:
-            self.reporter.start = f"starting in {self.directory}" + (
-                f", beside {others}" if others else ""
-            )
-        elif report.finished is None:
-            self.reporter.log(f"{report}; saves {self.reporter.cadence}")
-        else:
-            hint = "" if self.is_driven else "; after the loop, ask already_finished"
-            self.reporter.log(f"{report}{hint}")
+        unrelated = f", beside {others}" if others else ""
+        self.reporter.start = f"starting in {self.directory}{unrelated}"
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -324,6 +327,7 @@ class Run:
         if change:
             self.reporter.log(change)
             self.counters.finished = None
+        self._log_start()
         self.counters.horizon = horizon
 
     @property
@@ -368,6 +372,7 @@ class Run:
 
     def close(self) -> None:
         """Gives the directory back."""
+        self._log_start()
         self.journal.close()
         if self._store is not None and self.world.is_first:
             self._store.release()
