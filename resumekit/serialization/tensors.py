@@ -170,13 +170,14 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
 
 def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memoryview]:
     """The bytes of a tensor or array that cannot be handed out as it lies, a chunk at a time."""
-    if source.nbytes <= CHUNK_BYTES:
-        yield bytes_of(source)
+    if source.nbytes <= CHUNK_BYTES or source.ndim == 0:  # an element of an array may be longer
+        yield from _pieces(bytes_of(source))
         return
     num_rows = CHUNK_BYTES * source.shape[0] // source.nbytes
     if num_rows == 0:
-        for row in source:
-            yield from _copied(row, bytes_of)
+        for index in range(source.shape[0]):
+            # With the ellipsis, an array also where it has no dimension left, not numpy's scalar.
+            yield from _copied(source[index, ...], bytes_of)
         return
     for begin in range(0, source.shape[0], num_rows):
         yield bytes_of(source[begin : begin + num_rows])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -126,6 +127,8 @@ def test_tensors_larger_than_a_chunk_or_a_block_are_restored(
         lambda: torch.arange(5 << 20)[::2],
         lambda: torch.arange(5 << 20)[::2].numpy(),
         lambda: torch.arange(9 << 19).view(-1, 3, 3).numpy().transpose(1, 2, 0),
+        lambda: np.array([b"a" * (9 << 19), b"b\0c\0"])[::-1],
+        lambda: np.zeros((3, 2), [("text", "U1200000"), ("number", "i8")]).T[1:],
     ],
 )
 def test_what_is_not_contiguous_is_copied_in_small_chunks(
