@@ -38,7 +38,7 @@ from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
 from resumekit.run.saving import Saver
 from resumekit.run.state_origins import StateOrigins
-from resumekit.run.unsaved_state import UnsavedStateCheck
+from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
@@ -79,7 +79,7 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
         self.reporter.add_finding(owned.uncaptured_parameters)
-        self.unsaved_state = UnsavedStateCheck(
+        self.unsaved_state = UnsavedState(
             options, extras, weakly(owned.saved_objects, SavedObjects())
         )
         self.reporter.add_finding(self.unsaved_state.lines)

@@ -67,7 +67,7 @@ class _Candidate:
     digest: int
 
 
-class UnsavedStateCheck:
+class UnsavedState:
     """Reports loop-carried variables, and objects of the script that the run was not given.
 
     Each loop of the user is analysed once; what is found is confirmed on the objects.
