@@ -79,9 +79,8 @@ class Run:
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
         self.reporter.add_finding(owned.uncaptured_parameters)
-        self.unsaved_state = UnsavedState(
-            options, extras, weakly(owned.saved_objects, SavedObjects())
-        )
+        saved_objects = weakly(owned.saved_objects, SavedObjects())
+        self.unsaved_state = UnsavedState(options, extras, saved_objects)
         self.reporter.add_finding(self.unsaved_state.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
@@ -186,10 +185,9 @@ class Run:
             self.reporter.log_resume(report, is_driven=self.is_driven)
             return
         assert self._store is not None
-        # A mistyped directory is recognised by what it contains.
-        others = self._store.unrelated_names
-        unrelated = f", beside {others}" if others else ""
-        self.reporter.start = f"starting in {self.directory}{unrelated}"
+        others = self._store.unrelated_names  # they tell of a mistyped directory
+        beside = f", beside {others}" if others else ""
+        self.reporter.start = f"starting in {self.directory}{beside}"
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
@@ -436,14 +434,14 @@ class Run:
             environment=environment(self._components.optimizers()),
             excluded=(*(sorted(options.exclude) if parent else ()), *self._fresh),
         )
-        found = lineage(self.directory, header, parent.attempt if parent else None)
-        return replace(header, lineage=found)
+        earlier = lineage(self.directory, header, parent.attempt if parent else None)
+        return replace(header, lineage=earlier)
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""
         if self.trace is not None:
-            there = None if resumed_from is None else resumed_from.progress
-            progress = self.counters.progress.as_dict() if there is None else there
+            counted = self.counters.progress.as_dict()
+            progress = counted if resumed_from is None else resumed_from.progress
             states = {each.key: each.state.comparable_state() for each in self.components}
             self.trace.state(event, progress["step"], states, micro_step=progress["micro_step"])
 
