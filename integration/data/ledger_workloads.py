@@ -517,7 +517,7 @@ def _curriculum(job: Job) -> None:
 LOOPS: dict[str, Callable[[Job], None]] = {
     "a dict of two loaders": _in_step,
     "two loaders in turn": _in_turn,
-    "a loader without end, steps=N": _without_end,
+    "an endless loader, steps=N": _without_end,
     "a loader recreated in each epoch": _rebuilt,
     "another loader in each epoch": _curriculum,
 }

@@ -207,7 +207,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     "the same, made with `use_stateful_dataloader=True`": lambda: prepared(
         use_stateful_dataloader=True
     ),
-    "a loader by which one rank dispatches a map-style dataset": dispatching,
+    "a dispatching loader (`dispatch_batches=True`) over a map-style dataset": dispatching,
     "the same, persistent workers": lambda: dispatching(**PERSISTENT),
     "a `range`, list, tuple, tensor or array": lambda: range(8),
     "any other iterable": Plain,
