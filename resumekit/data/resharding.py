@@ -169,7 +169,7 @@ def _require_redrawable(
         lazy = f"a {type(batching.sampler).__name__} that draws as it goes"
         _refuse(where, lazy, "an order that is drawn when the epoch begins", needed, state)
     if WORLD_SIZE in needed or batching.by_batches:
-        _require_shared(state, batching, live_name, where)
+        _require_shared(state, batching, live_name, needed, where)
 
 
 def fit_around_inner(
@@ -221,19 +221,24 @@ def _refuse(
     where: str, found: str, expected: str, needed: Sequence[str], state: Mapping[str, Any]
 ) -> NoReturn:
     """Raises for a change that cannot be followed inside an epoch."""
+    changed = " and ".join(_NOUNS[change] for change in needed) or "sampler"
     raise DataPositionError(
         where,
-        found=f"{found}, with another {' and '.join(needed)} inside epoch {state['epoch']}",
-        expected=expected,
+        found=found,
+        expected=f"{expected}, because the {changed} changed inside epoch {state['epoch']}",
         remedy="Restore the former settings until the epoch is over",
     )
 
 
 def _require_shared(
-    state: Mapping[str, Any], batching: Batching, live_name: Mapping[str, Any], where: str
+    state: Mapping[str, Any],
+    batching: Batching,
+    live_name: Mapping[str, Any],
+    needed: Sequence[str],
+    where: str,
 ) -> None:
     """Raises unless the ranks sharded one order that can be redrawn, then and now."""
-    name, needed = state["order_name"], (WORLD_SIZE,)
+    name = state["order_name"]
     shared_before = state["geometry"].get("num_replicas", 1)
     ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
     sharing = "a sampler that shards the data: DistributedSampler, DistributedResumableSampler"

@@ -30,6 +30,8 @@ from torch.utils.data import (
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
+from resumekit.data.epoch_order import Batching, order_name
+from resumekit.data.resharding import fit_position
 from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
 
@@ -627,12 +629,26 @@ def test_a_batch_sampler_of_ones_own_keeps_its_batch_size_inside_an_epoch() -> N
     data = Numbers(32)
     loaders = [DataLoader(data, batch_sampler=UserBatchSampler(32, size)) for size in (4, 8)]
     with pytest.raises(
-        DataPositionError, match=r"train: the batch sampler UserBatchSampler, with.*batch_size"
+        DataPositionError, match=r"batch sampler UserBatchSampler, .*because the batch_size changed"
     ):
         taken_up(loaders[:1], loaders[1])
     at_the_end = taken_up(loaders[:1], loaders[1], num_batches=8)
     assert position_of(at_the_end.source) == (1, 0)
     assert at_the_end.train(1, epoch=1) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_the_error_names_the_change_that_cannot_be_followed() -> None:
+    """Ranks that take turns over batches: another batch size is no other number of ranks."""
+    sampler = WeightedRandomSampler([1.0] * 32, 32)
+    batching = Batching(sampler, BatchSampler(sampler, 8, False), 2, by_batches=True)
+    name = order_name(sampler, {})
+    geometry = {"batch_size": 8, "num_replicas": 2, "generators": []}
+    state = {
+        **{"epoch": 2, "batch": 3, "samples": 24, "order_name": name, "draws": {}},
+        **{"used": {"since": 0}, "generators": {}, "geometry": {**geometry, "batch_size": 4}},
+    }
+    with pytest.raises(DataPositionError, match="because the batch_size changed inside epoch 2"):
+        fit_position(state, geometry, batching, live_name=name, allowed=ALLOWED, where="train")
 
 
 def test_torchs_batch_sampler_handed_over_as_such_follows() -> None:
