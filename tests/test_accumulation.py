@@ -349,7 +349,7 @@ def test_gradients_that_differ_between_the_ranks_allow_no_other_number_of_ranks(
     first, second = states
     change = WorldChange(rank=0, world_size=1, former_world_size=2)
     assert gradients.resplit_state_dict({0: first, 1: first}, change)[0] is first
-    with pytest.raises(StateMismatchError, match="2 ranks have each summed up"):
+    with pytest.raises(StateMismatchError, match="different gradients on each of 2 ranks"):
         gradients.resplit_state_dict({0: first, 1: second}, change)
 
 

@@ -74,7 +74,6 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/state/", frozenset()),
     ("resumekit/analysis/", frozenset()),
-    ("resumekit/storage/mirror.py", frozenset({"xxhash", "fsspec"})),
     ("resumekit/storage/", frozenset({"xxhash"})),
     ("resumekit/cli", NUMERICS | TERMINAL),
     ("resumekit/demo", NUMERICS | TERMINAL),

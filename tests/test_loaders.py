@@ -549,8 +549,8 @@ def left_for_epochs(training: Training) -> None:
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        (asked_before_the_loop, r"'others'.*before 'train'"),
-        (asked_between_two_loops, "before the loop"),
+        (asked_before_the_loop, r"'others'.*leading loop, 'train'"),
+        (asked_between_two_loops, "before any loop has a batch"),
         (gone_through_twice_in_one_epoch, "a second time in one epoch"),
         (left_for_another_loop, "a second loop"),
         (left_for_epochs, "a second loop"),

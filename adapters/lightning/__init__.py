@@ -218,11 +218,12 @@ def check(trainer: Any, module: Any) -> None:
     """
     is_same_package = issubclass(type(trainer), Trainer)
     if not is_same_package:
+        package = type(trainer).__module__.partition(".")[0]
         raise ConfigurationError(
             "ResumeCallback",
-            found=f"a Trainer of {type(trainer).__module__.partition('.')[0]}",
-            expected=f"one of {Trainer.__module__.partition('.')[0]}",
-            remedy="Import one of the two packages alone, before resumekit.adapters.lightning",
+            found=f"a Trainer of {package}",
+            expected=f"one of {Trainer.__module__.partition('.')[0]}, which was imported first",
+            remedy=f"Import {package} alone, before resumekit.adapters.lightning",
         )
     strategy = trainer.strategy
     name = type(strategy).__name__

@@ -298,7 +298,7 @@ def test_a_state_of_each_rank_must_say_how_other_ranks_take_it_up(kit: Kit) -> N
         Launch(1, {"batch_size": 4}, KillPoint.step(4)),
     ]
     refused = launched(kit, plan, sum_kind="own")
-    assert "callbacks/sum: a state of its own on each of 2 ranks" in refused.failure
+    assert "callbacks/sum: one state for each of 2 ranks" in refused.failure
     followed = launched(kit, plan, sum_kind="shared")
     assert not followed.failure
     last = read_trace(followed.trace)[0][-1].records[-1]

@@ -125,7 +125,7 @@ def test_a_bad_shard_without_an_older_checkpoint_is_an_error_each_time(
     run, logs = launched(kit, trained)
     assert_refused(logs, "NoUsableCheckpointError", SHARD)
     _, logs = launched(kit, run)
-    assert_refused(logs, "NoUsableCheckpointError", "no checkpoint but damaged ones")
+    assert_refused(logs, "NoUsableCheckpointError", "all checkpoints are damaged")
 
 
 def spoil(shard: Path, damage: str) -> None:

@@ -18,8 +18,8 @@ SAID = {
     "horizon": "horizon epochs: rank 0: 2; rank 1: 3",
     "directory": "SharedDirectoryError",
     "staging": "this rank does not see what rank 0 has made",
-    "step": "the ranks together from 2 to 3",
-    "replicas": "model: bias: replicated, and not alike (rank 0: ",
+    "step": "steps (all ranks: 2 to 3)",
+    "replicas": "model: bias: replicated, but ranks differ (rank 0: ",
 }
 
 

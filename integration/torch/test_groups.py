@@ -109,7 +109,7 @@ def test_a_layer_that_no_stage_holds_is_named(kit: Kit) -> None:
     shallow = {"num_stages": 2, "num_layers": 2, "num_beyond": 0}
     run = kit.run_again(replace(run, cell=Cell(take_over, shallow, 2)))
     assert "StateMismatchError" in run.failure
-    assert "model: head.bias: in the checkpoint (and 9 more)" in run.failure
+    assert "model: head.bias: in no pipeline stage of this run (and 9 more)" in run.failure
 
 
 @pytest.mark.full
@@ -123,7 +123,7 @@ def test_what_each_node_has_is_restored_on_it(kit: Kit, num_nodes: int) -> None:
 @pytest.mark.full
 def test_ranks_of_a_node_that_differ_are_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(train_on_nodes, {"drift": True}, 4)))
-    assert "callbacks/cache: value: replicated, and not alike (rank 2: " in run.failure
+    assert "callbacks/cache: value: replicated, but ranks differ (rank 2: " in run.failure
 
 
 def test_another_number_of_nodes_is_refused_and_named(kit: Kit) -> None:

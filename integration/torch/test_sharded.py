@@ -207,7 +207,7 @@ def test_copies_that_have_drifted_apart_are_caught_and_named(
     logs = [path.read_text() for path in run.directory.glob("launch-*.log")]
     assert len(logs) == num_ranks
     for text in logs:
-        assert f"RankDisagreementError: {where}: copies that are not alike ({ranks[0]}" in text
+        assert f"RankDisagreementError: {where}: copies that differ ({ranks[0]}" in text
         assert ranks[1] in text
     assert not list(Path(run.directory, "training").glob("step-*"))
 

@@ -126,7 +126,7 @@ class AttributeState(ComponentState):
                 self.key,
                 found=f"the checkpoint has no {', '.join(missing)}",
                 expected=", ".join(self._names),
-                remedy="The checkpoint was written with another version of the framework",
+                remedy="Resume with the version of the framework that wrote the checkpoint",
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:

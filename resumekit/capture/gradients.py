@@ -135,8 +135,8 @@ class AccumulatedGradients(ComponentState):
         former = change.former_world_size
         raise StateMismatchError(
             self.key,
-            found=f"gradients that {former} ranks have each summed up, for a job of "
-            f"{change.world_size}",
+            found=f"different gradients on each of {former} ranks, and {change.world_size} ranks "
+            "in this run",
             expected=f"{former} ranks",
             remedy=f"Launch with {former} ranks, or pass exclude={{{self.key!r}}}",
         )

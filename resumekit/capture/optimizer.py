@@ -194,7 +194,7 @@ class OptimizerState(ComponentState):
             if owner.setdefault(name, parameter) is not parameter:
                 raise ConfigurationError(
                     f"{self.key}: {name}",
-                    found="the name of two parameters",
+                    found="two parameters have this name",
                     expected="one parameter for one name",
                 )
         return named

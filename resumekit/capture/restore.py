@@ -86,7 +86,7 @@ def require_fields(key: str, state: Any, fields: Mapping[str, type | tuple[type,
                 f"{key}: {name}",
                 found=describe(state[name]) if name in state else "missing",
                 expected=" or ".join(each.__name__ for each in kinds),
-                remedy="The checkpoint was not written by this kind of component",
+                remedy="Resume with the kind of object that wrote the checkpoint",
             )
 
 

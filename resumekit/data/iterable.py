@@ -36,15 +36,14 @@ from resumekit.log import logger
 from resumekit.state import Fidelity
 
 _CONDITION = (
-    "the used batches of an epoch are made once more; as long as nothing but random numbers, what "
-    "it was built with and set_epoch() shapes the dataset"
+    "a resume produces the used batches of the epoch again; exact as long as the dataset depends "
+    "only on RNG state, its constructor and set_epoch()"
 )
 
 
 _OTHER_BATCHES = (
-    "the loader replayed other batches than those that were used, so samples may come twice or "
-    "never; let nothing but random numbers and set_epoch() shape the dataset, and hold its "
-    "generators as attributes"
+    "the replayed batches differ from the used ones, so samples may occur twice or never; let the "
+    "dataset depend only on RNG state and set_epoch(), and make its generators attributes"
 )
 
 
@@ -141,13 +140,13 @@ class ReplaySource(Source):
             return unordered_reason(stream)
         if _persists(stream) and self._persistent is None:
             return (
-                "what persistent workers draw for a map-style dataset whose batches one rank "
-                "dispatches; use persistent_workers=False"
+                "the RNG states of persistent workers of a dispatching loader over a map-style "
+                "dataset are not restored; use persistent_workers=False"
             )
         # datasets 5.2 iterable_dataset.py shuffles with copies of the generators that it holds.
         if self._persistent and self._stream_rngs and not is_hugging_face(stream.dataset):
             names = ", ".join(self._stream_rngs)
-            return f"{names} lives on in persistent workers; use persistent_workers=False"
+            return f"{names} keeps its state in persistent workers; use persistent_workers=False"
         if self._ran_ahead:
             return (
                 "an epoch was left early, while persistent workers were ahead of the loop; "

@@ -252,7 +252,7 @@ def refuse_kind(state: Mapping[str, Any], kind: str, *, where: str) -> NoReturn:
         where,
         found=_KINDS.get(kind, f"a {kind} loader"),
         expected=f"what epoch {state['epoch']} was begun with, {_described(state)}",
-        remedy="Finish the epoch with that; at the start of one any loader takes over",
+        remedy="Finish the epoch with it; between two epochs any loader may replace it",
     )
 
 

@@ -71,7 +71,7 @@ class MapSource(Source):
     """A map-style DataLoader. The user's loader is left as it is; a shallow copy is iterated.
 
     The copy's index sampler is a RecordingSampler. With workers, its collate function and
-    ``worker_init_fn`` carry the workers' RNG states (see ``sampling``).
+    ``worker_init_fn`` carry the workers' RNG states (see ``workers``).
     """
 
     kind = "map"
@@ -113,7 +113,10 @@ class MapSource(Source):
             return Fidelity.LOST, f"the sampler {DRAWS_LAZILY}"
         hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
         if hidden:
-            return Fidelity.LOST, f"{', '.join(hidden)} lives in the workers; use num_workers=0"
+            return (
+                Fidelity.LOST,
+                f"{', '.join(hidden)} is in the workers and not saved; use num_workers=0",
+            )
         if self._former_workers not in (None, workers):
             return Fidelity.EQUIVALENT, (
                 f"num_workers was {self._former_workers} and is {workers}, so samples draw other "

@@ -1,7 +1,7 @@
 """Loaders with a state of their own: torchdata's StatefulDataLoader, and any object like it.
 
 Their own state is used where it is all that a continuation needs. What torchdata 0.11 leaves out:
-the random numbers in workers, and those of a dataset without a state, which it replay
+the random numbers in workers, and those of a dataset without a state, which it replays
 from whatever RNG state it finds. Hugging Face ``datasets`` 5.2 leaves out the content of a
 shuffle buffer. Those are replayed here, from the RNG state that they began with.
 """

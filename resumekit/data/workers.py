@@ -315,7 +315,9 @@ class PersistentWorkers:
                 raise DataPositionError(
                     self._where,
                     found=f"worker {worker} has not begun the epoch",
-                    expected=f"within {_TIMEOUT_SECONDS:.0f} seconds",
+                    expected=f"its start within {_TIMEOUT_SECONDS:.0f} seconds",
+                    remedy="Let the dataset's __iter__ start faster, or pass "
+                    "persistent_workers=False",
                 )
             time.sleep(_POLL_SECONDS)
 

@@ -138,13 +138,13 @@ def require_reached(
             )
             if steps:
                 expected = f"one from {point.event}:{min(steps)} to {point.event}:{max(steps)}"
-            found = f"never comes to {point}"
+            found = f"never reaches {point}"
             raise KillPointNotReachedError(command, found=found, expected=expected)
     saved = first_saved(attempts)
     if saved is not None and not any(point.is_after_save(saved) for point in points):
         raise ProveError(
             command,
-            found=f"has saved nothing when it comes to {', '.join(map(str, points))}",
+            found=f"has no checkpoint yet at {', '.join(map(str, points))}",
             expected="a checkpoint that a killed run can resume from",
             remedy=f"Kill it at checkpoint:{saved} or later, or save more often",
         )
@@ -251,7 +251,7 @@ def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
     """
     run = execute(plan, directory)
     if run.failure:
-        raise CommandFailedError(str(plan), found=f"failed with nobody killing it, {run.failure}")
+        raise CommandFailedError(str(plan), found=f"failed without being killed, {run.failure}")
     return run
 
 
@@ -302,7 +302,7 @@ def _watch(
         if time.monotonic() > deadline:
             raise CommandTimeoutError(
                 str(plan),
-                found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last words: "
+                found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last output: "
                 f"{launch.log_tail()}",
                 remedy="Give it more time (timeout_seconds), or make the training shorter",
             )

@@ -91,9 +91,9 @@ def prove(
 
     Raises:
         ConfigurationError: an argument is wrong, or the program is not there.
-        CommandFailedError: the command fails with nobody killing it.
+        CommandFailedError: the command fails without being killed.
         CommandTimeoutError: a launch did not end in time.
-        KillPointNotReachedError: the command never comes to one of the chosen points.
+        KillPointNotReachedError: the command never reaches one of the chosen points.
         ProveError: the command writes no trace, is too short, or ends before a kill can hit.
     """
     points = chosen_points(at, kills=kills, seed=seed)
@@ -185,7 +185,7 @@ class _Judge:
         if missed and isinstance(missed[0], KillPoint):
             raise KillPointNotReachedError(
                 str(self.plan),
-                found=f"the killed run never came to {missed[0]}",
+                found=f"the killed run never reached {missed[0]}",
                 expected="one launch killed at each point, in the given order",
             )
         if self.kills and not num_kills:

@@ -125,7 +125,7 @@ def _require_groups(key: str, declared: Sequence[tuple[int, ...]]) -> None:
         raise RankDisagreementError(
             f"{key}: process_group",
             found=who_said([str(list(group)) for group in declared]),
-            expected="groups, each rank in one, of which all members say the same",
+            expected="groups that all of their ranks declare alike, and each rank in exactly one",
             remedy="Give every rank the group that it is in",
         )
 
@@ -163,9 +163,9 @@ def agreed_data_ranks(world: World, group: Any, named: Mapping[str, Any]) -> Dat
     if len({size for _, size in said}) > 1 or data_ranks.number != len(set(data_ranks.of_ranks)):
         raise RankDisagreementError(
             "data_parallel_group",
-            found=who_said([f"share {share} of {size}" for share, size in said]),
-            expected="groups of one size",
-            remedy="Give every rank the group of the ranks that take other data than it",
+            found=who_said([f"position {rank} in a group of {size}" for rank, size in said]),
+            expected="groups of one size, without gaps",
+            remedy="Give every rank the group of the ranks that take different data",
         )
     return data_ranks
 
@@ -291,13 +291,13 @@ class Replicas:
                 if is_sharded:
                     raise RankDisagreementError(
                         part if group == WHOLE else f"{part} {box}",
-                        found=f"copies that are not alike ({who_said(said)})",
+                        found=f"copies that differ ({who_said(said)})",
                         expected="the same on all ranks that hold it",
                         remedy="Synchronise it, or pass validate='off' to save one of them",
                     )
                 raise RankDisagreementError(
                     part,
-                    found=f"replicated, and not alike ({who_said(said)})",
+                    found=f"replicated, but ranks differ ({who_said(said)})",
                     expected=f"the same on all ranks{of_group}",
                     remedy="Synchronise it, or declare the component per_rank",
                 )

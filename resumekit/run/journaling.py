@@ -229,12 +229,12 @@ class RunJournal:
         if self._raises:
             raise DivergenceError(
                 text,
-                found=f"others than the attempt before used ({reason})",
-                expected="the same, divided otherwise",
+                found=f"different from those of the earlier attempt ({reason})",
+                expected="the same samples, in any division among the ranks",
                 remedy="Check the sampler, or pass on_divergence='warn'",
             )
         if not self._header.rank:
-            logger.warning("%s are others than the attempt before used (%s)", text, reason)
+            logger.warning("%s differ from those of the earlier attempt (%s)", text, reason)
 
     def close(self) -> None:
         """Records the losses that are still to come, logs the verdict, and closes the file."""
@@ -262,7 +262,7 @@ class RunJournal:
                 self._compare(self._comparison, record, may_raise=may_raise)
 
     def _switch_off(self, error: OSError) -> None:
-        logger.warning("the journal is off, repeated steps are not checked from here on: %s", error)
+        logger.warning("the journal is off: repeated steps are no longer compared: %s", error)
         self._end()
 
     def _computed_losses(self) -> list[Record]:

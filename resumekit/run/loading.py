@@ -156,9 +156,9 @@ class Loading:
                 more = f" (and {len(nobody) - 1} more)" if len(nobody) > 1 else ""
                 raise StateMismatchError(
                     f"{key}: {nobody[0]}",
-                    found=f"in the checkpoint{more}",
-                    expected="a stage that holds it",
-                    remedy="Build the stages of the whole model",
+                    found=f"in no pipeline stage of this run{more}",
+                    expected="in one, as in the checkpoint",
+                    remedy="Build the stages from all layers of the saved model",
                 )
 
     def _resplit(self) -> list[str]:
@@ -254,10 +254,10 @@ def _resplit(
         noun = "ranks" if record.pattern == SharingPattern.PER_RANK.value else "groups of ranks"
         raise StateMismatchError(
             component.key,
-            found=f"a state of its own on each of {change.former_world_size} {noun}, for "
-            f"{change.world_size} of them",
-            expected="a method resplit_state_dict, which makes of them the state of another rank",
-            remedy=f"Pass exclude={{{component.key!r}}} to leave it as it is, or launch the job as "
-            "it was",
+            found=f"one state for each of {change.former_world_size} {noun}, and "
+            f"{change.world_size} of them in this run",
+            expected="a method resplit_state_dict, which reshards these states",
+            remedy=f"Launch with {change.former_world_size} {noun}, or pass "
+            f"exclude={{{component.key!r}}} to keep its live state",
         )
     return found

@@ -122,7 +122,7 @@ class Batches:
                 feed.name,
                 found=f"more than {feed.num_batches} batches in an epoch",
                 expected="as many as its len() says",
-                remedy="For a loader without end pass steps= instead of epochs=",
+                remedy="For an endless loader pass steps= instead of epochs=",
             )
         feed.has_no_end()
         self._checkpointer._fetched(feed, follows=self._repeats)

@@ -201,11 +201,11 @@ class LoopOrder:
         if leader not in names and leader not in self._fetched:
             raise LoopError(
                 f"batches(name={names[0]!r})",
-                found="asked for a batch before the loop that leads"
+                found="used before any loop has a batch"
                 if leader is None
-                else f"asked for a batch before {leader!r}, which leads",
-                expected="first of all in each iteration a batch of the loop itself",
-                remedy="Call next() on it inside the loop, after the loop's own batch",
+                else f"used before the first batch of the leading loop, {leader!r}",
+                expected="inside the loop, after its batch",
+                remedy="Call next() on it inside the loop, after the loop has a batch",
             )
         return True
 

@@ -114,7 +114,7 @@ class Finder:
                 str(self.store.directory),
                 found="; ".join(each.reason.rstrip(".") for each in rejected),
                 expected="at least one checkpoint that verifies",
-                remedy="Restore one from a copy, or start afresh in an empty directory",
+                remedy="Restore one from a copy, or start a new run in an empty directory",
             )
         return None
 
@@ -127,9 +127,10 @@ class Finder:
         if set_aside:
             raise NoUsableCheckpointError(
                 str(self.store.directory),
-                found=f"no checkpoint but damaged ones ({', '.join(sorted(set_aside))})",
+                found=f"all checkpoints are damaged ({', '.join(sorted(set_aside))})",
                 expected="at least one checkpoint that verifies, or an empty directory",
-                remedy=f"Restore one from a copy, or remove {self.store.directory / 'quarantine'}",
+                remedy="Restore one from a copy, or, to start a new run, remove "
+                f"{self.store.directory / 'quarantine'}",
             )
         asked_for = [name for name in names if up_to is None or name.step <= up_to]
         return asked_for or names

@@ -234,9 +234,9 @@ class RequestExchange:
         if highest != -negated:
             raise RankDisagreementError(
                 "step()",
-                found=f"rank {self._world.rank} has done {self._step} steps, the ranks together "
-                f"from {-negated} to {highest}",
-                expected="as many on all ranks",
+                found=f"rank {self._world.rank} has done {self._step} steps (all ranks: "
+                f"{-negated} to {highest})",
+                expected="the same number on all ranks",
                 remedy="Call step() once for each optimizer step, on every rank",
             )
         return Requests(leave, save)

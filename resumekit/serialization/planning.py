@@ -330,7 +330,7 @@ def _not_tied(local: LocalState, name: str, rank: int) -> RankDisagreementError:
     other = local.ties.get(name, "another tensor")
     return RankDisagreementError(
         f"{local.key}: {name}",
-        found=f"a tensor of its own on rank {rank}, and the same as {other!r} elsewhere",
+        found=f"a separate tensor on rank {rank}, tied to {other!r} on other ranks",
         expected="the same ties on all ranks",
         remedy="Tie the tensors on every rank, or on none",
     )

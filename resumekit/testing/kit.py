@@ -72,7 +72,7 @@ class Run:
 
     @property
     def missed_kills(self) -> tuple[KillPoint, ...]:
-        """Kill points that the run never came to."""
+        """Kill points that the run never reached."""
         return tuple(one.kill for one in self.launches if one.kill and not one.was_killed)
 
     @property
@@ -345,7 +345,8 @@ class Kit:
         if running and not any(statuses.values()):
             tails = "\n".join(tail_of(log) for log in logs.values())
             raise CommandTimeoutError(
-                str(cell), found=f"a launch took over {self._timeout_seconds:.0f} seconds: {tails}"
+                str(cell),
+                found=f"a launch took longer than {self._timeout_seconds:.0f} seconds: {tails}",
             )
         return statuses
 
@@ -363,7 +364,7 @@ def _require_exact(run: Run, verdict: Verdict) -> None:
         raise AssertionError(f"{run.cell}: a launch failed:\n{run.failure}")
     if run.missed_kills:
         missed = ", ".join(map(str, run.missed_kills))
-        raise AssertionError(f"{run.cell}: the run never came to the kill point {missed}")
+        raise AssertionError(f"{run.cell}: the run never reached the kill point {missed}")
     if not verdict.exact:
         raise AssertionError(f"{run.cell}: {verdict}")
     problem = journal_problem(run.directory / "training")

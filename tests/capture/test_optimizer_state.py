@@ -121,7 +121,7 @@ def test_two_parameters_with_one_name_are_refused() -> None:
     clash.register_module("group0", nn.Module())
     clash.group0.register_parameter("param1", nn.Parameter(torch.ones(1)))
     optimizer = SGD([clash.group0.param1, inner.first.bias])
-    with pytest.raises(ConfigurationError, match="the name of two parameters"):
+    with pytest.raises(ConfigurationError, match="two parameters have this name"):
         OptimizerState(optimizer, {"model": clash}).state_dict()
 
 

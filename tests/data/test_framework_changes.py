@@ -566,7 +566,7 @@ def test_the_other_mode_of_randomness_is_refused() -> None:
     seed = RunSeed()
     seed.value = 5
     for first, then in ((plain(), prepared()), (prepared(), plain())):
-        with pytest.raises(DataPositionError, match="Finish the epoch with that"):
+        with pytest.raises(DataPositionError, match="Finish the epoch with it"):
             taken_up(first, then, seed=seed)
 
 

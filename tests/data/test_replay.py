@@ -302,7 +302,7 @@ def test_persistent_workers_whose_dataset_draws_from_a_generator_of_its_own_are_
         make_loader("shuffled by its own generator", "persistent workers"), "train"
     ).fidelity
     assert fidelity is Fidelity.LOST
-    assert "dataset.order.by.0 lives on" in reason
+    assert "dataset.order.by.0 keeps its state" in reason
     assert "persistent_workers=False" in reason
 
 
@@ -411,7 +411,7 @@ def test_a_state_with_one_part_left_out_does_not_continue(
         assert rest == expected[used(stops)[9] :]
         return
     assert rest != expected[used(stops)[9] :]
-    assert ("other batches" in caplog.text) == (left_out != "rng")
+    assert ("batches differ from the used ones" in caplog.text) == (left_out != "rng")
 
 
 @pytest.mark.parametrize("left_out", ["start", "workers"])
@@ -446,7 +446,7 @@ def test_a_dataset_shaped_by_something_else_is_found_out_and_reported(
     source.load_state_dict(in_second["data"])
     caplog.clear()
     source.begin(1)
-    assert "other batches" in caplog.text
+    assert "batches differ from the used ones" in caplog.text
     assert source.fidelity[0] is Fidelity.LOST
 
 
@@ -558,7 +558,7 @@ def test_from_then_on_checkpoints_say_that_the_position_is_lost_and_strict_ends_
     with pytest.raises(KilledError):
         train(11)
     if strict:
-        with pytest.raises(InexactError, match="other batches"):
+        with pytest.raises(InexactError, match="batches differ from the used ones"):
             train(99)
         return
     train(99)
@@ -699,5 +699,5 @@ def test_a_sequence_is_exact_and_another_one_is_found_out(
         again.load_state_dict(saved)
         again.begin(0)
         assert again.fidelity[0] is (Fidelity.LOST if first else Fidelity.EXACT)
-        assert ("other batches" in caplog.text) == bool(first)
+        assert ("batches differ from the used ones" in caplog.text) == bool(first)
         assert int(again.next_batch()) == first + 4

@@ -218,7 +218,7 @@ def test_a_point_that_no_run_comes_to_is_an_error_of_its_own() -> None:
 
 
 def test_a_point_that_lies_before_the_resume_is_an_error_and_not_exact() -> None:
-    with pytest.raises(KillPointNotReachedError, match="the killed run never came to step:5"):
+    with pytest.raises(KillPointNotReachedError, match="the killed run never reached step:5"):
         tiny(at=("step:8", "step:5"))
 
 
@@ -239,7 +239,7 @@ def test_a_script_without_checkpointer_has_no_checkpoint_to_be_killed_at(tmp_pat
 
 @pytest.mark.parametrize("point", ["step:2", "step:3"])
 def test_a_point_before_everything_that_is_saved_is_refused(point: str) -> None:
-    with pytest.raises(ProveError, match=r"has saved nothing .* checkpoint:3 or later"):
+    with pytest.raises(ProveError, match=r"has no checkpoint yet .* checkpoint:3 or later"):
         tiny(at=(point,))
 
 

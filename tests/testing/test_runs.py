@@ -65,7 +65,7 @@ def test_what_one_run_did_is_gone_when_the_next_continues(kit: Kit) -> None:
 
 def test_a_kill_point_that_is_never_reached_is_reported_each_time(kit: Kit) -> None:
     for _ in range(2):
-        with pytest.raises(AssertionError, match="never came to the kill point step:99"):
+        with pytest.raises(AssertionError, match="never reached the kill point step:99"):
             kit.assert_exact(cell(99))
 
 

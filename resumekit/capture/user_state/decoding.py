@@ -275,7 +275,7 @@ class Decoder:
             f"{self._where}: {path}",
             found=found,
             expected=expected,
-            remedy="Make it in __init__ or when the training begins",
+            remedy="Create it in __init__ or before the first step",
         )
 
 

@@ -264,7 +264,9 @@ class UserState(ComponentState):
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
             if not all(isinstance(each, str) for each in names) or entry[1] not in set(Role):
-                raise StateMismatchError(self.key, found=f"a slot {entry!r:.60}", expected="one")
+                raise StateMismatchError(
+                    self.key, found=f"damaged: {entry!r:.60}", expected="a slot"
+                )
         if not are_copies(state.get("copies", {})):
             raise StateMismatchError(self.key, found="other copies", expected="those of a list")
         check_nodes(self.key, state["nodes"], [entry[3] for entry in state["slots"]])
