@@ -176,7 +176,7 @@ class Checkpointer(StepBoundary):
     def drive(
         self, *, epochs: int | None = None, steps: int | None = None, one_at_a_time: bool = False
     ) -> FrameworkLoop:
-        """The loop of a framework that iterates by itself. Collective.
+        """Lets an adapter follow the loop that a framework runs. Collective.
 
         The checkpoint is found, so that ``progress`` and ``finished`` are those of the checkpoint;
         nothing else is restored before ``resume()``.

@@ -90,7 +90,7 @@ class WorldChange:
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """The former ranks of which this rank alone takes care; each is in one rank's care."""
+        """The former ranks whose state this rank reshards; each belongs to exactly one new rank."""
         return tuple(range(self.rank, self.former_world_size, self.world_size))
 
     @property
@@ -229,7 +229,7 @@ class World:
         return values[0]
 
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begins to find the largest of each value among all ranks, beside what follows.
+        """Starts an all-reduce of the maximum of each value, and does not wait for it.
 
         Collective.
 

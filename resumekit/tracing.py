@@ -77,7 +77,7 @@ class KillPoint:
 
     @classmethod
     def nowhere(cls, signal: str) -> KillPoint:
-        """No point of a run: something else sends the signal."""
+        """A kill point that is never reached, for a signal sent from outside."""
         return cls("step", -1, -1, signal)
 
     @classmethod

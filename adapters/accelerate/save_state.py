@@ -50,13 +50,13 @@ class SavedStates:
         LOAD_STATE.write(accelerator, self)
 
     def detach(self) -> None:
-        """Restores the Accelerator's own method."""
+        """Restores the Accelerator's ``load_state``, and no longer marks folders."""
         self._hook.remove()
         if vars(self._accelerator).get("load_state") is self:
             del self._accelerator.load_state
 
     def _mark(self, models: Any, weights: Any, output_dir: str) -> None:
-        """Accelerate is about to write into the folder; it calls this on every rank."""
+        """Writes the run's step into the folder of ``save_state``. Called on every rank."""
         mark = self._save()
         if mark is not None and self._accelerator.is_main_process:
             Path(output_dir, MARK).write_text(json.dumps(mark), encoding="utf-8")

@@ -61,7 +61,7 @@ class ModelState(ComponentState):
         return by_clean_name(self.module, self.module.state_dict())
 
     def replicated_state(self) -> dict[str, Any]:
-        """The parameters and the sharded buffers: ranks may have different other buffers."""
+        """The parameters and the sharded buffers; other buffers may differ between ranks."""
         raw = dict(self.module.named_parameters(remove_duplicate=False))
         names, state = by_clean_name(self.module, raw), self.state_dict()
         return {n: value for n, value in state.items() if n in names or is_sharded(value)}

@@ -102,7 +102,7 @@ class Keys:
     loader: str
 
     def hasher(self, purpose: Purpose, epoch: int) -> Any:
-        """What becomes a key when the content is added: ``update(...)`` and ``digest()``."""
+        """A hash object: ``update()`` takes the content of a key, ``digest()`` gives the key."""
         # blake2b: its definition will not change, and it is in every Python.
         subject = index_bytes((self.seed, self.loader, purpose.value, epoch))
         return hashlib.blake2b(subject, digest_size=_SEEDS.size, person=b"resumekit keys 1")
@@ -182,7 +182,7 @@ _ONCE = (
 
 
 def yields_each_index_once(loader: DataLoader[Any]) -> bool:
-    """Whether nothing has to be counted; of samplers that are not torch's or ours nobody knows."""
+    """Whether an index cannot occur twice in an epoch of a rank; False for custom samplers."""
     batching: Any = loader.batch_sampler
     if type(batching) not in (BatchSampler, type(None)):
         return False

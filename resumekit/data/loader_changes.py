@@ -161,7 +161,7 @@ def _sample_generators(generators: Sequence[str]) -> list[str]:
 def inherited_order_message(
     state: Mapping[str, Any], live_name: Mapping[str, Any], where: str
 ) -> str:
-    """The message about it."""
+    """The message that the epoch continues in an order of another sampler."""
     drawn_by, now = _sampler_noun(state["order_name"]), _sampler_noun(live_name)
     later = "" if drawn_by == now else f"; the next one is that of {now}"
     return (
@@ -268,10 +268,7 @@ def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict
 
 
 def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; each of the first ones is fetched from one of these RNG states.
-
-    These are the batches that a framework had fetched ahead.
-    """
+    """All batches. The first ones, which a framework had prefetched, use these RNG states again."""
     rng = RngState()
     for state in states:
         current = rng.state_dict()

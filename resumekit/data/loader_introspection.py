@@ -88,7 +88,7 @@ def unordered_reason(loader: Any) -> str:
 
 
 def initial_seed(saved: torch.Tensor, generator: torch.Generator) -> int:
-    """The seed that a generator like this one had been given when its state was saved."""
+    """The seed of the generator whose state was saved."""
     former = torch.Generator(generator.device)
     former.set_state(saved)
     return former.initial_seed()

@@ -87,7 +87,7 @@ class Zipped:
             source.begin(epoch)
 
     def prime(self) -> None:
-        """Fetches what is fetched ahead of the epoch's first batch: nothing."""
+        """Does nothing: no batch is fetched ahead of the epoch's first one."""
 
     def next_batch(self) -> dict[str, Any]:
         return {name: source.next_batch() for name, source in self._sources.items()}

@@ -47,7 +47,7 @@ class StateReader:
 
 
 def read_states(*, devices: bool = True) -> dict[str, bytes]:
-    """The same, once."""
+    """The state of each global generator of this process, by name; see ``StateReader.read``."""
     return StateReader().read(devices=devices)
 
 

@@ -18,7 +18,7 @@ from resumekit.errors import ConfigurationError
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """A sampler that can begin an epoch at any position; one of your own is sought in like ours."""
+    """A sampler that can begin an epoch at any position. A custom sampler may implement it."""
 
     def iterate_from(self, position: int) -> Iterator[int]:
         """This rank's indices from where all ranks together have used ``position`` samples."""

@@ -73,12 +73,12 @@ class StreamObjects:
         self._marks = self._snapshot()
 
     def before_batch(self) -> None:
-        """The stream is asked for a batch: what changed since the last one, training did."""
+        """Called before each batch: training changed what is new since the last one."""
         self._changed = None
         self._by_training |= self._marked()
 
     def after_batch(self, iterator: Any) -> None:
-        """The stream gave a batch: what changed in between, it did itself.
+        """Called after each batch: the stream changed what is new since ``before_batch``.
 
         Args:
             iterator: that gives its samples, or batches.

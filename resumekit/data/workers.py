@@ -52,14 +52,14 @@ class ReplacedDataset:
 
 
 class PaddedDataset(ReplacedDataset):
-    """For workers that start with padding: passes over that."""
+    """For workers that start with padding: returns None for it, without asking the dataset."""
 
     def __getitem__(self, index: Any) -> Any:
         return None if isinstance(index, PaddingIndices) else self.dataset[index]
 
 
 class PaddedBatches(PaddedDataset):
-    """The same for a dataset that gives whole batches; it is not to be asked for one of no samples.
+    """The same for a dataset that returns whole batches, which must not be asked for an empty one.
 
     torch 2.13 utils/data/_utils/fetch.py _MapDatasetFetcher asks for whole batches where it can.
     """
@@ -144,7 +144,7 @@ _POLL_SECONDS = 0.001
 
 
 class SharedStates:
-    """What the workers leave for the main process: a table in shared memory, two rows for each."""
+    """RNG states that workers pass to the main process: a table in shared memory, two rows each."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -160,7 +160,7 @@ class SharedStates:
         self._memory[worker, row].numpy()[:] = np.frombuffer(written, dtype=np.uint8)
 
     def read(self, worker: int, row: int) -> tuple[int, bytes]:
-        """What stands in the row; a count of 0 where nothing does, or not all of it yet."""
+        """The count and the RNG state in a row; the count is 0 while the row is incomplete."""
         written = self._memory[worker, row].numpy().tobytes()
         count, digest = _HEADER.unpack_from(written)
         state = written[_HEADER.size :]

@@ -115,7 +115,7 @@ def name_of(number: int, attempt: str, rank: int) -> str:
 
 
 def number_of_attempt(directory: Path, attempt: str) -> int:
-    """The number of an attempt: what another rank of it has chosen, or the next one.
+    """The number of an attempt: the one that another rank of it uses, else the next free one.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -146,7 +146,7 @@ def find_attempts(directory: Path, *, rank: int | None = None) -> list[Attempt]:
 
 
 def thin(path: Path, *, num_kept: int = NUM_KEPT, max_records: int | None = None) -> None:
-    """Keeps of all but the newest records of a file those of each 100th step.
+    """Drops old records of a file: keeps the newest ones, and of the others each 100th step.
 
     The file is replaced by a rename, so that a kill leaves the old one or the new one.
 

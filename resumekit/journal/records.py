@@ -225,7 +225,7 @@ def loss_is_comparable(then: Header, now: Header) -> str:
 
 
 def same_device(then: Header, now: Header) -> bool:
-    """Whether both attempts computed on one type of device: each has its own generators."""
+    """Whether both attempts used one type of device; each type has its own generators."""
     return bool(then.environment.get("device") == now.environment.get("device"))
 
 

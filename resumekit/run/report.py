@@ -89,7 +89,7 @@ class Reporter:
     # ---------------------------------------------------------------- fidelity
 
     def announce(self) -> None:
-        """Logs before the first batch what a checkpoint will hold, and when a loader changes it.
+        """Logs what a checkpoint will hold, before the first batch and when a loader changes it.
 
         One line for a run that starts, and a warning for each part that is not exact.
 
@@ -104,7 +104,7 @@ class Reporter:
         self._warn_of_new(report)
 
     def captured(self) -> CaptureReport:
-        """What the checkpoint that is being made holds; logs what was found out since the start.
+        """The capture report for the next checkpoint; warns of parts that are newly not exact.
 
         Raises:
             InexactError: ``strict=True``, and a part is not restored exactly.

@@ -376,7 +376,7 @@ class Run:
             self._store.release()
 
     def world_is_alive(self) -> bool:
-        """Whether the ranks can still talk, or there is only one."""
+        """Whether collectives still work: the process group exists, or there is one rank."""
         return self.world.world_size == 1 or dist.is_initialized()
 
     def learning_rates(self) -> list[Any]:

@@ -90,7 +90,7 @@ _installed: weakref.WeakSet[LeaveSignals] = weakref.WeakSet()
 
 
 class LeaveSignals:
-    """Notes the first signal that comes.
+    """Records the first signal that this process receives.
 
     The handler does nothing else: what it interrupts may be any line of the step, or of a save. A
     second SIGINT is a KeyboardInterrupt, as ever.

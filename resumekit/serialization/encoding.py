@@ -134,7 +134,7 @@ class Encoder:
         return self._encode(value, StatePath(where), 0)
 
     def finish(self) -> StoredTensors:
-        """What goes into the data file; fills in what the trees say about tensors."""
+        """The content of the data file; completes the references to tensors in the trees."""
         stored = store(self._found, self._names)
         stored.leaves.update(self._leaves)
         return stored

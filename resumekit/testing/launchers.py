@@ -55,7 +55,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Kills what is still running."""
+        """Kills all processes that are still running."""
         ...
 
 
@@ -181,7 +181,7 @@ class ColdStart:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Kills what is still running."""
+        """Kills all processes that are still running."""
         for process in self._processes.values():
             process.kill()
             process.wait()

@@ -315,7 +315,7 @@ class UserState(ComponentState):
         self.restore_now()
 
     def restore_now(self) -> tuple[str, ...]:
-        """Sets the saved values in the live objects, once; also takes note of what training finds.
+        """Sets the saved values in the live objects, once, and records what training starts from.
 
         To be called in each launch just before the first batch, when all hooks that make objects
         have run. Nothing changes when an object that is needed is missing.

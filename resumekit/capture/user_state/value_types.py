@@ -118,7 +118,7 @@ _BUILT_IN_CODE = (
 
 
 def kind_of(value: Any) -> Kind:
-    """How a value is treated; decided by its class, and of tensors and files by what they are."""
+    """How a value is treated, by its class; tensors and files also by their properties."""
     kind: Kind = _kind_of_class(class_of(value))
     if kind is Kind.TENSOR and (is_sharded(value) or value.is_meta or type(value) not in _TENSORS):
         return Kind.LEAF

@@ -1,4 +1,4 @@
-"""Finds every slot below the holders, and digests what each one holds."""
+"""Finds every slot that is reachable from the root objects, and digests its value."""
 
 from __future__ import annotations
 
@@ -158,10 +158,12 @@ class Walk:
 
 
 def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = False) -> Walk:
-    """Finds and digests the state below some holders; breadth first, so that paths are short.
+    """Finds and digests the user state that is reachable from the root objects.
+
+    Searches breadth first, to keep paths short.
 
     Args:
-        holders: the roots, by name.
+        holders: the root objects, by name.
         scope: what is left out.
         ignore_floats: digest each Python float as the same one: some are read from a clock.
     """
