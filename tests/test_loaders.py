@@ -1008,12 +1008,13 @@ def test_a_framework_that_stops_at_the_end_of_an_epoch_has_finished_it(tmp_path:
 
 def test_the_workers_of_a_loader_end_when_another_replaces_it(tmp_path: Path) -> None:
     training = Training(tmp_path)
+    before = set(multiprocessing.active_children())  # of tests that have just ended
     workers = []
     with training.checkpointer as checkpointer:
         for _ in checkpointer.epochs(3):
             for batch in checkpointer.batches(loader(4, **WORKERS)):
                 training.on(batch)
-                workers.append(len(multiprocessing.active_children()))
+                workers.append(len(set(multiprocessing.active_children()) - before))
     assert set(workers) == {1}
 
 

@@ -185,9 +185,9 @@ class Run:
             self.reporter.log_resume(report, is_driven=self.is_driven)
             return
         assert self._store is not None
-        others = self._store.unrelated_names  # they tell of a mistyped directory
-        beside = f", beside {others}" if others else ""
-        self.reporter.start = f"starting in {self.directory}{beside}"
+        others = self._store.unrelated_names  # of a mistyped directory
+        unrelated = f", beside {others}" if others else ""
+        self.reporter.start = f"starting in {self.directory}{unrelated}"
 
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""

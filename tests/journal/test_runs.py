@@ -191,7 +191,7 @@ def test_after_another_batch_size_the_samples_since_the_checkpoint_are_compared(
             assert found["sample_ids"] == "identical for 8 samples"
         else:
             monkeypatch.setenv(INJECT_VARIABLE, left_out)
-            with pytest.raises(DivergenceError, match="the 8 samples after step 2: others than"):
+            with pytest.raises(DivergenceError, match="the 8 samples after step 2: different from"):
                 train(copy, until=4, on_divergence="raise", **geometry)
         shutil.rmtree(copy)
 

@@ -213,7 +213,7 @@ def test_a_component_is_left_out_at_chosen_points_too() -> None:
 
 
 def test_a_point_that_no_run_comes_to_is_an_error_of_its_own() -> None:
-    with pytest.raises(KillPointNotReachedError, match=r"never comes to step:13, .* to step:12"):
+    with pytest.raises(KillPointNotReachedError, match=r"never reaches step:13, .* to step:12"):
         tiny(at=("step:5", "step:13"))
 
 
