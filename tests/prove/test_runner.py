@@ -202,7 +202,8 @@ def test_all_ranks_go_when_one_comes_to_a_chosen_point(tmp_path: Path) -> None:
     (trial,) = result.trials
     assert trial.outcome is Outcome.EXACT, text_of(result)
     assert trial.verdict is not None
-    assert (trial.verdict.num_ranks, trial.verdict.resumes[0].step) == (2, 6)
+    assert trial.verdict.num_ranks == 2
+    assert trial.verdict.resumes[0].step in (3, 6)  # of the slower rank: they do not wait for it
     assert marked_processes(str(tmp_path)) == []
 
 
