@@ -1,16 +1,16 @@
-"""What every test here starts from, and which cells the quick set takes of each matrix."""
+"""What every test here starts from: its processes, its environment and the quick set."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
+from quick_set import mark_cells, mark_matrices
 from script_judge import ScriptJudge
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
@@ -40,8 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as `full` what the quick set leaves out; sorts the files by what they import."""
     functions = [item for item in items if isinstance(item, pytest.Function)]
-    _mark_cells(functions, whole=not any("::" in argument for argument in config.args))
-    _mark_matrices(functions)
+    mark_cells(functions, whole=not any("::" in argument for argument in config.args))
+    mark_matrices(functions)
     imports: dict[object, int] = {}
     items.sort(key=lambda item: imports.setdefault(_preload_of(item), len(imports)))
     gc.freeze()  # all that is imported stays: a collection in a test need not look at it
@@ -56,75 +56,6 @@ def _preload_of(item: pytest.Item) -> tuple[str, ...]:
 def preload_of(module: ModuleType | None) -> tuple[str, ...]:
     """What the warm server of a file imports."""
     return getattr(module, "PRELOAD", DEFAULT_PRELOAD)
-
-
-def _mark_cells(items: Sequence[pytest.Function], *, whole: bool) -> None:
-    """Of a test with the mark `quick`, the cells that it does not name are `full`.
-
-    Raises:
-        pytest.UsageError: a pattern names no cell; not raised where only parts were collected.
-    """
-    used: dict[tuple[Any, str], bool] = {}
-    defined_here = {
-        item.function for item in items if item.function.__module__ == item.module.__name__
-    }
-    classes: dict[Any, set[type | None]] = {}
-    for item in items:
-        for mark in item.iter_markers("quick"):
-            cell = item.nodeid.partition("[")[2].removesuffix("]")
-            matching = [pattern for pattern in mark.args if _matches(cell, pattern)]
-            for pattern in mark.args:
-                used.setdefault((item.function, pattern), False)
-                used[item.function, pattern] |= pattern in matching
-            classes.setdefault(item.function, set()).add(item.cls)
-            if not matching:
-                item.add_marker("full")
-    wrong = [
-        f"{function.__qualname__}[{pattern}]"
-        for (function, pattern), is_used in used.items()
-        # What several suites inherit need not have all its cells in each of them.
-        if not is_used and (function in defined_here or len(classes[function]) > 1)
-    ]
-    if wrong and whole:
-        raise pytest.UsageError(f"the mark `quick` names cells that are not there: {wrong}")
-
-
-def _matches(cell: str, pattern: str) -> bool:
-    return fnmatchcase(cell, pattern.replace("[", "[[]"))
-
-
-def _mark_matrices(items: Iterable[pytest.Function]) -> None:
-    """Of a suite's matrix, only cells in which each value occurs are in the quick set."""
-    matrices: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if getattr(item.cls, "matrices", {}).keys() & _params(item).keys():
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cells in matrices.values():
-        kept = _one_of_each([_values(_params(cell)) for cell in cells])
-        for index, cell in enumerate(cells):
-            if index not in kept:
-                cell.add_marker("full")
-
-
-def _params(item: pytest.Function) -> dict[str, Any]:
-    return item.callspec.params if hasattr(item, "callspec") else {}
-
-
-def _values(params: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The values of the factors of a cell, but for its kills: other tests are killed there."""
-    (factors,) = params.values()
-    return {(name, repr(value)) for name, value in factors.items() if name != "kill"}
-
-
-def _one_of_each(rows: Sequence[set[tuple[str, str]]]) -> set[int]:
-    """Greedily the rows in which every value occurs that occurs in any."""
-    missing = set().union(*rows)
-    chosen: set[int] = set()
-    while missing:
-        best = max(range(len(rows)), key=lambda index: len(rows[index] & missing))
-        chosen.add(best)
-        missing -= rows[best]
-    return chosen
 
 
 class Warm:

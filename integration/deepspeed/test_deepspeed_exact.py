@@ -152,11 +152,7 @@ class TestDeepSpeed(AdapterSuite):
         self.require_exact_in_fp16(kit, {"stage": number, "precision": "fp16"}, world_size)
 
     @pytest.mark.full
-    def test_fp16_with_the_fused_optimizer_continues_exactly(
-        self, request: pytest.FixtureRequest, kit: Kit
-    ) -> None:
-        if not request.config.getoption("--full-matrix"):
-            pytest.skip("DeepSpeed compiles FusedAdam for two minutes: with --full-matrix")
+    def test_fp16_with_the_fused_optimizer_continues_exactly(self, kit: Kit) -> None:
         self.require_exact_in_fp16(kit, {"stage": 0, "precision": "fp16, fused"}, 1)
 
     def require_exact_in_fp16(self, kit: Kit, options: dict[str, Any], world_size: int) -> None:
