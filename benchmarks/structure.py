@@ -1,6 +1,6 @@
 """Size and structure of a checkout of this repository, to compare one version with another.
 
-Run: python benchmarks/house.py [--root CHECKOUT] [--junit FILE ...] [--json]
+Run: python benchmarks/structure.py [--root CHECKOUT] [--junit FILE ...] [--json]
 
 It prints lines of code (without docstrings, comments and blank lines), modules, files per folder,
 the largest and smallest modules, repeated code, `Any` and getattr/hasattr, the modules that a save
