@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
-from resumekit.run.save_triggers import parse_cadence
+from resumekit.run.saving import parse_cadence
 from resumekit.state import Slot, StateComponent, Validation
 from resumekit.storage import StepName
 

@@ -14,7 +14,7 @@ from resumekit.log import logger
 from resumekit.run.compatibility import owners
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
-from resumekit.run.save_triggers import parse_cadence
+from resumekit.run.saving import parse_cadence
 from resumekit.state import (
     CaptureLine,
     CaptureReport,

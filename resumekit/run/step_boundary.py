@@ -11,7 +11,7 @@ from resumekit.errors import LoopError, Preempted, SaveError
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
-from resumekit.run.save_triggers import LeaveSignals, RequestExchange, Requests, parse_cadence
+from resumekit.run.saving import LeaveSignals, RequestExchange, Requests, parse_cadence
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 

@@ -6,7 +6,7 @@ of them: the staging is removed and the previous checkpoint is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -16,18 +16,9 @@ from resumekit.errors import ResumekitError, SaveError
 from resumekit.log import logger
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
-from resumekit.serialization import (
-    Assignment,
-    ExtraFiles,
-    LocalState,
-    Payload,
-    Proposal,
-    ShardedPayload,
-    assign,
-    encode_local,
-    index_name,
-)
-from resumekit.state import CaptureReport, ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
+from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
+from resumekit.state import CaptureReport, SharingPattern, StateComponent
 from resumekit.storage import (
     ComponentRecord,
     FileEntry,
@@ -38,18 +29,7 @@ from resumekit.storage import (
     Store,
 )
 
-# These have a folder of their own, readable by stock tools; the rest goes into one file a rank.
-_OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})
-
 Payloads = Sequence[Payload | ShardedPayload | ExtraFiles]
-
-
-def directory_of(component: StateComponent) -> str:
-    """The folder inside a step directory that holds this component."""
-    if component.sharing_pattern is SharingPattern.SHARDED:
-        return component.key
-    is_per_rank = component.sharing_pattern is SharingPattern.PER_RANK
-    return component.key if component.slot in _OWN_DIRECTORY and not is_per_rank else "state"
 
 
 @dataclass
@@ -196,111 +176,3 @@ class Saver:
             self.store.retain(self.retention)
         except SaveError as error:
             logger.warning("old checkpoints could not be removed: %s", error)
-
-
-class ShardPlanner:
-    """Plans what each rank writes of the SHARDED components, and keeps the plan while it holds.
-
-    Planning stays within the groups that hold a part together; where a component has several, it is
-    in stages: each of them holds some entries of the state.
-
-    Args:
-        world: the ranks.
-        components: of the run; the others are left out.
-        membership: the ranks that share them.
-    """
-
-    def __init__(
-        self, world: World, components: Sequence[StateComponent], membership: ComponentGroups
-    ) -> None:
-        self._world = world
-        self._components = {
-            each.key: each for each in components if each.sharing_pattern is SharingPattern.SHARDED
-        }
-        self._groups = {key: membership.groups(key) for key in self._components}
-        self._within = {
-            groups: world.within(groups) for groups in dict.fromkeys(self._groups.values())
-        }
-        self._layouts: dict[str, Any] = {}  # of the state that the assignments are for
-        self._assigned: dict[str, Assignment] = {}
-
-    def payloads(self) -> list[ShardedPayload]:
-        """What this rank is to write. Collective.
-
-        Raises:
-            UnsupportedValueError: a value cannot be stored, or the ranks do not hold all of a
-                tensor.
-            RankDisagreementError: the ranks' states are not parts of one state.
-        """
-        if not self._components:
-            return []
-        local: dict[str, LocalState] = {}
-        layouts: dict[str, Any] = {}
-
-        def encode() -> bool:
-            for key, each in self._components.items():
-                own_tensors = each.state.first_rank_only()
-                local[key] = encode_local(key, each.state.state_dict(), first_rank_only=own_tensors)
-                layouts[key] = local[key].layout
-            return layouts == self._layouts
-
-        self._join_outlines()
-        if not all(self._world.everywhere(encode)):
-            self._layouts = {}
-            self._assigned = self._plan(local)
-            self._layouts = layouts
-        return [
-            ShardedPayload(
-                directory_of(each),
-                self._world.rank,
-                local[key],
-                self._assigned[key],
-                index_name=index_name(self._group(key).ranks[0], len(self._groups[key]) > 1),
-            )
-            for key, each in self._components.items()
-        ]
-
-    def _join_outlines(self) -> None:
-        """Lets components whose state has holes on each rank know of the others'. Collective."""
-        holed = {
-            key: each.state
-            for key, each in self._components.items()
-            if each.state.overrides(ComponentState.outline)
-        }
-        if holed:
-            outlines = self._world.everywhere(
-                lambda: {key: state.outline() for key, state in holed.items()}
-            )
-            for key, state in holed.items():
-                state.join([outlines[rank][key] for rank in self._group(key).ranks])
-
-    def _plan(self, local: Mapping[str, LocalState]) -> dict[str, Assignment]:
-        assigned: dict[str, Assignment] = {}
-        for groups, world in self._within.items():
-            keys = [key for key in self._components if self._groups[key] == groups]
-            # A group that fails must not leave the others behind.
-            self._world.everywhere(lambda: assigned.update(_plan_within(world, keys, local)))  # noqa: B023
-        return assigned
-
-    def _group(self, key: str) -> World:
-        return self._within[self._groups[key]]
-
-
-def _plan_within(
-    world: World, keys: Sequence[str], local: Mapping[str, LocalState]
-) -> dict[str, Assignment]:
-    """What this rank is to write of some components, as its group has agreed. Collective."""
-    proposed: dict[str, Proposal] = {}
-
-    def propose() -> None:
-        for key in keys:
-            proposed[key] = Proposal.of(local[key], world.ranks.index(world.rank))
-
-    def plan(proposals: list[dict[str, Proposal]]) -> list[dict[str, Assignment]]:
-        plans = {
-            key: assign(local[key], [each[key] for each in proposals], world.ranks) for key in keys
-        }
-        return [{key: plans[key][index] for key in keys} for index in range(len(proposals))]
-
-    world.everywhere(propose)
-    return world.exchange(proposed, plan)
