@@ -6,6 +6,7 @@ from resumekit.storage.commit import Staging
 from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.files import FileEntry, FileReader, FileWriter
+from resumekit.storage.host_memory import HostBuffer
 from resumekit.storage.io import (
     Entry,
     FileSystem,
@@ -34,6 +35,7 @@ __all__ = [
     "FileSystem",
     "FileWriter",
     "Free",
+    "HostBuffer",
     "LocalFileSystem",
     "Manifest",
     "Owner",

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from resumekit.storage.host_memory import ALIGNMENT, HostBuffer, address_of
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _mapping(address: int) -> dict[str, int]:
+    """The kB figures of the mapping that holds an address."""
+    found: dict[str, int] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(borders[1], 16) <= address < int(borders[2], 16)
+        elif inside and (figure := re.match(r"(\w+): +(\d+) kB", line)):
+            found[figure[1]] = int(figure[2])
+    return found
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, ALIGNMENT - 1, ALIGNMENT, 5 * ALIGNMENT + 77])
+def test_a_buffer_has_its_size_its_alignment_and_zeros(num_bytes: int) -> None:
+    buffer = HostBuffer(num_bytes)
+    assert (buffer.num_bytes, buffer.view.nbytes) == (num_bytes, num_bytes)
+    assert not buffer.view.readonly
+    assert address_of(buffer.view) % ALIGNMENT == 0
+    assert bytes(buffer.view) == bytes(num_bytes)
+    buffer.release()
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here"
+)
+def test_a_touched_buffer_is_in_huge_pages() -> None:
+    buffer = HostBuffer(8 * ALIGNMENT)
+    assert _mapping(address_of(buffer.view))["Rss"] == 0
+    buffer.touch()
+    assert _mapping(address_of(buffer.view))["AnonHugePages"] == 8 * ALIGNMENT >> 10
+
+
+@pytest.mark.parametrize("populate", [23, -1], ids=["populated", "written"])
+def test_touching_faults_every_page_in_and_changes_none(
+    monkeypatch: pytest.MonkeyPatch, populate: int
+) -> None:
+    monkeypatch.setattr("resumekit.storage.host_memory._POPULATE_WRITE", populate)
+    buffer = HostBuffer(3 * ALIGNMENT + 5000)
+    buffer.view[7:9] = b"ab"
+    buffer.touch()
+    assert _mapping(address_of(buffer.view))["Rss"] >= (3 * ALIGNMENT + 8192) >> 10
+    assert bytes(buffer.view[:4096]) == bytes(7) + b"ab" + bytes(4087)
+
+
+def test_a_forked_child_does_not_have_the_memory() -> None:
+    buffer = HostBuffer(ALIGNMENT)
+    buffer.touch()
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()  # the crash is wanted
+        buffer.view[0] = 1
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGSEGV
+
+
+def test_released_memory_is_given_back_once_nobody_uses_it() -> None:
+    buffer = HostBuffer(4 * ALIGNMENT)
+    buffer.touch()
+    address, slice_in_use = address_of(buffer.view), buffer.view[10:20]
+    buffer.release()
+    slice_in_use[0] = 5
+    assert _mapping(address)["Rss"] >= 4 * ALIGNMENT >> 10
+    del slice_in_use, buffer
+    assert _mapping(address).get("Rss", 0) < ALIGNMENT >> 10
