@@ -1,14 +1,14 @@
-"""What does a batch cost that is tracked and not saved? Stock loops and ours, side by side.
+"""What does a batch cost that is tracked and not saved? The bare loop and ours, side by side.
 
-Two loops over loaders that are made alike run in one process and alternate, some batches each: a
-stock one, and one through ``Checkpointer.batches`` with its ``step()``. The samples are ready and
-the collate function makes nothing of them, so that a loader does as little as it can.
+Two loops over loaders that are made alike run in one process and alternate: a bare one, and one
+through ``Checkpointer.batches`` with its ``step(loss=loss)`` and its journal. The samples are ready
+and the collate function makes nothing of them, so that a loader does as little as it can.
 
-    python benchmarks/step_overhead.py [--rounds 3] [--only "2 workers" ...] [--record]
+    python benchmarks/step_overhead.py [--rounds 7] [--batches 10000] [--only "2 workers" ...]
+        [--sizes 1 32 512] [--record]
 
-Prints microseconds a batch, what tracking adds to them, and the ratio; then what it adds to the CPU
-time of the main process alone, and what a third loop without the journal shows to be the journal's.
-Workers that a training step leaves time for cost only that. Where ``torchdata`` is not installed,
+Prints the CPU time of the main process with all its threads for a batch of each loop: the minimum
+and the median of the rounds, and what tracking adds to them. Where ``torchdata`` is not installed,
 its loader is left out. See ``overheads.py`` for steps that train, whose caches are cold.
 """
 
@@ -19,7 +19,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +40,13 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.data import ResumableSampler
 
 BATCH_SIZES = (1, 32, 512)
-AIM = 40  # microseconds of CPU time
+# Microseconds of CPU time that tracking may add to a batch.
+MAP_STYLE, OTHERS = 40, 60
 
-# A loop is timed over so many batches at once, so often in a round, after a few untimed ones.
-BATCHES_PER_TURN = 20
-PAIRS_PER_ROUND = 50
-WARM_UP = 20
-NUM_BATCHES = WARM_UP + BATCHES_PER_TURN * PAIRS_PER_ROUND + 1  # no epoch ends in between
+NUM_BATCHES = 10_000  # of a round
+# The loops take turns of so many batches, after a few untimed ones.
+BATCHES_PER_TURN = 250
+WARM_UP = 50
 
 
 class Ready(Dataset[Any]):
@@ -72,9 +73,9 @@ class Stream(IterableDataset[int]):
         return iter(range(self.length))
 
 
-def make(batch_size: int, *, ranks: int = 1, **settings: Any) -> DataLoader[Any]:
-    """A loader over ready samples, enough for one rank of so many."""
-    data = Ready(NUM_BATCHES * batch_size * ranks)
+def make(length: int, batch_size: int, *, ranks: int = 1, **settings: Any) -> DataLoader[Any]:
+    """A loader over ready samples, as many for each rank."""
+    data = Ready(length * ranks)
     sampler = settings.pop("sampler", None)
     given = {"sampler": sampler(data)} if sampler is not None else {"shuffle": True}
     return DataLoader(data, batch_size, collate_fn=len, **given, **settings)
@@ -103,17 +104,21 @@ class CustomSampler(Sampler[int]):
         yield from torch.randperm(self._length).tolist()
 
 
-def make_torchdata(batch_size: int) -> Any:
+def make_torchdata(length: int, batch_size: int) -> Any:
     """The loader of torchdata."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    data = Ready(NUM_BATCHES * batch_size)
-    return StatefulDataLoader(data, batch_size, shuffle=True, collate_fn=len)
+    return StatefulDataLoader(Ready(length), batch_size, shuffle=True, collate_fn=len)
 
 
-def make_stream(batch_size: int) -> DataLoader[Any]:
+def make_stream(length: int, batch_size: int) -> DataLoader[Any]:
     """A loader that is replayed to reach a position."""
-    return DataLoader(Stream(NUM_BATCHES * batch_size), batch_size, collate_fn=len)
+    return DataLoader(Stream(length), batch_size, collate_fn=len)
+
+
+def make_dict(length: int, batch_size: int) -> dict[str, DataLoader[Any]]:
+    """Two loaders in step."""
+    return {name: make(length, batch_size) for name in ("a", "b")}
 
 
 @dataclass(frozen=True)
@@ -121,41 +126,43 @@ class Kind:
     """A way to write a loop.
 
     Args:
-        make: a fresh loader, or a dict of them, for a batch size.
+        make: a fresh loader, or a dict of them, for a number of samples and a batch size.
+        target: the microseconds that tracking may add to a batch.
         options: of the Checkpointer.
         needs: a distribution that it is left out without.
     """
 
-    make: Callable[[int], Any]
-    options: Mapping[str, Any]
+    make: Callable[[int, int], Any]
+    target: float = OTHERS
+    options: Mapping[str, Any] = field(default_factory=dict)
     needs: str = "torch"
 
 
 TORCHDATA = "StatefulDataLoader"
 
 
-def kind(options: Mapping[str, Any] | None = None, **settings: Any) -> Kind:
+def kind(target: float, options: Mapping[str, Any] | None = None, **settings: Any) -> Kind:
     """A torch DataLoader with these settings."""
-    return Kind(lambda batch_size: make(batch_size, **settings), options or {})
+    return Kind(partial(make, **settings), target, options or {})
 
 
 KINDS = {
-    "shuffle=True": kind(),
-    'the same, save_every="10min"': kind({"save_every": "10min"}),
-    "DistributedSampler": kind(sampler=distributed, ranks=2),
-    "WeightedRandomSampler": kind(sampler=weighted),
-    "ResumableSampler": kind(sampler=ResumableSampler),
-    "a sampler of yours": kind(sampler=CustomSampler),
-    TORCHDATA: Kind(make_torchdata, {}, "torchdata"),
-    "a dict of two loaders": Kind(lambda size: {"a": make(size), "b": make(size)}, {}),
-    "IterableDataset": Kind(make_stream, {}),
-    "2 workers": kind(num_workers=2),
-    "2 persistent workers": kind(num_workers=2, persistent_workers=True),
+    "shuffle=True": kind(MAP_STYLE),
+    'the same, save_every="10min"': kind(MAP_STYLE, {"save_every": "10min"}),
+    "DistributedSampler": kind(MAP_STYLE, sampler=distributed, ranks=2),
+    "WeightedRandomSampler": kind(MAP_STYLE, sampler=weighted),
+    "ResumableSampler": kind(MAP_STYLE, sampler=ResumableSampler),
+    "a sampler of yours": kind(OTHERS, sampler=CustomSampler),
+    TORCHDATA: Kind(make_torchdata, needs="torchdata"),
+    "a dict of two loaders": Kind(make_dict),
+    "IterableDataset": Kind(make_stream),
+    "2 workers": kind(OTHERS, num_workers=2),
+    "2 persistent workers": kind(OTHERS, num_workers=2, persistent_workers=True),
 }
 
 
-def stock_loop(loaders: Any) -> Callable[[], Any]:
-    """What asks a stock loop for its next batch."""
+def bare_loop(loaders: Any) -> Callable[[], Any]:
+    """What asks a bare loop for its next batch."""
     together = isinstance(loaders, Mapping)
     batches: Iterator[Any] = zip(*loaders.values(), strict=True) if together else iter(loaders)
     return batches.__next__
@@ -178,10 +185,8 @@ def tiny_run(**options: Any) -> Iterator[Checkpointer]:
             run._run.close()
 
 
-def tracked_loop(run: Checkpointer, loaders: Any, *, has_journal: bool) -> Callable[[], Any]:
+def tracked_loop(run: Checkpointer, loaders: Any) -> Callable[[], Any]:
     """What asks ours for its next batch and marks a step."""
-    if not has_journal:
-        run._run.journal.close()
     batches, loss = run.batches(loaders, epochs=1), torch.tensor(0.5)
 
     def turn() -> None:
@@ -191,97 +196,107 @@ def tracked_loop(run: Checkpointer, loaders: Any, *, has_journal: bool) -> Calla
     return turn
 
 
-class Seconds(NamedTuple):
-    """What a batch took: on the clock, and of the main process's CPU time."""
-
-    clock: float
-    cpu: float
-
-
-def seconds_per_batch(turn: Callable[[], Any], num_batches: int) -> Seconds:
-    """The mean over so many batches."""
-    clock, cpu = time.perf_counter(), time.process_time()
+def cpu_seconds(turn: Callable[[], Any], num_batches: int) -> float:
+    """Of this process and its threads, for so many batches."""
+    began = time.process_time()
     for _ in range(num_batches):
         turn()
-    return Seconds(
-        (time.perf_counter() - clock) / num_batches, (time.process_time() - cpu) / num_batches
-    )
+    return time.process_time() - began
 
 
-class Turn(NamedTuple):
-    """A batch of each loop, in pairs that followed one another."""
+class Round(NamedTuple):
+    """Microseconds of CPU time a batch, each over all batches of one round."""
 
-    stock: Seconds
-    without: Seconds
-    tracked: Seconds
+    bare: float
+    tracked: float
 
 
-def measure(kind: Kind, batch_size: int) -> list[Turn]:
-    """One round: the stock loop, ours without the journal, and ours, turn by turn."""
-    pairs = []
-    with contextlib.ExitStack() as stack:
-        loops = [stock_loop(kind.make(batch_size))]
-        for has_journal in (False, True):
-            tracked = stack.enter_context(tiny_run(**kind.options))
-            loops.append(tracked_loop(tracked, kind.make(batch_size), has_journal=has_journal))
+def measure(kind: Kind, batch_size: int, num_batches: int) -> Round:
+    """One round: both loops over fresh loaders, turn by turn."""
+    length = batch_size * (WARM_UP + num_batches + 1)  # no epoch ends in between
+    with tiny_run(**kind.options) as run:
+        loops = (
+            bare_loop(kind.make(length, batch_size)),
+            tracked_loop(run, kind.make(length, batch_size)),
+        )
         for loop in loops:
-            seconds_per_batch(loop, WARM_UP)
-        for number in range(PAIRS_PER_ROUND):
-            order = [*range(number % 3, 3), *range(number % 3)]
-            took = {which: seconds_per_batch(loops[which], BATCHES_PER_TURN) for which in order}
-            pairs.append(Turn(took[0], took[1], took[2]))
-    return pairs
+            cpu_seconds(loop, WARM_UP)
+        took, left, is_even = [0.0, 0.0], num_batches, False
+        while left:
+            turn, is_even = min(BATCHES_PER_TURN, left), not is_even
+            for which in (0, 1) if is_even else (1, 0):
+                took[which] += cpu_seconds(loops[which], turn)
+            left -= turn
+    bare, tracked = (seconds / num_batches * 1e6 for seconds in took)
+    return Round(bare, tracked)
 
 
-TIMES = ("stock µs", "tracked µs", "added µs", "ratio", "added CPU µs", "journal CPU µs")
-HEADINGS = ("loader", "batch", *TIMES)
+HEADINGS = (
+    "loader",
+    "batch",
+    "loop",
+    "min CPU µs",
+    "median CPU µs",
+    "added, min",
+    "added, median",
+    "spread",
+    "target",
+    "result",
+)
 
 
-def row_of(name: str, batch_size: int, pairs: Sequence[Turn]) -> tuple[str, ...]:
-    """Medians over the pairs, also of what is added and of the ratios."""
-
-    def median(value: Callable[[Turn], float]) -> float:
-        return statistics.median(map(value, pairs))
-
-    return (
-        name,
-        str(batch_size),
-        f"{median(lambda turn: turn.stock.clock) * 1e6:.1f}",
-        f"{median(lambda turn: turn.tracked.clock) * 1e6:.1f}",
-        f"{median(lambda turn: turn.tracked.clock - turn.stock.clock) * 1e6:.1f}",
-        f"{median(lambda turn: turn.tracked.clock / turn.stock.clock):.2f}x",
-        f"{median(lambda turn: turn.tracked.cpu - turn.stock.cpu) * 1e6:.1f}",
-        f"{median(lambda turn: turn.tracked.cpu - turn.without.cpu) * 1e6:.1f}",
-    )
+def rows_of(name: str, batch_size: int, rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+    """The bare loop, and ours with what it adds: minimum less minimum, median of the rounds."""
+    bare, tracked = ([each[which] for each in rounds] for which in (0, 1))
+    differences = [each.tracked - each.bare for each in rounds]
+    added = min(tracked) - min(bare)
+    quartiles = statistics.quantiles(differences, n=4)
+    spread = quartiles[2] - quartiles[0]
+    target = KINDS[name].target
+    margin = target - added
+    verdict = "met" if margin >= 0 else "missed"
+    if spread > abs(margin):
+        verdict = "not measurable"
+    middle = [f"{statistics.median(each):.1f}" for each in (bare, tracked, differences)]
+    numbers = (f"{added:.1f}", middle[2], f"{spread:.1f}", f"{target:g}", verdict)
+    return [
+        (name, str(batch_size), "bare", f"{min(bare):.1f}", middle[0], *[""] * len(numbers)),
+        (name, str(batch_size), "tracked", f"{min(tracked):.1f}", middle[1], *numbers),
+    ]
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = parser_for(__doc__, rounds=3)
+    parser = parser_for(__doc__, rounds=7)
+    parser.add_argument("--batches", type=int, default=NUM_BATCHES, help="of a round")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), help="these loaders")
+    parser.add_argument("--sizes", nargs="+", type=int, default=BATCH_SIZES, help="of a batch")
     arguments = parser.parse_args()
     console = Console()
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in arguments.only or KINDS:
         if not version_of(KINDS[name].needs):
             console.print(f"{name} is left out: {KINDS[name].needs} is not installed")
             continue
-        for batch_size in BATCH_SIZES:
-            rounds = [measure(KINDS[name], batch_size) for _ in range(arguments.rounds)]
-            rows.append(row_of(name, batch_size, [turn for pairs in rounds for turn in pairs]))
-    num_pairs = arguments.rounds * PAIRS_PER_ROUND
+        for size in arguments.sizes:
+            numbers = range(arguments.rounds)
+            rounds = [measure(KINDS[name], size, arguments.batches) for _ in numbers]
+            rows += rows_of(name, size, rounds)
     Findings(
         "step-overhead",
         heading="What tracking adds to a batch",
         before=[
-            "`python benchmarks/step_overhead.py --record`: the next batch and, in ours,",
-            "`step(loss=loss)`, without a save. A third loop has no journal. In pairs of",
-            f"{BATCHES_PER_TURN} batches in one process; medians of {num_pairs} pairs, also of",
-            "their differences and ratios. Samples are ready and not collated. CPU: of the",
-            "main process, which is all that workers cost where a step leaves them time.",
-            f"The aim is to add at most {AIM} microseconds of CPU time to a map-style loader.",
+            "`python benchmarks/step_overhead.py --record`: microseconds of CPU time of the main",
+            "process, its threads included, for the next batch and, in the tracked loop,",
+            f"`step(loss=loss)` with its journal, without a save. {arguments.rounds} rounds of",
+            f"{arguments.batches:,} batches of each loop, in turns of {BATCHES_PER_TURN}, in one "
+            "process. Samples are",
+            "ready and not collated. Added, min: the smallest round of the tracked loop less that",
+            "of the bare one, which the target is for. Added, median, and spread (between the",
+            "quartiles): of the rounds' differences. A spread that is larger than the margin to",
+            "the target makes the result not measurable.",
         ],
-        title=f"a batch, tracked and not saved, {arguments.rounds} rounds",
+        title=f"CPU of a batch, tracked and not saved, {arguments.rounds} rounds",
         headings=HEADINGS,
         rows=rows,
         packages=("torch", "numpy", "torchdata"),
