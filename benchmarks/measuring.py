@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, clocks, child processes, and tables with their machine."""
+"""What benchmarks share: options, clocks, child processes, load of the machine, tables."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import io
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+
+T = TypeVar("T")
 
 
 def parser_for(doc: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
@@ -85,6 +88,61 @@ def durations(function: Callable[[], Any], repeats: int) -> list[float]:
     return [timed(function)[0] for _ in range(repeats)]
 
 
+def interleaved(
+    contenders: Mapping[str, Callable[[], T]], num_rounds: int, *, seed: int = 0
+) -> dict[str, list[T]]:
+    """What each contender returns in each round; the order changes from round to round.
+
+    A first round warms up and is not returned.
+    """
+    found: dict[str, list[T]] = {name: [] for name in contenders}
+    for number, names in enumerate(shuffled(list(contenders), num_rounds + 1, seed=seed)):
+        for name in names:
+            result = contenders[name]()
+            if number:
+                found[name].append(result)
+    return found
+
+
+def shuffled(names: Sequence[str], num_rounds: int, *, seed: int = 0) -> list[list[str]]:
+    """The names in a random order for each round; the same for the same seed."""
+    generator = random.Random(seed)
+    return [generator.sample(names, len(names)) for _ in range(num_rounds)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call cost.
+
+    Args:
+        seconds: until it returned.
+        cpu_seconds: of all threads of this process.
+        extra_bytes: of resident memory at its highest, above both before and after the call.
+        held_bytes: by which the resident memory is larger afterwards.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int
+    held_bytes: int
+
+
+def cost_of(call: Callable[[], Any]) -> Cost:
+    """Calls it, with the clocks of this process read around it."""
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak so far is the size now
+    before, cpu = _status_bytes("VmRSS"), time.process_time()
+    seconds, _ = timed(call)
+    cpu = time.process_time() - cpu
+    after = _status_bytes("VmRSS")
+    extra = max(0, _status_bytes("VmHWM") - max(before, after))
+    return Cost(seconds, cpu, extra, after - before)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 @contextmanager
 def silenced() -> Iterator[None]:
     """Hides what is printed and warned of inside."""
@@ -106,20 +164,45 @@ def fsync_all(folder: Path) -> None:
         os.close(descriptor)
 
 
-def drop_page_cache(folder: Path) -> None:
-    """Makes the next read come from the disk; as root the whole cache goes."""
+def drop_page_cache(folder: Path, *, whole: bool = True) -> None:
+    """Makes the next read come from the disk; as root the whole cache goes, where asked for."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("1")
+    if whole:
+        with suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 def bytes_of(folder: Path) -> int:
     """The bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class MachineLoad:
+    """The load from when it is made until it is shown, and what of it others made."""
+
+    def __init__(self) -> None:
+        self._at_start = os.getloadavg()[0]
+        self._began = time.monotonic()
+        self._busy, self._own = _busy_seconds(), sum(os.times()[:4])
+
+    def __str__(self) -> str:
+        elapsed = max(time.monotonic() - self._began, 0.01)
+        own = sum(os.times()[:4]) - self._own
+        others = max(0.0, (_busy_seconds() - self._busy - own) / elapsed)
+        return (
+            f"{self._at_start:.1f} at the start, {os.getloadavg()[0]:.1f} at the end; other "
+            f"processes and the kernel's threads used {others:.2f} of {os.cpu_count()} cores"
+        )
+
+
+def _busy_seconds() -> float:
+    """Seconds of all cores that were not idle since the system started."""
+    ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def paired_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
@@ -169,6 +252,7 @@ class Findings:
         rows: its cells.
         packages: those whose versions are reported.
         after: the lines that say how to read it.
+        load: the load since the first round; without it that of the last minutes is reported.
     """
 
     name: str
@@ -179,20 +263,25 @@ class Findings:
     rows: Sequence[Sequence[str]]
     packages: Sequence[str]
     after: Sequence[str] = ()
+    load: MachineLoad | None = None
 
     @cached_property
     def _about(self) -> dict[str, str]:
-        return machine(*self.packages)
+        found = machine(*self.packages)
+        return found if self.load is None else {**found, "load": str(self.load)}
 
     def publish(self, record: bool) -> None:
         """Prints the table and the machine; where ``record`` is set, writes the dated file too."""
         console = Console()
-        table = Table(*self.headings, title=self.title)
-        for row in self.rows:
-            table.add_row(*row)
-        console.print(table)
+        if console.is_terminal:
+            table = Table(*self.headings, title=self.title)
+            for row in self.rows:
+                table.add_row(*row)
+            console.print(table)
+        else:  # where the width is not known, nothing may be cut
+            print("\n".join([self.title, "", *self.markdown(), ""]))
         facts = "\n".join(f"{name}: {text}" for name, text in self._about.items())
-        console.print(facts, style="dim")
+        console.print(facts, style="dim", soft_wrap=True)
         if record:
             console.print(f"written to {self.record()}")
 
