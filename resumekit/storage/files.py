@@ -1,7 +1,8 @@
 """Files of a checkpoint: digested while they are written, verified while they are read.
 
-A writer makes no copy and never reads back. A reader returns no byte before its block's digest was
-compared, and reads no byte twice when it is used from front to back.
+A writer never reads back: it digests the bytes while they are being written. A reader returns no
+byte before its block's digest was compared, and reads no byte twice when it is used from front to
+back.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, cycle
 from pathlib import Path
 
 import xxhash
 
 from resumekit.errors import CorruptCheckpointError, SaveError
+from resumekit.storage import pipeline
 from resumekit.storage.digest import (
     BLOCK_BYTES,
     BlockDigester,
@@ -22,6 +26,7 @@ from resumekit.storage.digest import (
     is_digest,
 )
 from resumekit.storage.io import FileSystem, read_errors, read_fully, save_errors
+from resumekit.storage.pipeline import Calls
 
 WRITEBACK_BYTES = 8 << 20
 MAX_READ_BYTES = 1 << 30
@@ -68,7 +73,8 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._relative = relative
         self._writer = writer
         self._digester = BlockDigester()
-        self._size = 0
+        self._size = 0  # with bytes that are still being written
+        self._written = 0
         self._hinted = 0
         with save_errors(path):
             self._handle: int | None = file_system.create(path)
@@ -76,25 +82,58 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def write(self, buffers: Iterable[memoryview]) -> None:
         """Appends the bytes of C-contiguous buffers; they may be reused once this returns.
 
-        They are taken as they are needed, so copies among them need the memory of one block.
+        They are taken as they are needed, so copies among them need the memory of one chunk.
 
         Raises:
             SaveError: names the file and the cause.
         """
         with self._open_handle() as handle:
-            # One block at a time: its bytes are still in the CPU's cache when they are written.
-            for parts in cut_at_blocks(buffers, self._size):
-                self._write_block(handle, parts)
+            chunks = cut(buffers, self._size, pipeline.CHUNK_BYTES)
+            for parts in chunks:
+                if sum(part.nbytes for part in parts) == pipeline.CHUNK_BYTES:
+                    self._write_copies(handle, chain([parts], chunks))
+                else:  # a small file, or the rest of a chunk
+                    self._digest(parts)
+                    self._append(handle, parts)
 
-    def _write_block(self, handle: int, parts: list[memoryview]) -> None:
-        """Digests and appends parts of one block."""
+    def write_image(self, image: memoryview) -> None:
+        """Appends memory without a copy of it; it must not change until this returns.
+
+        Args:
+            image: flat and writable, such as the view of a ``HostBuffer``; direct I/O needs memory
+                that begins at a multiple of 4096.
+
+        Raises:
+            SaveError: names the file and the cause.
+        """
+        with self._open_handle() as handle, Calls() as calls:
+            for (chunk,) in cut([image], self._size, pipeline.CHUNK_BYTES):
+                calls.wait(num_pending=1)
+                calls.submit(partial(self._append, handle, [chunk]))
+                self._digest([chunk])
+            calls.wait()
+
+    def _write_copies(self, handle: int, chunks: Iterable[list[memoryview]]) -> None:
+        """Copies each chunk into aligned memory; writes it while it is digested."""
+        with pipeline.ring.lent() as ring, Calls() as calls:
+            for parts, memory in zip(chunks, cycle(ring), strict=False):
+                calls.wait(num_pending=len(ring) - 1)
+                chunk = _gather(parts, memory)
+                calls.submit(partial(self._append, handle, [chunk]))
+                self._digest([chunk])
+            calls.wait()
+
+    def _digest(self, parts: list[memoryview]) -> None:
         for part in parts:
             self._digester.update(part)
             self._size += part.nbytes
+
+    def _append(self, handle: int, parts: list[memoryview]) -> None:
         self._file_system.write(handle, parts)
-        if self._size - self._hinted >= WRITEBACK_BYTES:
-            self._file_system.writeback(handle, self._hinted, self._size - self._hinted)
-            self._hinted = self._size
+        self._written += sum(part.nbytes for part in parts)
+        if self._written - self._hinted >= WRITEBACK_BYTES:
+            self._file_system.writeback(handle, self._hinted, self._written - self._hinted)
+            self._hinted = self._written
 
     def finish(self) -> FileEntry:
         """The file's line in the inventory, once its bytes survive a power cut.
@@ -213,7 +252,7 @@ class FileReader(AbstractContextManager["FileReader"]):
                 expected=f"a range within its {self.entry.size} bytes",
             )
         whole = []
-        for parts in cut_at_blocks(buffers, offset):
+        for parts in cut(buffers, offset, BLOCK_BYTES):
             num_bytes = sum(part.nbytes for part in parts)
             index, start = divmod(offset, BLOCK_BYTES)
             if num_bytes == self._block_size(index):
@@ -329,15 +368,16 @@ class FileReader(AbstractContextManager["FileReader"]):
         self.close()
 
 
-def cut_at_blocks(buffers: Iterable[memoryview], offset: int) -> Iterator[list[memoryview]]:
-    """The same bytes as flat pieces, one list for each block of the file.
+def cut(buffers: Iterable[memoryview], offset: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """The same bytes as flat pieces, one list for each chunk of the file.
 
     Args:
         buffers: C-contiguous memory.
         offset: where in the file the first one begins.
+        chunk_bytes: chunks begin at its multiples.
     """
     parts: list[memoryview] = []
-    room = BLOCK_BYTES - offset % BLOCK_BYTES
+    room = chunk_bytes - offset % chunk_bytes
     for buffer in buffers:
         rest = _flat(buffer)
         while rest.nbytes:
@@ -346,9 +386,18 @@ def cut_at_blocks(buffers: Iterable[memoryview], offset: int) -> Iterator[list[m
             room -= part.nbytes
             if room == 0:
                 yield parts
-                parts, room = [], BLOCK_BYTES
+                parts, room = [], chunk_bytes
     if parts:
         yield parts
+
+
+def _gather(parts: list[memoryview], memory: memoryview) -> memoryview:
+    """The front of this memory, with copies of the parts."""
+    size = 0
+    for part in parts:
+        memory[size : size + part.nbytes] = part
+        size += part.nbytes
+    return memory[:size]
 
 
 def _flat(buffer: memoryview) -> memoryview:

@@ -21,8 +21,8 @@ class HostBuffer:
 
     It begins as zeros, and takes up memory only where it was touched. A forked child does not have
     it (MADV_DONTFORK): neither does a fork copy its page tables, nor does a page that is being read
-    into get a second owner. A child that touches ``view`` is killed by SIGSEGV, so code that keeps a
-    buffer drops it in ``os.register_at_fork(after_in_child=...)``.
+    into get a second owner. A child that touches ``view`` is killed by SIGSEGV, so code that keeps
+    a buffer drops it in ``os.register_at_fork(after_in_child=...)``.
 
     Args:
         num_bytes: the size of ``view``.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
+from resumekit.storage.direct import DirectIO
 
 Kind = Literal["file", "directory", "other"]
 
@@ -131,28 +132,31 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """The operating system's calls, unchanged."""
+    """The operating system's calls; large aligned memory is transferred by direct I/O."""
 
     def __init__(self) -> None:
         self._sync_file_range = _find_sync_file_range()
+        self._direct = DirectIO()
 
     def mkdir(self, path: Path) -> None:
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, 0o666)
+        descriptor = os.open(path, flags, 0o666)
+        self._direct.opened(descriptor, path)
+        return descriptor
 
     def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
         pending = [buffer for buffer in buffers if buffer.nbytes]
         while pending:
-            written = os.writev(handle, pending[:_MAX_BUFFERS])
+            written = self._direct.write(handle, pending)
             if written == 0:
                 raise OSError(errno.EIO, "write made no progress")
             pending = _after(pending, written)
 
     def writeback(self, handle: int, offset: int, length: int) -> None:
-        if self._sync_file_range is not None:
+        if self._sync_file_range is not None and not self._direct.is_direct(handle):
             # Its result does not matter: fsync writes the rest.
             self._sync_file_range(handle, offset, length, _SYNC_FILE_RANGE_WRITE)
 
@@ -160,7 +164,9 @@ class LocalFileSystem:
         _fsync(handle)
 
     def close(self, handle: int | ReadHandle) -> None:
-        os.close(handle.number if isinstance(handle, ReadHandle) else handle)
+        descriptor = handle.number if isinstance(handle, ReadHandle) else handle
+        self._direct.closing(descriptor)
+        os.close(descriptor)
 
     def fsync_dir(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -201,10 +207,11 @@ class LocalFileSystem:
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        self._direct.opened(descriptor, path)
         return ReadHandle(descriptor, status.st_size)
 
     def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
-        return os.preadv(handle.number, [buffer], offset)
+        return self._direct.read(handle.number, offset, buffer)
 
     def advise_sequential(self, handle: ReadHandle) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -217,7 +224,6 @@ class LocalFileSystem:
         return Free(status.f_bavail * status.f_frsize, num_inodes)
 
 
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux; longer lists are refused by writev
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin write-out of dirty pages, do not wait for it
 
 

@@ -122,7 +122,7 @@ def test_free_room_is_what_the_system_says(local: LocalFileSystem, tmp_path: Pat
 
 def test_no_other_module_touches_files() -> None:
     # os and pathlib calls that would bypass the file system; the lock is no file of a checkpoint.
-    harmless = {"getpid", "strerror"}
+    harmless = {"getpid", "strerror", "register_at_fork"}
     lock = {"PosixLock", "_unlock"}
     io_methods = {
         "open", "mkdir", "rename", "unlink", "rmdir", "exists", "is_file", "is_dir", "stat",
@@ -130,7 +130,7 @@ def test_no_other_module_touches_files() -> None:
         "resolve", "lstat", "symlink_to",
     }  # fmt: skip
     for path in sorted(Path(resumekit.storage.__file__).parent.glob("*.py")):
-        if path.name == "io.py":
+        if path.name in ("io.py", "direct.py"):
             continue
         tree = ast.parse(path.read_text())
         tree.body = [part for part in tree.body if getattr(part, "name", "") not in lock]
