@@ -30,6 +30,7 @@ from resumekit.storage.pipeline import Calls
 
 WRITEBACK_BYTES = 8 << 20
 MAX_READ_BYTES = 1 << 30
+_COPY_BYTES = 256 << 10  # at a time: digested from the CPU's cache; copies block other threads
 _NUM_THREADS = 2
 _MANY_BLOCKS = 16  # from here on, two threads pay off
 
@@ -118,10 +119,21 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         with pipeline.ring.lent() as ring, Calls() as calls:
             for parts, memory in zip(chunks, cycle(ring), strict=False):
                 calls.wait(num_pending=len(ring) - 1)
-                chunk = _gather(parts, memory)
+                chunk = self._gather(parts, memory)
                 calls.submit(partial(self._append, handle, [chunk]))
-                self._digest([chunk])
             calls.wait()
+
+    def _gather(self, parts: list[memoryview], memory: memoryview) -> memoryview:
+        """The front of this memory, with digested copies of the parts."""
+        copied = digested = 0
+        for part in chain.from_iterable(cut(parts, 0, _COPY_BYTES)):
+            memory[copied : copied + part.nbytes] = part
+            copied += part.nbytes
+            if copied - digested >= _COPY_BYTES:
+                self._digest([memory[digested:copied]])
+                digested = copied
+        self._digest([memory[digested:copied]])
+        return memory[:copied]
 
     def _digest(self, parts: list[memoryview]) -> None:
         for part in parts:
@@ -389,15 +401,6 @@ def cut(buffers: Iterable[memoryview], offset: int, chunk_bytes: int) -> Iterato
                 parts, room = [], chunk_bytes
     if parts:
         yield parts
-
-
-def _gather(parts: list[memoryview], memory: memoryview) -> memoryview:
-    """The front of this memory, with copies of the parts."""
-    size = 0
-    for part in parts:
-        memory[size : size + part.nbytes] = part
-        size += part.nbytes
-    return memory[:size]
 
 
 def _flat(buffer: memoryview) -> memoryview:
