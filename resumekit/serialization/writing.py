@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
+from resumekit.serialization.copying import Image
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, Logical, ShardedIndex, arrange, header, stem_of
 from resumekit.serialization.planning import Assignment, LocalState
@@ -14,6 +17,7 @@ from resumekit.serialization.sharding import is_sharded
 from resumekit.serialization.tensors import Leaf
 from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileEntry, Staging
 
+PAGE_BYTES = 4096
 _NO_DIGEST = "0" * 32
 _NOTHING: Mapping[str, Any] = {}
 _MANY_VALUES = 500_000  # far below what the parser of the index takes
@@ -22,7 +26,8 @@ _MANY_VALUES = 500_000  # far below what the parser of the index takes
 class _Files:
     """Files that one rank writes: its data file, the index beside it, and small ones.
 
-    Nothing is copied, and nothing written before ``write``: the leaves must not change until then.
+    The leaves are live and must not change before ``copy_into`` or ``write`` returns; all else is
+    independent of live objects.
 
     Args:
         directory: of all files, relative to the step directory.
@@ -53,18 +58,46 @@ class _Files:
         self._rank = rank
         self._stem = stem_of(directory, rank)
         self._leaves = leaves
-        self._small_files = {f"{directory}/{name}": data for name, data in small_files.items()}
+        self._image: memoryview | None = None
+        self._small_files = {
+            f"{directory}/{name}": bytes(data) for name, data in small_files.items()
+        }
         records = arrange(leaves)
         self._index = Index(states or {}, records, ties)  # but for the digests of the blocks
         self._header = header(records, ties) if records else b""
         self._has_index = bool(records) or states is not None
-        data_bytes = len(self._header) + (records[-1].end if records else 0)
-        index_bytes = self._size_of_index(data_bytes) if self._has_index else 0
-        self.num_bytes = data_bytes + index_bytes + sum(map(len, small_files.values()))
+        self._data_bytes = len(self._header) + (records[-1].end if records else 0)
+        index_bytes = self._size_of_index() if self._has_index else 0
+        self.num_bytes = self._data_bytes + index_bytes + sum(map(len, small_files.values()))
         self.num_files = bool(records) + self._has_index + len(small_files)
+
+    @property
+    def image_bytes(self) -> int:
+        """The memory that ``copy_into`` needs, a multiple of a page; 0 without a data file."""
+        return -(-self._data_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def copy_into(self, memory: memoryview) -> None:
+        """Copies the data file for ``write``; afterwards nothing live is referenced.
+
+        Args:
+            memory: writable and page-aligned, of ``image_bytes``; in use until ``write`` returns.
+        """
+        assert memory.nbytes >= self.image_bytes
+        if self._data_bytes:
+            memory[: len(self._header)] = self._header
+            image = Image(memory)
+            with torch.no_grad():
+                for record in self._index.records:
+                    begin = len(self._header) + record.begin
+                    image.copy(self._leaves[record.name].source, begin, record.num_bytes)
+            image.wait()
+            self._image = memory[: self._data_bytes]
+        self._leaves = {}
 
     def write(self, staging: Staging) -> list[FileEntry]:
         """The lines of its files in the inventory, once their bytes survive a power cut.
+
+        May be called once: the bytes are released.
 
         Raises:
             ConfigurationError: a name that no file in a checkpoint can have.
@@ -74,9 +107,13 @@ class _Files:
         index = self._index
         if index.records:
             with staging.create(f"{self._stem}.safetensors", writer=self._rank) as data:
-                data.write(self._pieces())
+                if self._image is None:
+                    data.write(self._pieces())
+                else:
+                    data.write([self._image])
                 entries.append(data.finish())
                 index = replace(index, block_digests=data.block_digests)
+            self._leaves, self._image = {}, None
         index_file = {f"{self._stem}.json": index.to_bytes()} if self._has_index else {}
         for path, content in {**index_file, **self._small_files}.items():
             with staging.create(path, writer=self._rank) as file:
@@ -89,8 +126,8 @@ class _Files:
         for record in self._index.records:
             yield from self._leaves[record.name].buffers()
 
-    def _size_of_index(self, data_bytes: int) -> int:
-        num_blocks = -(-data_bytes // BLOCK_BYTES)
+    def _size_of_index(self) -> int:
+        num_blocks = -(-self._data_bytes // BLOCK_BYTES)
         data = replace(self._index, block_digests=(_NO_DIGEST,) * num_blocks).to_bytes()
         if len(data) > MAX_JSON_BYTES or data.count(b",") > _MANY_VALUES:
             try:
@@ -108,7 +145,7 @@ class _Files:
 class Payload(_Files):
     """The states of some components, ready to be written by one rank.
 
-    Nothing is copied, and nothing written before ``write``: the states must not change until then.
+    The tensors and arrays must not change before ``copy_into`` or ``write`` returns.
 
     Args:
         directory: of its files, relative to the step directory.
@@ -130,7 +167,7 @@ class Payload(_Files):
 class ShardedPayload(_Files):
     """One rank's shards of a state, ready to be written; the first rank adds the common index.
 
-    Nothing is copied, and nothing written before ``write``: the state must not change until then.
+    The tensors and arrays must not change before ``copy_into`` or ``write`` returns.
 
     Args:
         directory: of its files, relative to the step directory.

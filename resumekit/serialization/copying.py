@@ -1,0 +1,81 @@
+"""Copies the bytes of leaves into host memory, in the order in which a data file holds them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, retyped
+
+# Up to here a call of torch costs more than the copy; from here on it copies with several threads.
+_SMALL_BYTES = 256 << 10
+
+
+class Image:
+    """Host memory that receives the bytes of a data file.
+
+    Args:
+        memory: writable and contiguous, as long as the file at least.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = self._bytes.data_ptr()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def copy(
+        self, source: torch.Tensor | npt.NDArray[Any] | bytes, begin: int, num_bytes: int
+    ) -> None:
+        """Copies the bytes of a value in row-major order; those of a GPU after ``wait`` only.
+
+        Args:
+            source: its bytes are as many as ``num_bytes``.
+            begin: where the first one goes.
+            num_bytes: how many there are.
+        """
+        if num_bytes == 0:
+            return
+        if not isinstance(source, torch.Tensor):
+            for piece in buffers_of(source):
+                self._memory[begin : begin + piece.nbytes] = piece
+                begin += piece.nbytes
+        elif num_bytes < _SMALL_BYTES and source.is_cpu and _is_plain(source):
+            ctypes.memmove(self._address + begin, source.data_ptr(), num_bytes)
+        else:
+            self._copy_tensor(source, self._bytes[begin : begin + num_bytes])
+
+    def wait(self) -> None:
+        """Returns when all copies are done."""
+        for stream in self._streams.values():
+            stream.record_event().synchronize()
+
+    def _copy_tensor(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.is_conj() or source.is_neg():  # lazy bits: the memory holds something else
+            values = source.detach()
+        else:
+            shape, strides = tuple(source.shape), source.stride()
+            plain = PLAIN_TYPES[source.element_size()]
+            values = retyped(source, plain, int(source.storage_offset()), shape, strides)
+        target = target.view(values.dtype).view(values.shape)
+        if values.is_cuda:
+            with torch.cuda.stream(self._side_stream(values.device)):
+                target.copy_(values, non_blocking=True)
+        else:
+            target.copy_(values)
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream that begins after what has been launched so far."""
+        if device not in self._streams:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch 2.13
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams[device] = stream
+        return self._streams[device]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in memory as they are stored."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
