@@ -1,0 +1,130 @@
+"""Host memory for a copy of what a rank writes: allocated once and reused by all its saves."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resumekit.errors import SaveError
+from resumekit.log import logger
+from resumekit.run.saving.available_memory import available_memory
+from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
+from resumekit.storage import HostBuffer
+from resumekit.storage.host_memory import address_of
+
+_SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
+_LEFT_FREE = 10  # a tenth of the available memory stays free for the training
+
+
+class Snapshot:
+    """One copy of a rank's state at a time; its memory is reused, and grows with the state.
+
+    The memory is allocated by the first ``take``. A forked child does not have it.
+
+    Args:
+        root: of the file system in which the limits of memory are read.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._buffer: HostBuffer | None = None
+        self._is_pinned = False
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (forget() or _nothing)())
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes up."""
+        return 0 if self._buffer is None else self._buffer.num_bytes
+
+    @staticmethod
+    def needed_bytes(payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> int:
+        """The memory that a copy of them takes up."""
+        return sum(each.image_bytes for each in payloads)
+
+    def fits(self, num_bytes: int, others: int = 0) -> bool:
+        """Whether there is memory for a copy, so that a tenth of what is available stays free.
+
+        Args:
+            num_bytes: of the copy.
+            others: bytes by which the snapshots of the other ranks on this node will grow.
+        """
+        growth = self.growth(num_bytes) + others
+        if growth == 0:
+            return True
+        available = available_memory(self._root)
+        return available is not None and growth <= available - available // _LEFT_FREE
+
+    def growth(self, num_bytes: int) -> int:
+        """How many bytes more than now a copy of this size will take up."""
+        return _with_spare(num_bytes) - self.num_bytes if num_bytes > self.num_bytes else 0
+
+    def take(self, payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> None:
+        """Copies them; the live state may change once this returns.
+
+        Args:
+            payloads: not written yet; those of the ``take`` before are written.
+
+        Raises:
+            SaveError: there is no memory for the copy.
+        """
+        needed = self.needed_bytes(payloads)
+        if needed > self.num_bytes:
+            self.release()
+            self._allocate(_with_spare(needed))
+        view = memoryview(b"") if self._buffer is None else self._buffer.view
+        begin = 0
+        for each in payloads:
+            end = begin + each.image_bytes
+            each.copy_into(view[begin:end])
+            begin = end
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            if self._is_pinned:
+                _cudart().cudaHostUnregister(address_of(buffer.view))
+                self._is_pinned = False
+            buffer.release()
+
+    def _allocate(self, num_bytes: int) -> None:
+        try:
+            self._buffer = HostBuffer(num_bytes)
+        except OSError as error:
+            raise SaveError(
+                "the snapshot of an asynchronous save",
+                found=f"no {num_bytes:,} bytes of memory: {error.strerror}",
+                remedy="Pass async_save=False",
+            ) from error
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._pin(self._buffer.view)
+
+    def _pin(self, view: memoryview) -> None:
+        """Registers the memory with the driver: only then does a copy from a GPU run by itself."""
+        result = _cudart().cudaHostRegister(address_of(view), view.nbytes, 0)
+        self._is_pinned = int(result) == 0
+        if not self._is_pinned:
+            logger.debug("the snapshot is not pinned: cudaHostRegister returned %s", result)
+
+    def _forget(self) -> None:
+        # In a forked child, which does not have the memory: others may get its addresses.
+        self._buffer = None
+        self._is_pinned = False
+
+
+def _with_spare(num_bytes: int) -> int:
+    return num_bytes + num_bytes // _SPARE
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch 2.13
+
+
+def _nothing() -> None:
+    pass
