@@ -110,7 +110,7 @@ class _Files:
                 if self._image is None:
                     data.write(self._pieces())
                 else:
-                    data.write([self._image])
+                    data.write_image(self._image)
                 entries.append(data.finish())
                 index = replace(index, block_digests=data.block_digests)
             self._leaves, self._image = {}, None
