@@ -243,32 +243,6 @@ def remove_tree(file_system: FileSystem, root: Path) -> None:
         file_system.rmdir(directory)
 
 
-def remove_children(file_system: FileSystem, directory: Path, *, keep: frozenset[str]) -> None:
-    """Removes the content of a directory; continues after an error.
-
-    Args:
-        file_system: the file system.
-        directory: stays itself.
-        keep: names that stay.
-
-    Raises:
-        OSError: the first failure, after everything else was tried.
-    """
-    failure: OSError | None = None
-    for entry in file_system.list(directory):
-        if entry.name in keep:
-            continue
-        try:
-            if entry.kind == "directory":
-                remove_tree(file_system, directory / entry.name)
-            else:
-                file_system.unlink(directory / entry.name)
-        except OSError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
 def write_small(file_system: FileSystem, path: Path, data: bytes, *, sync: bool = True) -> None:
     """Writes a new small file; with ``sync``, its bytes survive a power cut once this returns.
 

@@ -1,25 +1,22 @@
-"""Committed step directories: listed, read, verified, quarantined and deleted."""
+"""Committed step directories: listed, read, verified and quarantined."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 from resumekit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from resumekit.storage.directories import (
     MANIFEST,
     QUARANTINE,
-    STAGING,
     StepName,
     find_difference,
     has_directory,
     read_small,
-    remove_tree,
     write_small,
 )
 from resumekit.storage.files import FileReader
-from resumekit.storage.io import FileSystem, read_errors, save_errors
+from resumekit.storage.io import FileSystem, read_errors
 from resumekit.storage.json_files import MAX_JSON_BYTES, seal
 from resumekit.storage.manifest import Manifest
 
@@ -170,27 +167,3 @@ def list_quarantined(file_system: FileSystem, directory: Path) -> list[str]:
         return []
     entries = file_system.list(directory / QUARANTINE)
     return [entry.name for entry in entries if entry.kind == "directory"]
-
-
-def remove_steps(file_system: FileSystem, directory: Path, names: Sequence[StepName]) -> None:
-    """Deletes step directories; none of them is ever visible incomplete.
-
-    Args:
-        file_system: the file system.
-        directory: the run directory.
-        names: of the step directories.
-
-    Raises:
-        SaveError: names the path and the cause. The next save removes the rest.
-    """
-    trash = []
-    for name in names:
-        trash.append(directory / STAGING / f"trash-{name}-{uuid.uuid4().hex[:12]}")
-        with save_errors(directory / str(name)):
-            file_system.rename(directory / str(name), trash[-1])
-    with save_errors(directory):
-        # Before that, a power cut could restore half a checkpoint.
-        file_system.fsync_dir(directory)
-    for path in trash:
-        with save_errors(path):
-            remove_tree(file_system, path)

@@ -11,15 +11,21 @@
       .staging/         checkpoints being written; never read; cleaned by the owner
 
 Rank 0 alone acquires, stages, commits, retains and quarantines. Every rank may read.
+
+A background save commits, retains and empties the trash in a thread of its own. Until that thread
+is done, the main thread may read, but not stage: two threads that change the directory at the same
+time are a ``LoopError``.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from resumekit.errors import (
@@ -28,6 +34,7 @@ from resumekit.errors import (
     CorruptCheckpointError,
     DirectoryInUseError,
     ForeignCheckpointError,
+    LoopError,
     SharedDirectoryError,
 )
 from resumekit.storage.commit import Staging, check_space
@@ -37,7 +44,6 @@ from resumekit.storage.directories import (
     StepName,
     has_directory,
     make_durable,
-    remove_children,
     remove_tree,
 )
 from resumekit.storage.io import FileSystem, LocalFileSystem, directory_errors, save_errors
@@ -59,8 +65,8 @@ from resumekit.storage.step_directories import (
     list_quarantined,
     list_steps,
     quarantine_step,
-    remove_steps,
 )
+from resumekit.storage.trash import Trash
 
 
 class Store:
@@ -90,6 +96,9 @@ class Store:
         self._record: Owner | None = None  # of the attempt that this rank is part of
         self._owner: Owner | None = None  # the same, while this rank owns the directory
         self._in_flight: set[str] = set()
+        self._trash = Trash(self._file_system, self.directory)
+        self._pins: Counter[StepName] = Counter()
+        self._changes = threading.Lock()  # never waited for: a forked child cannot hang on it
         self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
 
@@ -116,7 +125,7 @@ class Store:
         if not locked:
             raise self._in_use()
         try:
-            with directory_errors(self.directory, "be used"):
+            with self._changing(), directory_errors(self.directory, "be used"):
                 self._take_over()
         except BaseException:
             self._lock.release()
@@ -131,7 +140,8 @@ class Store:
         write_owner(self._file_system, self.directory, owner)
         self._owner = self._record = owner
         self._in_flight, self._verified, self._committed = set(), {}, None
-        self._sweep()
+        self._trash = Trash(self._file_system, self.directory)
+        self._trash.sweep(frozenset())
 
     def _in_use(self) -> DirectoryInUseError:
         with suppress(OSError):
@@ -203,6 +213,25 @@ class Store:
             )
         return self._owner
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Excludes another thread from changing the directory during the body.
+
+        Raises:
+            LoopError: another thread is at it.
+        """
+        if not self._changes.acquire(blocking=False):
+            raise LoopError(
+                str(self.directory),
+                found="another thread is changing it",
+                expected="one at a time",
+                remedy="Call wait() before",
+            )
+        try:
+            yield
+        finally:
+            self._changes.release()
+
     # What is in it
 
     def step_names(self) -> list[StepName]:
@@ -247,7 +276,7 @@ class Store:
             DirectoryError: it could not be moved.
         """
         owner = self._require_owner()
-        with directory_errors(self.directory, f"put {name} into quarantine"):
+        with self._changing(), directory_errors(self.directory, f"put {name} into quarantine"):
             check_owner(self._file_system, self.directory, owner)
             target = quarantine_step(self._file_system, self.directory, name, error)
         self._verified.pop(name, None)
@@ -270,7 +299,12 @@ class Store:
         return StepName(step, max(revisions, default=-1) + 1)
 
     def stage(
-        self, name: StepName, *, num_bytes: int, num_files: int, directories: Sequence[str]
+        self,
+        name: StepName,
+        *,
+        num_bytes: int,
+        num_files: int,
+        directories: Sequence[str],
     ) -> Staging:
         """An empty staging directory for a new checkpoint. Rank 0 only.
 
@@ -286,21 +320,28 @@ class Store:
             SaveError: names the path and the cause.
         """
         owner = self._require_owner()
-        with save_errors(self.directory):
-            check_owner(self._file_system, self.directory, owner)
-        self._sweep()
-        num_inodes = num_files + len(directories) + 1
-        check_space(self._file_system, self.directory, num_bytes=num_bytes, num_files=num_inodes)
-        staging = Staging.new(
-            self._file_system, self.directory, name, attempt=owner.attempt, directories=directories
-        )
-        self._in_flight.add(staging.name)
-        try:
-            staging.make_directories()
-        except BaseException:
-            self.abandon(staging)
-            raise
-        return staging
+        with self._changing():
+            with save_errors(self.directory):
+                check_owner(self._file_system, self.directory, owner)
+            self._trash.sweep(frozenset(self._in_flight))
+            num_inodes = num_files + len(directories) + 1
+            check_space(
+                self._file_system, self.directory, num_bytes=num_bytes, num_files=num_inodes
+            )
+            staging = Staging.new(
+                self._file_system,
+                self.directory,
+                name,
+                attempt=owner.attempt,
+                directories=directories,
+            )
+            self._in_flight.add(staging.name)
+            try:
+                staging.make_directories()
+            except BaseException:
+                self._abandon(staging)
+                raise
+            return staging
 
     def attach(self, staging_name: str) -> Staging:
         """The staging directory that rank 0 has made. Every rank but rank 0.
@@ -325,44 +366,78 @@ class Store:
             UnsupportedValueError: the manifest holds a value that could not be read back.
         """
         owner = self._require_owner()
-        try:
-            path = staging.commit(manifest, owner)
-        except BaseException:
-            self.abandon(staging)
-            raise
-        self._in_flight.discard(staging.name)
-        self._verified[staging.step] = Checkpoint(staging.step, manifest.metric)
-        self._committed = staging.step
-        return path
+        with self._changing():
+            try:
+                path = staging.commit(manifest, owner)
+            except BaseException:
+                self._abandon(staging)
+                raise
+            self._in_flight.discard(staging.name)
+            self._verified[staging.step] = Checkpoint(staging.step, manifest.metric)
+            self._committed = staging.step
+            return path
 
     def abandon(self, staging: Staging) -> None:
         """Removes a staging directory as far as it goes; the next save removes the rest. Rank 0."""
+        with self._changing():
+            self._abandon(staging)
+
+    def _abandon(self, staging: Staging) -> None:
         self._in_flight.discard(staging.name)
         with suppress(OSError):
             remove_tree(self._file_system, staging.path)
 
+    # How old checkpoints go
+
+    def pin(self, name: StepName) -> None:
+        """Keeps retention from this checkpoint until ``unpin``, because it is being read. Rank 0.
+
+        Not while another thread retains. Pins are counted, and end with the process.
+        """
+        self._pins[name] += 1
+
+    def unpin(self, name: StepName) -> None:
+        """Undoes one ``pin``; a later ``retain`` may delete the checkpoint."""
+        assert self._pins[name] > 0, f"{name} is not pinned"
+        self._pins -= Counter([name])  # drops names without a pin
+
     def retain(self, policy: RetentionPolicy) -> list[StepName]:
         """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
 
-        Does nothing before this attempt's first commit: until then nothing proves that the newest
-        checkpoint is durable. Only verified checkpoints of this run are ever deleted.
+        They are renamed away durably; ``empty_trash`` frees their space. Does nothing before this
+        attempt's first commit: until then nothing proves that the newest checkpoint is durable.
+        Only verified checkpoints of this run are ever deleted, and none that is pinned.
 
         Raises:
             OwnershipLostError: another attempt has taken the directory over.
-            SaveError: something could not be removed; all checkpoints that stay are untouched.
+            SaveError: something could not be renamed; all checkpoints that stay are untouched.
         """
         owner = self._require_owner()
-        if self._committed is None:
-            return []
-        deletions = sorted(select_deletions(self._list_verified(), policy) - {self._committed})
-        if not deletions:
-            return []
-        with save_errors(self.directory):
-            check_owner(self._file_system, self.directory, owner)
-        for name in deletions:
-            self._verified.pop(name)
-        remove_steps(self._file_system, self.directory, deletions)
-        return deletions
+        with self._changing():
+            if self._committed is None:
+                return []
+            kept = {self._committed, *self._pins.copy()}
+            deletions = sorted(select_deletions(self._list_verified(), policy) - kept)
+            if not deletions:
+                return []
+            with save_errors(self.directory):
+                check_owner(self._file_system, self.directory, owner)
+            for name in deletions:
+                self._verified.pop(name)
+            self._trash.take(deletions)
+            return deletions
+
+    def empty_trash(self) -> None:
+        """Removes the bytes of deleted checkpoints, which may take long. Rank 0 only.
+
+        What is left, also by a kill, is removed by the next ``stage`` or ``acquire``.
+
+        Raises:
+            SaveError: something could not be removed; no checkpoint is affected.
+        """
+        self._require_owner()
+        with self._changing():
+            self._trash.empty()
 
     def _list_verified(self) -> list[Checkpoint]:
         """The verified checkpoints of this run; each is looked into once."""
@@ -371,12 +446,3 @@ class Store:
             with suppress(CheckpointError):
                 self._verified[name] = Checkpoint(name, self.open_step(name).manifest.metric)
         return [checkpoint for name, checkpoint in self._verified.items() if name in names]
-
-    def _sweep(self) -> None:
-        """Removes what is not in flight from staging; what cannot be removed now is tried again."""
-        staging, keep = self.directory / STAGING, frozenset(self._in_flight)
-        with suppress(OSError):
-            if any(entry.name not in keep for entry in self._file_system.list(staging)):
-                # A checkpoint that was renamed away must be gone for good before its files go.
-                self._file_system.fsync_dir(self.directory)
-                remove_children(self._file_system, staging, keep=keep)

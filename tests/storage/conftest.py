@@ -101,6 +101,7 @@ def save() -> Save:
         store.commit(staging, manifest)
         if policy is not None:
             store.retain(policy)
+            store.empty_trash()
         return name
 
     return save

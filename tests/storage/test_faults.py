@@ -32,6 +32,7 @@ def _live(store: Store, save: Save, done: Callable[[StepName], object]) -> None:
     for step in STEPS:
         done(save(store, step, metric=step / 10))
         store.retain(POLICY)
+        store.empty_trash()
 
 
 def _live_until_killed(store: Store, save: Save) -> list[StepName]:
@@ -208,6 +209,7 @@ def test_nothing_is_deleted_before_its_name_is_gone_durably(
         save(store, step)
     recording.log.clear()
     store.retain(RetentionPolicy(keep_latest=1))
+    store.empty_trash()
     calls = [call for call, _ in recording.log]
     assert calls[:4] == ["rename", "rename", "rename", "fsync_dir"]
     assert recording.log[3] == ("fsync_dir", store.directory)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from resumekit.errors import (
     ForeignCheckpointError,
     FormatVersionError,
     InsufficientSpaceError,
+    LoopError,
     OwnershipLostError,
     SaveError,
     SharedDirectoryError,
@@ -497,6 +499,118 @@ def test_the_checkpoint_just_committed_stays_although_it_is_not_the_newest(
     assert store.retain(RetentionPolicy(keep_latest=1)) == []
     save(store, 60)
     assert store.retain(RetentionPolicy(keep_latest=1)) == [StepName(50)]
+
+
+def test_deleted_checkpoints_are_gone_at_once_and_their_bytes_later(
+    store: Store, save: Save, run_directory: Path
+) -> None:
+    for step in (1, 2, 3):
+        save(store, step)
+    assert store.retain(RetentionPolicy(keep_latest=1)) == [StepName(1), StepName(2)]
+    assert _names(store) == ["step-00000003"]
+    assert len(list((run_directory / ".staging").iterdir())) == 2
+    store.empty_trash()
+    assert list((run_directory / ".staging").iterdir()) == []
+    store.empty_trash()
+
+
+def test_trash_that_nobody_emptied_is_removed_before_the_space_is_checked(
+    store: Store, save: Save, open_store: OpenStore, run_directory: Path
+) -> None:
+    for step in (1, 2):
+        save(store, step)
+    store.retain(RetentionPolicy(keep_latest=1))
+    staging = store.stage(StepName(3), num_bytes=10, num_files=1, directories=[])
+    assert [path.name for path in (run_directory / ".staging").iterdir()] == [staging.name]
+    store.abandon(staging)
+    save(store, 3)
+    store.retain(RetentionPolicy(keep_latest=1))
+    store.release()  # and the process ends before the trash is emptied
+    open_store().acquire()
+    assert list((run_directory / ".staging").iterdir()) == []
+
+
+def test_one_directory_that_cannot_be_removed_does_not_keep_the_others(
+    open_store: OpenStore, save: Save, run_directory: Path
+) -> None:
+    failing = FailpointFileSystem(LocalFileSystem())
+    store = open_store(file_system=failing)
+    store.acquire()
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    store.retain(RetentionPolicy(keep_latest=1))
+    failing._plan = parse_failpoints(f"unlink:{failing.counts['unlink'] + 1}=EIO")
+    with pytest.raises(SaveError, match=r"trash-step-00000001.*EIO"):
+        store.empty_trash()
+    (left,) = (run_directory / ".staging").iterdir()
+    assert left.name.startswith("trash-step-00000001")
+    save(store, 5)
+    assert list((run_directory / ".staging").iterdir()) == []
+
+
+def test_the_bytes_of_a_checkpoint_whose_removal_was_not_synced_stay(
+    open_store: OpenStore, save: Save, run_directory: Path
+) -> None:
+    failing = FailpointFileSystem(LocalFileSystem())
+    store = open_store(file_system=failing)
+    store.acquire()
+    for step in (1, 2):
+        save(store, step)
+    failing._plan = parse_failpoints(f"fsync_dir:{failing.counts['fsync_dir'] + 1}=EIO")
+    with pytest.raises(SaveError, match="EIO"):
+        store.retain(RetentionPolicy(keep_latest=1))
+    store.empty_trash()
+    for step in (3, 4):  # their syncs succeed, which proves nothing
+        save(store, step, policy=RetentionPolicy(keep_latest=1))
+    (kept,) = (run_directory / ".staging").iterdir()
+    assert (kept / MODEL).read_bytes() == b"model/rank-00000.safetensors of step-00000001"
+    store.release()
+    open_store().acquire()
+    assert list((run_directory / ".staging").iterdir()) == []
+
+
+def test_a_pinned_checkpoint_is_deleted_only_once_nobody_reads_it(store: Store, save: Save) -> None:
+    policy = RetentionPolicy(keep_latest=1)
+    for step in (1, 2):
+        save(store, step)
+    for _ in range(2):
+        store.pin(StepName(1))
+    save(store, 3)
+    assert store.retain(policy) == [StepName(2)]
+    store.unpin(StepName(1))
+    assert store.retain(policy) == []
+    store.open_step(StepName(1)).verify()
+    store.unpin(StepName(1))
+    assert store.retain(policy) == [StepName(1)]
+    with pytest.raises(AssertionError, match="step-00000001 is not pinned"):
+        store.unpin(StepName(1))
+
+
+def test_a_second_thread_that_changes_the_directory_is_refused(
+    open_store: OpenStore, save: Save
+) -> None:
+    class Waiting(LocalFileSystem):
+        def unlink(self, path: Path) -> None:
+            reached.set()
+            assert released.wait(10)
+            super().unlink(path)
+
+    reached, released = threading.Event(), threading.Event()
+    store = open_store(file_system=Waiting())
+    store.acquire()
+    for step in (1, 2):
+        save(store, step)
+    store.retain(RetentionPolicy(keep_latest=1))
+    background = threading.Thread(target=store.empty_trash)
+    background.start()
+    assert reached.wait(10)
+    with pytest.raises(LoopError, match="another thread is changing it"):
+        store.stage(StepName(3), num_bytes=1, num_files=1, directories=[])
+    store.pin(StepName(2))
+    store.open_step(StepName(2)).verify()
+    released.set()
+    background.join()
+    save(store, 3)
 
 
 def test_a_job_that_lost_the_directory_deletes_nothing(

@@ -174,5 +174,6 @@ class Saver:
         # The new checkpoint is committed: an old one that cannot be removed does not undo that.
         try:
             self.store.retain(self.retention)
+            self.store.empty_trash()
         except SaveError as error:
             logger.warning("old checkpoints could not be removed: %s", error)
