@@ -17,6 +17,7 @@ from resumekit.storage.io import (
 from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
 from resumekit.storage.ownership import Owner, PosixLock
+from resumekit.storage.parts import Part, Parts
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
@@ -39,6 +40,8 @@ __all__ = [
     "LocalFileSystem",
     "Manifest",
     "Owner",
+    "Part",
+    "Parts",
     "PosixLock",
     "ReadHandle",
     "RetentionPolicy",

@@ -3,8 +3,9 @@
 Staging is never read. In a commit each step is durable before the next one begins, so that a power
 cut leaves the rename undone, or done over complete content:
 
-1. every rank has synced its own files (``FileWriter.finish``),
-2. the manifest is written and synced,
+1. every rank has synced its own files (``FileWriter.finish``) and reported that, by a collective or
+   by a part file (``parts.py``),
+2. the part files are removed; the manifest is written and synced,
 3. every directory in staging is synced, then the staging directory itself,
 4. the owner record still names this attempt, and the target is free,
 5. one rename, and a sync of the run directory. The checkpoint exists from now on.
@@ -33,12 +34,14 @@ from resumekit.storage.directories import (
     exists,
     find_difference,
     path_problem,
+    remove_tree,
     write_small,
 )
 from resumekit.storage.files import FileWriter
 from resumekit.storage.io import MAKE_ROOM, FileSystem, save_errors
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
+from resumekit.storage.parts import PARTS, Part, Parts, leave_part
 
 _NAME = re.compile(r"(step-[0-9]+(?:-r[0-9]+)?)-([0-9a-f]{32})-([0-9a-f]{12})")
 _BLOCK_BYTES = 4096  # more than its bytes that a file or directory may take
@@ -54,6 +57,7 @@ class Staging:
         name: of the directory in ``.staging``; other ranks attach by it.
         step: its name after the commit.
         directories: its sub-directories, parents first.
+        with_parts: whether the ranks report by part files.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Staging:
         *,
         step: StepName,
         directories: Sequence[str] = (),
+        with_parts: bool = False,
     ) -> None:
         self._file_system = file_system
         self._directory = directory
@@ -71,6 +76,7 @@ class Staging:
         self.path = directory / STAGING / name
         self.step = step
         self.directories = tuple(directories)
+        self._with_parts = with_parts
 
     @classmethod
     def new(
@@ -81,13 +87,19 @@ class Staging:
         *,
         attempt: str,
         directories: Sequence[str],
+        with_parts: bool = False,
     ) -> Staging:
         """A staging directory with a unique name; not created yet."""
         for path in directories:
             _check_path(path, "a directory like 'state'")
         name = f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
         wanted = directories_of(f"{path}/file" for path in directories)
-        return cls(file_system, directory, name, step=step, directories=wanted)
+        return cls(
+            *(file_system, directory, name),
+            step=step,
+            directories=wanted,
+            with_parts=with_parts,
+        )
 
     @classmethod
     def attach(cls, file_system: FileSystem, directory: Path, name: str) -> Staging:
@@ -116,9 +128,10 @@ class Staging:
         Raises:
             SaveError: names the one that could not be created.
         """
-        for path in (self.path, *(self.path / part for part in self.directories)):
-            with save_errors(path):
-                self._file_system.mkdir(path)
+        parts = [PARTS] if self._with_parts else []
+        for name in ("", *self.directories, *parts):
+            with save_errors(self.path / name):
+                self._file_system.mkdir(self.path / name)
 
     def create(self, path: str, *, writer: int) -> FileWriter:
         """A new file of the checkpoint.
@@ -133,6 +146,26 @@ class Staging:
         """
         _check_path(path, "a path such as 'state/a'")
         return FileWriter(self._file_system, self.path / path, relative=path, writer=writer)
+
+    def leave_part(self, part: Part) -> None:
+        """Reports to rank 0 that this rank has finished its files, or has failed.
+
+        Raises:
+            SaveError: the part could not be written. The rank counts as missing.
+        """
+        leave_part(self._file_system, self.path / PARTS, part)
+
+    def parts(self, *, run_id: str, attempt: str, save_number: int, world_size: int) -> Parts:
+        """The parts that ranks leave of this save. Rank 0 only.
+
+        Args:
+            run_id: of the run.
+            attempt: of this attempt.
+            save_number: of this save; parts of another one are ignored.
+            world_size: how many ranks leave a part.
+        """
+        expected = Part(run_id, attempt, self.step.step, save_number, rank=0)
+        return Parts(self._file_system, self.path / PARTS, expected=expected, world_size=world_size)
 
     def commit(self, manifest: Manifest, owner: Owner) -> Path:
         """The step directory, durable once this returns.
@@ -178,6 +211,9 @@ class Staging:
 
     def _prepare(self, manifest: Manifest) -> None:
         """Completes the staging directory and makes it durable."""
+        if self._with_parts:
+            with save_errors(self.path / PARTS):
+                remove_tree(self._file_system, self.path / PARTS)
         used = directories_of(entry.path for entry in manifest.files)
         for part in reversed([part for part in self.directories if part not in used]):
             with save_errors(self.path / part):

@@ -18,7 +18,7 @@ FORMAT = "resumekit checkpoint"
 FORMAT_VERSION = 1
 
 _MAX_COUNT = 2**63 - 1
-_MAX_RANKS = 1 << 24
+MAX_RANKS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,7 @@ class Manifest:
         _check_version(content, where)
         check_fields(content, _CHECKS, where=where)
         for name, kind, checks in _RECORDS:
-            content[name] = tuple(
-                _record(kind, row, checks, f"{where}: {name}[{index}]")
-                for index, row in enumerate(content[name])
-            )
+            content[name] = _records(kind, content[name], checks, where=f"{where}: {name}")
         for name in _CONSTANTS:
             del content[name]
         manifest = cls(**content)
@@ -148,8 +145,9 @@ _CONSTANTS = {"format": FORMAT, "digest_algorithm": ALGORITHM}
 Check = Callable[[Any], str | None]
 
 
-def _is(constant: str) -> Check:
-    return lambda value: None if value == constant else repr(constant)
+def constant(expected: str) -> Check:
+    """This very string."""
+    return lambda value: None if value == expected else repr(expected)
 
 
 def _matches(pattern: str, meaning: str) -> Check:
@@ -171,7 +169,8 @@ def text(value: Any) -> str | None:
     return None if isinstance(value, str) else "a string"
 
 
-def _optional(check: Check) -> Check:
+def optional(check: Check) -> Check:
+    """None, or what this check wants."""
     return lambda value: None if value is None else check(value)
 
 
@@ -179,7 +178,8 @@ def _mapping(value: Any) -> str | None:
     return None if isinstance(value, dict) else "an object"
 
 
-def _rows(value: Any) -> str | None:
+def objects(value: Any) -> str | None:
+    """A list of objects."""
     right = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     return None if right else "a list of objects"
 
@@ -209,7 +209,7 @@ def _metric(value: Any) -> str | None:
 
 
 def _ranks(value: Any) -> str | None:
-    check = count(_MAX_RANKS - 1)
+    check = count(MAX_RANKS - 1)
     if not isinstance(value, list) or any(check(item) for item in value):
         return "a list of ranks"
     return None if value == sorted(set(value)) else "ranks in order, each once"
@@ -237,7 +237,7 @@ def _path(value: Any) -> str | None:
 HEX = _matches("[0-9a-f]{32}", "32 hexadecimal digits")
 # In the order of the file: short fields first, long lists last, as people read it.
 _CHECKS: Mapping[str, Check] = {
-    **{name: _is(constant) for name, constant in _CONSTANTS.items()},
+    **{name: constant(value) for name, value in _CONSTANTS.items()},
     "format_version": count(FORMAT_VERSION, 1),
     "run_id": HEX,
     "attempt": HEX,
@@ -247,16 +247,16 @@ _CHECKS: Mapping[str, Check] = {
         r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)",
         "a time in UTC such as 2026-01-31T12:00:00+00:00",
     ),
-    "parent": _optional(_step_name),
-    "world_size": count(_MAX_RANKS, 1),
+    "parent": optional(_step_name),
+    "world_size": count(MAX_RANKS, 1),
     "progress": _mapping,
-    "finished": _optional(text),
-    "metric": _optional(_metric),
+    "finished": optional(text),
+    "metric": optional(_metric),
     "capture": _mapping,
     "fingerprint": _mapping,
     "details": _mapping,
-    "components": _rows,
-    "files": _rows,
+    "components": objects,
+    "files": objects,
 }
 _COMPONENT_CHECKS: Mapping[str, Check] = {
     "key": _component_key,
@@ -271,7 +271,7 @@ _FILE_CHECKS: Mapping[str, Check] = {
     "path": _path,
     "size": count(),
     "digest": HEX,
-    "writer": count(_MAX_RANKS - 1),
+    "writer": count(MAX_RANKS - 1),
 }
 _RECORDS = (
     ("components", ComponentRecord, _COMPONENT_CHECKS),
@@ -307,6 +307,22 @@ def check_fields(content: Mapping[str, Any], checks: Mapping[str, Check], *, whe
             raise CorruptCheckpointError(
                 f"{where}: {name}", found=f"{content[name]!r:.80}", expected=expected
             )
+
+
+def file_entries(rows: list[Any], *, where: str) -> tuple[FileEntry, ...]:
+    """The inventory of files of a parsed JSON file, with every field checked.
+
+    Raises:
+        CorruptCheckpointError: names the field, what was found and what was expected.
+    """
+    entries: tuple[FileEntry, ...] = _records(FileEntry, rows, _FILE_CHECKS, where=where)
+    return entries
+
+
+def _records(
+    kind: Callable[..., Any], rows: list[Any], checks: Mapping[str, Check], *, where: str
+) -> tuple[Any, ...]:
+    return tuple(_record(kind, row, checks, f"{where}[{index}]") for index, row in enumerate(rows))
 
 
 def _record(kind: Callable[..., Any], row: Any, checks: Mapping[str, Check], where: str) -> Any:

@@ -305,6 +305,7 @@ class Store:
         num_bytes: int,
         num_files: int,
         directories: Sequence[str],
+        with_parts: bool = False,
     ) -> Staging:
         """An empty staging directory for a new checkpoint. Rank 0 only.
 
@@ -313,6 +314,7 @@ class Store:
             num_bytes: of all ranks' files together.
             num_files: of all ranks together.
             directories: relative sub-directories that will be needed.
+            with_parts: whether the ranks will report by part files.
 
         Raises:
             InsufficientSpaceError: there is no room; nothing was written.
@@ -324,7 +326,7 @@ class Store:
             with save_errors(self.directory):
                 check_owner(self._file_system, self.directory, owner)
             self._trash.sweep(frozenset(self._in_flight))
-            num_inodes = num_files + len(directories) + 1
+            num_inodes = num_files + len(directories) + 1 + with_parts
             check_space(
                 self._file_system, self.directory, num_bytes=num_bytes, num_files=num_inodes
             )
@@ -334,6 +336,7 @@ class Store:
                 name,
                 attempt=owner.attempt,
                 directories=directories,
+                with_parts=with_parts,
             )
             self._in_flight.add(staging.name)
             try:
