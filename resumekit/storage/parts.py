@@ -198,10 +198,13 @@ class Parts:
             return
         self._unreadable.pop(name, None)
         self._done.add(name)
-        if _save_of(part) != self._save or part.rank >= self._world_size:
+        if not self._is_of_this_save(part):
             logger.debug("%s is the part of another save; ignored", self._directory / name)
         elif part.error is not None or part.rank not in self._parts:
             self._parts[part.rank] = part
+
+    def _is_of_this_save(self, part: Part) -> bool:
+        return _save_of(part) == self._save and part.rank < self._world_size
 
     def _why_unreadable(self) -> str:
         return "".join(f"; {problem}" for problem in list(self._unreadable.values())[:1])

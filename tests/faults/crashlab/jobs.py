@@ -16,6 +16,7 @@ from resumekit.storage import (
     FileEntry,
     FileSystem,
     Manifest,
+    Parts,
     RetentionPolicy,
     Staging,
     StepName,
@@ -107,6 +108,7 @@ class Job:
         policy: the retention policy.
         wrap: what stands between the store and the disk; the mutant, if it is a file system.
         store_class: the store in use; the mutant, if it is a store.
+        parts_class: what rank 0 takes parts from; the mutant, if it is that.
         barriers: whether ranks wait for each other before the commit.
     """
 
@@ -115,9 +117,11 @@ class Job:
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     wrap: Wrap = lambda inner: inner
     store_class: type[Store] = Store
+    parts_class: type[Parts] = Parts
     barriers: bool = True
     promises: list[Promise] = field(default_factory=lambda: [Promise()])
     attempted: dict[StepName, Content] = field(default_factory=dict)
+    num_background_saves: int = 0
 
     def __post_init__(self) -> None:
         self.stores = [
@@ -129,6 +133,7 @@ class Job:
             for rank in range(self.world_size)
         ]
         self._metrics: dict[StepName, float] = {}
+        self._pinned: set[StepName] = set()
 
     def start(self) -> None:
         """Takes the directory over."""
@@ -143,7 +148,17 @@ class Job:
         name, stagings = self.stage(step)
         return self.commit(name, stagings[0], self.write(name, stagings), metric=metric)
 
-    def stage(self, step: int) -> tuple[StepName, list[Staging]]:
+    def pin(self, name: StepName) -> None:
+        """Opens a checkpoint for reading: it must stay until ``unpin``."""
+        self._pinned.add(name)
+        self.stores[0].pin(name)
+
+    def unpin(self, name: StepName) -> None:
+        """Closes it."""
+        self._pinned.discard(name)
+        self.stores[0].unpin(name)
+
+    def stage(self, step: int, *, with_parts: bool = False) -> tuple[StepName, list[Staging]]:
         """Makes the staging directory and lets all ranks see it."""
         first = self.stores[0]
         name = first.next_name(step)
@@ -153,6 +168,7 @@ class Job:
             num_bytes=sum(map(len, self.attempted[name].values())),
             num_files=len(self.attempted[name]),
             directories=["model", "optimizer", "state"],
+            with_parts=with_parts,
         )
         self.recording.barrier()
         return name, [staging, *(store.attach(staging.name) for store in self.stores[1:])]
@@ -161,20 +177,21 @@ class Job:
         """Every rank writes its files; they do so at the same time."""
         entries = []
         for rank, staging in enumerate(stagings):
-            for path, content in content_of(name, rank).items():
-                half = len(content) // 2
-                with staging.create(path, writer=rank) as writer:
-                    writer.write([memoryview(content)[:half]])
-                    writer.write([memoryview(content)[half:]])
-                    entries.append(writer.finish())
+            entries += write_files(staging, rank, content_of(name, rank))
         if self.barriers:
             self.recording.barrier()
         return entries
 
     def commit(
-        self, name: StepName, staging: Staging, entries: list[FileEntry], *, metric: float | None
+        self,
+        name: StepName,
+        staging: Staging,
+        entries: list[FileEntry],
+        *,
+        metric: float | None = None,
+        empties: bool = True,
     ) -> StepName:
-        """Commits, and then lets old checkpoints go."""
+        """Commits, and then lets old checkpoints go; their bytes too, unless the trash stays."""
         first = self.stores[0]
         first.commit(staging, self._manifest(name, entries, metric))
         if metric is not None:
@@ -182,6 +199,8 @@ class Job:
         self._promise(newest=name, kept={**self.promises[-1].kept, name: self.attempted[name]})
         self._promise(kept=self._kept_by_policy())
         first.retain(self.policy)
+        if empties:
+            first.empty_trash()
         self.recording.barrier()
         return name
 
@@ -226,7 +245,7 @@ class Job:
             chosen |= {name for name in newest_first if name.step % self.policy.keep_every == 0}
         measured = [name for name in newest_first if name in self._metrics]
         measured.sort(key=lambda name: (self._metrics[name], name))
-        chosen |= set(measured[: self.policy.keep_best])
+        chosen |= set(measured[: self.policy.keep_best]) | self._pinned
         return {name: content for name, content in kept.items() if name in chosen}
 
     def _manifest(self, name: StepName, entries: list[FileEntry], metric: float | None) -> Manifest:
@@ -243,6 +262,18 @@ class Job:
             components=(),
             files=tuple(entries),
         )
+
+
+def write_files(staging: Staging, rank: int, files: Content) -> list[FileEntry]:
+    """Writes files of one rank, each in two calls."""
+    entries = []
+    for path, content in files.items():
+        half = len(content) // 2
+        with staging.create(path, writer=rank) as writer:
+            writer.write([memoryview(content)[:half]])
+            writer.write([memoryview(content)[half:]])
+            entries.append(writer.finish())
+    return entries
 
 
 def read_all(store: Store, name: StepName) -> Content:

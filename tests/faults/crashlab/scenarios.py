@@ -11,13 +11,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from crashlab.background_saves import (
+    Trouble,
+    leave_parts,
+    save_in_background,
+    stage_with_parts,
+)
 from crashlab.disk import Disk
 from crashlab.interruptions import FailsASync, Interrupted, Interruption, Killed, KilledAt
 from crashlab.jobs import RUN, Job, Wrap
 from crashlab.operations import FailedSync
 from crashlab.recording import Recording
 from resumekit.errors import DirectoryError, ResumekitError, SaveError
-from resumekit.storage import RetentionPolicy, StepName, Store
+from resumekit.storage import Parts, RetentionPolicy, StepName, Store
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Lab:
     world_size: int = 1
     wrap: Wrap = lambda inner: inner
     store_class: type[Store] = Store
+    parts_class: type[Parts] = Parts
     barriers: bool = True
 
     def job(
@@ -39,6 +46,7 @@ class Lab:
             policy or RetentionPolicy(keep_latest=None),
             wrap=self.wrap,
             store_class=self.store_class,
+            parts_class=self.parts_class,
             barriers=self.barriers,
         )
         if after is not None:
@@ -152,6 +160,86 @@ def two_launches(lab: Lab) -> Job:
     return again
 
 
+def first_background_save(lab: Lab) -> Job:
+    job = lab.job(empty_disk())
+    job.start()
+    save_in_background(job, 1)
+    return job
+
+
+def background_saves_and_retention(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    save_in_background(job, 2)
+    job.save(3)
+    save_in_background(job, 3)
+    return job
+
+
+def trash_left_to_the_next_save_and_the_next_launch(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    policy = RetentionPolicy(keep_latest=1)
+    job = lab.job(earlier.recording.disk, policy, after=earlier)
+    job.start()
+    save_in_background(job, 2, empties=False)
+    save_in_background(job, 3, empties=False)
+    again = lab.job(job.recording.disk, policy, after=job)
+    again.start()
+    save_in_background(again, 4)
+    return again
+
+
+def rank_lost_before_its_part(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    with suppress(SaveError):
+        save_in_background(job, 2, Trouble(lost=[lab.world_size - 1]))
+    save_in_background(job, 3)
+    return job
+
+
+def rank_that_reports_a_failure(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    with suppress(SaveError):
+        save_in_background(job, 2, Trouble(failing=[lab.world_size - 1]))
+    save_in_background(job, 3)
+    return job
+
+
+def stale_parts_in_place(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    changes = {"run_id": "0" * 32}, {"attempt": "0" * 32}, {"step": 1}, {"save_number": 0}
+    save_in_background(job, 2, Trouble(stale=changes))
+    return job
+
+
+def relaunch_over_parts_of_a_killed_job(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    name, stagings, parts = stage_with_parts(earlier, 2)
+    leave_parts(earlier, name, stagings, parts, Trouble())  # and then it is killed
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    save_in_background(job, 2)
+    return job
+
+
+def retention_of_a_pinned_checkpoint(lab: Lab) -> Job:
+    earlier = _earlier(lab, 1)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    job.start()
+    job.pin(StepName(1))
+    save_in_background(job, 2)
+    job.unpin(StepName(1))
+    save_in_background(job, 3)
+    return job
+
+
 def damage_in_quarantine(lab: Lab) -> Job:
     earlier = _earlier(lab, 1, 2)
     _damage(earlier, StepName(2))
@@ -190,6 +278,14 @@ SCENARIOS: dict[str, Scenario] = {
         abandoned_save,
         relaunch_over_stale_staging,
         two_launches,
+        first_background_save,
+        background_saves_and_retention,
+        trash_left_to_the_next_save_and_the_next_launch,
+        rank_lost_before_its_part,
+        rank_that_reports_a_failure,
+        stale_parts_in_place,
+        relaunch_over_parts_of_a_killed_job,
+        retention_of_a_pinned_checkpoint,
         damage_in_quarantine,
         nothing_but_damage,
     )
