@@ -176,7 +176,8 @@ def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> 
     "options",
     [
         {"save_every": 0},
-        {"save_every": "auto"},
+        {"mtbf": "soon"},
+        {"mtbf": 24},
         {"save_every": "soon"},
         {"save_every": True},
         {"keep_latest": 0},

@@ -25,6 +25,7 @@ class OptionKeywords(TypedDict, total=False):
     """The options as keywords; see ``Options``."""
 
     save_every: int | str | None
+    mtbf: str
     keep_latest: int | None
     keep_best: int
     keep_every: int | None
@@ -52,9 +53,12 @@ class Options:
     """How a run saves, keeps and resumes its checkpoints.
 
     Args:
-        save_every: optimizer steps between saves, or a duration such as ``"10min"``. Whatever it
-            is, a save is also made on ``save()``, on an improved metric and at the end; None makes
-            no others.
+        save_every: optimizer steps between saves, a duration such as ``"10min"``, or ``"auto"``:
+            the interval that loses the least time, by the measured cost of a save and ``mtbf``.
+            Saves then cost at most 1% of the training time, but one is made every 30 minutes at
+            least. Whatever it is, a save is also made on ``save()``, on an improved metric and at
+            the end; None makes no others.
+        mtbf: the mean time between failures of the whole job, for ``save_every="auto"``.
         keep_latest: the number of newest checkpoints to keep; None keeps all.
         keep_best: the number of best checkpoints to keep, by ``best_metric``.
         keep_every: checkpoints at multiples of this many steps are kept for ever.
@@ -92,6 +96,7 @@ class Options:
     """
 
     save_every: int | str | None = "10min"
+    mtbf: str = "24h"
     keep_latest: int | None = 2
     keep_best: int = 1
     keep_every: int | None = None
@@ -139,7 +144,7 @@ class Options:
         return cls(**keywords)
 
     def __post_init__(self) -> None:
-        parse_cadence(self.save_every)
+        parse_cadence(self.save_every, self.mtbf)
         _check_step_name(self.resume_from)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))

@@ -14,7 +14,7 @@ from resumekit.log import logger
 from resumekit.run.compatibility import owners
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
-from resumekit.run.saving import parse_cadence
+from resumekit.run.saving import SaveInterval, parse_cadence
 from resumekit.state import (
     CaptureLine,
     CaptureReport,
@@ -46,7 +46,8 @@ class Reporter:
         self._world = world
         self._components = components
         self.start = ""
-        self.cadence = str(parse_cadence(options.save_every))
+        self.cadence = str(parse_cadence(options.save_every, options.mtbf))
+        self._interval: SaveInterval | None = None  # the last one that was logged
         self._findings: list[Finding] = []
         self._known: set[tuple[str, Any]] = set()  # the fidelity of each part, once announced
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
@@ -76,6 +77,20 @@ class Reporter:
         hint = "" if is_driven else "; after the loop, ask already_finished"
         cadence = f"; saves {self.cadence}"
         self.log(f"{report}{cadence if report.finished is None else hint}")
+
+    def log_interval(self, interval: SaveInterval | None) -> None:
+        """Logs the interval that ``save_every="auto"`` has chosen, once until it has changed.
+
+        At INFO where saves cost more than they should, else at DEBUG.
+
+        Args:
+            interval: after the last save; None without "auto".
+        """
+        if interval is None or not interval.differs_from(self._interval):
+            return
+        self._interval = interval
+        log = self.log if interval.is_expensive else self.detail
+        log(f"saves {interval}")
 
     def add_finding(self, finding: Finding) -> None:
         """Asks for more lines whenever a report is made, in the order of these calls.
@@ -186,6 +201,8 @@ class Reporter:
             details["exclude"] = sorted(self._options.exclude)
         if self._options.resume_from is not None:
             details["resume_from"] = self._options.resume_from
+        if self._interval is not None:
+            details["saves"] = str(self._interval)
         history = [entry for entry in self._history if entry["changes"]]
         if history:
             details["changes"] = history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from signal import Signals
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ class StepBoundary:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._cadence = parse_cadence(run.options.save_every)
+        self._cadence = parse_cadence(run.options.save_every, run.options.mtbf)
         self._signals = LeaveSignals(run.options.leave_on)
         self._requests = RequestExchange(run.world)
         self._loop: str | None = None  # the outermost loop, once there is one
@@ -309,7 +310,8 @@ class StepBoundary:
 
     def _all_requests(self) -> Requests:
         """The all-reduced requests at this step boundary; this rank's are sent."""
-        is_clock_due = self._cadence.needs_agreement and self._cadence.is_due(self.progress.step)
+        asks_clock = self._cadence.needs_agreement and self._run.world.is_first
+        is_clock_due = asks_clock and self._cadence.is_due(self.progress.step)
         own_requests = Requests(self._signals.received, int(is_clock_due))
         common = self._requests.receive(own_requests)
         if not common.leave:
@@ -342,6 +344,7 @@ class StepBoundary:
     def _save(self) -> None:
         self._requests.wait()
         self._due = False
+        began = time.monotonic()
         try:
             self._run.save()
         except SaveError as error:
@@ -349,7 +352,10 @@ class StepBoundary:
                 raise
             failed = f"the save at step {self.progress.step} failed"
             self._run.reporter.warn(f"{failed}, training continues: {error}")
-        self._cadence.saved()
+            self._cadence.restart()
+            return
+        self._cadence.saved(blocked_seconds=time.monotonic() - began)
+        self._run.reporter.log_interval(self._cadence.chosen)
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
         """Records the step that was just counted, in the journal and in a trace."""
