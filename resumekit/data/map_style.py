@@ -222,7 +222,9 @@ class MapSource(Source):
     ) -> None:
         """Gives the workers that start next their recorded states."""
         if self.loader.num_workers:
-            self._copy.collate_fn = RecordingCollate(self.loader.collate_fn, num_padding)
+            self._copy.collate_fn = RecordingCollate(
+                self.loader.collate_fn, num_padding, num_ahead=self.loader.prefetch_factor or 0
+            )
             self._copy.worker_init_fn = RestoringInit(self.loader.worker_init_fn, states)
             dataset: Any = self.loader.dataset
             if num_padding:
@@ -244,9 +246,9 @@ class MapSource(Source):
         return batch
 
     def _take_note(self, note: Any) -> None:
-        """Keeps what a worker reports with a batch."""
+        """Keeps what a worker reports with a batch: the states that have changed."""
         worker, states = note
-        self._workers[worker] = states
+        self._workers[worker] = {**self._workers.get(worker, {}), **states}
 
     def end_epoch(self) -> None:
         self._finish_prefetched()

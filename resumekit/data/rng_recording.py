@@ -27,19 +27,28 @@ class StateReader:
 
     def __init__(self) -> None:
         self._python, self._numpy = PythonState(), NumpyState()
+        self._read: tuple[Any, Any] = (None, None)  # of Python and NumPy, as read last
+        self._host: dict[str, bytes] = {}  # the same as bytes
+        self._torch = b""
 
     def read(self, *, devices: bool = True) -> dict[str, bytes]:
-        """The states, by name.
+        """The states, by name; of a generator that drew nothing the same object as before.
 
         Args:
             devices: whether the CUDA devices' are among them, once CUDA is in use.
         """
         python, numpy = self._python.read(), self._numpy.read()
-        half = python["gauss_next"]
-        states = {"python": _PYTHON.pack(python["words"], half is not None, half or 0.0)}
-        if numpy["bit_generator"] == _TWISTER:  # a user may have replaced it
-            states["numpy"] = _pack_numpy(numpy)
-        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        if python is not self._read[0]:
+            self._host["python"] = _pack_python(python)
+        if numpy is not self._read[1]:
+            self._host.pop("numpy", None)
+            if numpy["bit_generator"] == _TWISTER:  # a user may have replaced it
+                self._host["numpy"] = _pack_numpy(numpy)
+        self._read = (python, numpy)
+        state = torch.default_generator.get_state().numpy().tobytes()
+        if state != self._torch:
+            self._torch = state
+        states = {**self._host, "torch": self._torch}
         if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
             for index, generator in enumerate(torch.cuda.default_generators):
                 states[f"{_CUDA}{index}"] = generator.get_state().numpy().tobytes()
@@ -65,6 +74,11 @@ def write_states(states: Mapping[str, bytes]) -> None:
             torch.default_generator.set_state(_tensor(state))
         else:
             torch.cuda.set_rng_state(_tensor(state), int(name.removeprefix(_CUDA)))
+
+
+def _pack_python(state: Mapping[str, Any]) -> bytes:
+    half = state["gauss_next"]
+    return _PYTHON.pack(state["words"], half is not None, half or 0.0)
 
 
 def _pack_numpy(state: Mapping[str, Any]) -> bytes:
@@ -144,7 +158,8 @@ class FetchRecorder:
 
     def before(self, number: int) -> None:
         """The batch of this number in the epoch is about to be fetched."""
-        write_states(self._played.pop(number, {}))
+        if self._played:
+            write_states(self._played.pop(number, {}))
         self._before = self._reader.read()
 
     def after(self, number: int) -> None:

@@ -83,18 +83,28 @@ def padded(dataset: Any, *, collates: bool) -> Any:
 
 
 class RecordingCollate:
-    """The user's collate function, with the worker's id and RNG state next to its result.
+    """The user's collate function, with the worker's id and its RNG states next to its result.
+
+    A state is sent when it has changed: with that batch and with as many more as the loader may
+    drop, at the start of an epoch for persistent workers. Where nothing is due, the batch goes
+    alone.
 
     Args:
         collate: of the user.
         num_padded: the workers, counted from 0, whose first index batch is empty padding.
+        num_ahead: the batches that each worker may be ahead of the loop.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], num_padded: int = 0) -> None:
+    def __init__(
+        self, collate: Callable[[Any], Any], num_padded: int = 0, *, num_ahead: int = 0
+    ) -> None:
         self.collate = collate
         self.num_padded = num_padded
+        self.num_ahead = num_ahead
         self._padding_seen = False
         self._reader: StateReader | None = None  # in a worker; it is not to be pickled
+        self._sent: dict[str, bytes] = {}
+        self._num_due: dict[str, int] = {}  # the batches that a state is still to be sent with
 
     def __call__(self, samples: Any) -> Any:
         info = get_worker_info()
@@ -106,7 +116,17 @@ class RecordingCollate:
             self._padding_seen = True
             return Padding()
         batch = self.collate(samples)
-        return BatchWithNote(batch, (info.id, self._reader.read(devices=False)))
+        states = self._due(self._reader.read(devices=False))
+        return BatchWithNote(batch, (info.id, states)) if states else batch
+
+    def _due(self, states: dict[str, bytes]) -> dict[str, bytes]:
+        for name, state in states.items():
+            if state is not self._sent.get(name):
+                self._sent[name], self._num_due[name] = state, self.num_ahead + 1
+        due = {name: states[name] for name in states if self._num_due[name]}
+        for name in due:
+            self._num_due[name] -= 1
+        return due
 
 
 class RestoringInit:

@@ -28,6 +28,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
+from resumekit.data.rng_recording import read_states
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.state import Fidelity
 
@@ -284,6 +285,49 @@ def test_a_dataset_in_workers_is_never_asked_for_a_batch_of_nothing(workers: str
     for stop in (1, 3, 7):
         seed_everything(1234)
         assert loop(stops[stop]).run() == expected[stop:], stop
+
+
+class DrawsSeldom(Noisy):
+    """Draws for few samples, so that most batches leave a generator as it was."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.random() if index % 7 == 0 else 0.0
+        return index, drawn, float(np.random.rand()) if index % 11 == 0 else 0.0
+
+
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+def test_workers_that_draw_seldom_continue_at_every_safe_point(workers: str) -> None:
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    expected = Loop(DataLoader(DrawsSeldom(), 2, shuffle=True, **WORKERS[workers])).run(stops)
+    for used in range(1, len(stops), 4):
+        seed_everything(1234)
+        loader = DataLoader(DrawsSeldom(), 2, shuffle=True, **WORKERS[workers])
+        assert Loop(loader, stops[used]).run() == expected[used:], used
+
+
+class DrawsOnce(Noisy):
+    """Draws for the second sample that is read, and gives the state after each."""
+
+    def __getitem__(self, index: int) -> bytes:
+        self.num_reads += 1
+        if self.num_reads == 2:
+            random.random()
+        return read_states()["python"]
+
+
+def test_the_state_of_a_worker_is_known_although_the_batch_that_changed_it_is_dropped() -> None:
+    loader = DataLoader(
+        DrawsOnce(), 1, num_workers=1, persistent_workers=True, prefetch_factor=3, collate_fn=list
+    )
+    source = open_source(loader, "train")
+    states = []
+    for epoch in (0, 1):
+        source.begin(epoch)
+        states += source.next_batch()
+        assert source.state_dict()["workers"][0]["states"]["python"] == states[-1]
+        source.close()  # without the end of the epoch: its prefetched batches are dropped
+    assert states[0] != states[1]
 
 
 def seed_worker(worker: int) -> None:
