@@ -7,7 +7,16 @@ from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, st
 from resumekit.serialization.dtypes import element_type
 from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header
-from resumekit.serialization.planning import Assignment, LocalState, Proposal, assign, encode_local
+from resumekit.serialization.planning import (
+    Assignment,
+    Choice,
+    HolderPositions,
+    LocalState,
+    Plan,
+    Proposal,
+    assign,
+    encode_local,
+)
 from resumekit.serialization.reading import Source, read_payload, read_sharded
 from resumekit.serialization.sharding import (
     WHOLE,
@@ -26,12 +35,15 @@ __all__ = [
     "WHOLE",
     "Assignment",
     "Box",
+    "Choice",
     "Copy",
     "ExtraFiles",
     "FlatPart",
+    "HolderPositions",
     "Leaf",
     "LocalState",
     "Payload",
+    "Plan",
     "Proposal",
     "ShardedPayload",
     "Source",

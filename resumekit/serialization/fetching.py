@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from resumekit.serialization.index import Chunk, Logical
+from resumekit.serialization.index import Logical
+from resumekit.serialization.layouts import Chunk, Layout
 from resumekit.serialization.sharding import Box
 from resumekit.serialization.tensors import dense_strides, flat_bytes
 from resumekit.storage import FileReader
@@ -51,9 +52,9 @@ def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> l
 _Overlap = tuple[Chunk, Box, Box]
 
 
-def find_overlaps(chunks: Iterable[Chunk], wanted: Box) -> Iterator[_Overlap]:
+def find_overlaps(chunks: Layout, wanted: Box) -> Iterator[_Overlap]:
     """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
-    for chunk in chunks:
+    for chunk in chunks.near(wanted):
         common = chunk.box.intersection(wanted)
         if common.num_elements:
             yield chunk, common.relative_to(chunk.box), common.relative_to(wanted)

@@ -7,8 +7,8 @@ every byte of a data file is part of exactly one tensor, and the chunks of a ten
 
 There are two indices. ``Index`` describes the data file of one rank, and holds the states that one
 rank wrote alone. ``ShardedIndex`` describes tensors of which several ranks wrote chunks; tensors
-that are sharded alike share one list of chunks, so it grows with the number of different shapes and
-not with ranks times tensors.
+that are sharded alike share one layout, so it grows with the number of different shapes and not
+with ranks times tensors.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from resumekit.errors import CorruptCheckpointError, FormatVersionError
+from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
 from resumekit.serialization.dtypes import ElementType
-from resumekit.serialization.limits import checked_shape, checked_sizes, typed
-from resumekit.serialization.sharding import Box, tiling_problem
+from resumekit.serialization.layouts import Layout
+from resumekit.serialization.limits import MAX_SIZE, checked_shape, checked_sizes, typed
+from resumekit.serialization.sharding import Box
 from resumekit.serialization.tensors import Leaf, dense_strides
 from resumekit.storage import parse_json
 
@@ -101,8 +101,12 @@ def header(records: Iterable[Record], ties: Mapping[str, str]) -> bytes:
 
 
 FORMAT = "resumekit payload"
-SHARDED_FORMAT = "resumekit sharded payload"
 FORMAT_VERSION = 1
+SHARDED_FORMAT = "resumekit sharded payload"
+SHARDED_FORMAT_VERSION = 2
+
+# Of all layouts of an index; a few characters can ask for any number.
+_MAX_VALUES = 1 << 25
 
 _LINE_CHARACTERS = 100
 
@@ -131,7 +135,7 @@ class Index:
             "tensors": {record.name: _record_to_json(record) for record in self.records},
             "states": dict(self.states),
         }
-        return _to_bytes(FORMAT, fields)
+        return _to_bytes(FORMAT, FORMAT_VERSION, fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Index:
@@ -142,7 +146,8 @@ class Index:
             FormatVersionError: written by a newer version, or with a newer torch.
         """
         try:
-            fields = _parse(data, where, FORMAT, {"block_digests", "ties", "tensors", "states"})
+            names = {"block_digests", "ties", "tensors", "states"}
+            fields = _parse(data, where, FORMAT, FORMAT_VERSION, names)
             block_digests = typed(list, fields["block_digests"])
             return cls(
                 states=typed(dict, fields["states"]),
@@ -159,7 +164,7 @@ def stem_of(directory: str, rank: int) -> str:
     return f"{directory}/rank-{rank:05d}"
 
 
-def _parse(data: bytes, where: str, name: str, expected: Set[str]) -> dict[str, Any]:
+def _parse(data: bytes, where: str, name: str, newest: int, expected: Set[str]) -> dict[str, Any]:
     """The fields of an index in this format and a known version."""
     fields = parse_json(data, where=where)
     if not isinstance(fields, dict) or fields.get("format") != name:
@@ -167,11 +172,11 @@ def _parse(data: bytes, where: str, name: str, expected: Set[str]) -> dict[str, 
     version = fields["format_version"]
     if type(version) is not int or version < 1:
         raise ValueError(f"the format version {str(version)[:80]!r}")
-    if version > FORMAT_VERSION:
+    if version > newest:
         raise FormatVersionError(
             where,
             found=f"format version {version}",
-            expected=f"at most {FORMAT_VERSION}",
+            expected=f"at most {newest}",
             remedy="Install a newer resumekit",
         )
     if set(fields) != {"format", "format_version", *expected}:
@@ -179,8 +184,8 @@ def _parse(data: bytes, where: str, name: str, expected: Set[str]) -> dict[str, 
     return fields
 
 
-def _to_bytes(name: str, fields: dict[str, Any]) -> bytes:
-    named = {"format": name, "format_version": FORMAT_VERSION, **fields}
+def _to_bytes(name: str, version: int, fields: dict[str, Any]) -> bytes:
+    named = {"format": name, "format_version": version, **fields}
     return (_readable(named) + "\n").encode("ascii")
 
 
@@ -257,26 +262,6 @@ def _filled(parts: list[str], inner: str) -> str:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A stored part of a tensor; stored in its writer's data file under ``part_name``.
-
-    Args:
-        writer: the rank that wrote it.
-        box: which part it is.
-        number: of this part among its writer's parts of the tensor, in the order of the list.
-    """
-
-    writer: int
-    box: Box
-    number: int = 0
-
-
-def part_name(name: str, number: int) -> str:
-    """What a part of a tensor is called in its writer's data file."""
-    return f"{name}#{number + 1}" if number else name
-
-
-@dataclass(frozen=True)
 class Logical:
     """A whole tensor, as the ranks hold it together.
 
@@ -288,13 +273,13 @@ class Logical:
 
     element: ElementType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Layout
 
     @classmethod
     def of_one_writer(cls, stored: Record | Leaf, writer: int) -> Logical:
         """A tensor that one rank writes whole."""
-        chunks = (Chunk(writer, Box.whole(stored.shape)),) if stored.num_bytes else ()
-        return cls(stored.element, stored.shape, chunks)
+        parts = [(writer, Box.whole(stored.shape))] if stored.num_bytes else []
+        return cls(stored.element, stored.shape, Layout.of_chunks(parts))
 
 
 @dataclass(frozen=True)
@@ -312,8 +297,12 @@ class ShardedIndex:
     ties: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Readable JSON, one line for each tensor."""
-        layouts: dict[tuple[Chunk, ...], int] = {}
+        """Readable JSON, one line for each tensor.
+
+        Raises:
+            UnsupportedValueError: there are more parts than a reader accepts.
+        """
+        layouts: dict[Layout, int] = {}
         known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
         for logical in self.tensors.values():
             if id(logical.chunks) not in known:
@@ -328,11 +317,18 @@ class ShardedIndex:
         }
         fields = {
             "ties": dict(self.ties),
-            "layouts": [[_chunk_to_json(chunk) for chunk in chunks] for chunks in layouts],
+            "layouts": [layout.to_json() for layout in layouts],
             "tensors": rows,
             "states": dict(self.states),
         }
-        return _to_bytes(SHARDED_FORMAT, fields)
+        num_values = sum(layout.num_values for layout in layouts)
+        if num_values > _MAX_VALUES:
+            raise UnsupportedValueError(
+                ", ".join(self.states),
+                found=f"parts with {num_values} offsets, sizes and writers in all",
+                expected=f"at most {_MAX_VALUES}",
+            )
+        return _to_bytes(SHARDED_FORMAT, SHARDED_FORMAT_VERSION, fields)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> ShardedIndex:
@@ -343,8 +339,9 @@ class ShardedIndex:
             FormatVersionError: written by a newer version, or with a newer torch.
         """
         try:
-            fields = _parse(data, where, SHARDED_FORMAT, {"ties", "layouts", "tensors", "states"})
-            layouts = [_chunks(row) for row in typed(list, fields["layouts"])]
+            names = {"ties", "layouts", "tensors", "states"}
+            fields = _parse(data, where, SHARDED_FORMAT, SHARDED_FORMAT_VERSION, names)
+            layouts = _layouts(typed(list, fields["layouts"]), fields["format_version"])
             return cls(
                 states=typed(dict, fields["states"]),
                 tensors=_tensors(typed(dict, fields["tensors"]), layouts, where),
@@ -360,26 +357,30 @@ class ShardedIndex:
         return cls(index.states, tensors, index.ties)
 
 
-def _chunk_to_json(chunk: Chunk) -> list[Any]:
-    return [chunk.writer, list(chunk.box.offsets), list(chunk.box.sizes)]
+def _layouts(rows: list[Any], version: int) -> list[Layout]:
+    layouts = []
+    num_values = 0
+    for row in rows:
+        if version == 1:
+            layouts.append(_listed_layout(row))
+            continue
+        layouts.append(Layout.from_json(row, max_values=_MAX_VALUES - num_values))
+        num_values += layouts[-1].num_values
+    return layouts
 
 
-def _chunks(rows: Any) -> tuple[Chunk, ...]:
-    num_parts: Counter[int] = Counter()
-    chunks = []
+def _listed_layout(rows: Any) -> Layout:
+    """A layout of version 1, which lists every part as ``[writer, offsets, sizes]``."""
+    parts = []
     for row in typed(list, rows):
         writer, offsets, sizes = typed(list, row)
-        if typed(int, writer) < 0:
+        if not 0 <= typed(int, writer) <= MAX_SIZE:
             raise ValueError(f"the writer {str(writer)[:80]}")
-        box = Box(checked_shape(offsets), checked_shape(sizes))
-        chunks.append(Chunk(writer, box, num_parts[writer]))
-        num_parts[writer] += 1
-    return tuple(chunks)
+        parts.append((writer, Box(checked_shape(offsets), checked_shape(sizes))))
+    return Layout.of_chunks(parts)
 
 
-def _tensors(
-    rows: dict[str, Any], layouts: list[tuple[Chunk, ...]], where: str
-) -> dict[str, Logical]:
+def _tensors(rows: dict[str, Any], layouts: list[Layout], where: str) -> dict[str, Logical]:
     tiled: set[tuple[int, tuple[int, ...]]] = set()
     tensors: dict[str, Logical] = {}
     for name, row in rows.items():
@@ -389,7 +390,7 @@ def _tensors(
         if not 0 <= typed(int, number) < len(layouts):
             raise ValueError(f"{name[:200]!r} has the layout {str(number)[:80]}")
         if (number, shape) not in tiled:
-            problem = tiling_problem(shape, (chunk.box for chunk in layouts[number]))
+            problem = layouts[number].tiling_problem(shape)
             if problem is not None:
                 raise ValueError(f"{name[:200]!r}: {problem}")
             tiled.add((number, shape))

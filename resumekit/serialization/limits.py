@@ -16,7 +16,7 @@ MAX_NAMEDTUPLE_TYPES = 1000
 _MAX_NAMEDTUPLE_FIELDS = 1000
 
 _MAX_DIMENSIONS = 64
-_MAX_SIZE = 1 << 48
+MAX_SIZE = 1 << 48
 _MAX_ELEMENTS = 1 << 60
 
 # Keys with one and the same hash make a dict quadratic; ordinary keys have two (-1 and -2) at most.
@@ -70,7 +70,7 @@ def checked_sizes(sizes: Any) -> tuple[int, ...]:
     if not isinstance(sizes, list) or len(sizes) > _MAX_DIMENSIONS:
         raise ValueError(f"{str(sizes)[:80]!r} is not a list of sizes")
     for size in sizes:
-        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise ValueError(f"{str(size)[:80]!r} is not a size")
     return tuple(sizes)
 

@@ -1,32 +1,32 @@
 """Plans a sharded save: what each rank holds of a state, and which rank writes which part.
 
-Tensors that are sharded alike are planned once: rank 0's work grows with ranks times tensors, and
-is small for each.
+Tensors that are sharded alike are planned once: what travels and what rank 0 decides grows with
+ranks times different shapes. Only the balance between ranks that hold the same part looks at each
+tensor, at all ranks in one operation.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import xxhash
 from torch import Tensor
 
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
 from resumekit.serialization.encoding import Encoder
-from resumekit.serialization.index import Chunk, Logical, part_name
+from resumekit.serialization.index import Logical
+from resumekit.serialization.layouts import Column, Layout, part_name
 from resumekit.serialization.sharding import (
-    Box,
     FlatPart,
     boxes_of,
     is_sharded,
     local_part,
     pieces_of,
-    tiling_problem,
 )
 from resumekit.serialization.state_paths import StatePath
 from resumekit.serialization.tensors import FoundTensor, Leaf
@@ -137,20 +137,28 @@ _MOST_NAMED = 3
 # rank a thousand blocks.
 _SMALL_BYTES = 64 << 10
 
+# The boxes that a rank holds of a tensor: of each the offsets, then the sizes.
+_Part = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class Proposal:
     """What one rank could write of a component; sent to the first rank of its group.
 
+    Tensors of one kind have one shape and are sharded alike. Ranks that shard tensors by a mesh
+    have the same kinds, so that one of them says for all which tensors are of which kind.
+
     Args:
-        parts: the different parts that it holds of its tensors, each a box or several, none of
-            them empty.
-        part_numbers: by name of a tensor, the number of the part that it holds.
+        parts: what it holds of each kind.
+        kinds: for each name, in order, the number of its kind from 1; 0 where this rank has a tie.
+            None where an earlier rank sends the same.
+        kinds_digest: of these.
         signature: a digest of the names, types and whole shapes of all tensors.
     """
 
-    parts: tuple[tuple[Box, ...], ...]
-    part_numbers: dict[str, int]
+    parts: tuple[_Part, ...]
+    kinds: bytes | None
+    kinds_digest: str
     signature: str
 
     @classmethod
@@ -164,17 +172,68 @@ class Proposal:
         Raises:
             UnsupportedValueError: a DTensor's part is unknown; names it.
         """
-        known: dict[object, tuple[Box, ...]] = {}
-        numbers: dict[tuple[Box, ...], int] = {}
-        part_numbers: dict[str, int] = {}
+        numbers: dict[object, int] = {}
+        parts: list[_Part] = []
+        kinds: dict[str, int] = {}
         for name, tensor in local.tensors.items():
-            kind = (tensor.shape, local_part(tensor).shape, sharding_of(tensor))
-            if kind not in known:
-                known[kind] = boxes_of(tensor, f"{local.key}: {name}")
-            part = known[kind]
-            if part and not (position and _is_first_ranks(local, name)):
-                part_numbers[name] = numbers.setdefault(part, len(numbers))
-        return cls(tuple(numbers), part_numbers, _signature(local))
+            is_first_ranks = _is_first_ranks(local, name)
+            shapes = (tensor.shape, local_part(tensor).shape)
+            kind = (*shapes, sharding_of(tensor), is_first_ranks)
+            if kind not in numbers:
+                boxes = boxes_of(tensor, f"{local.key}: {name}")
+                none = position and is_first_ranks
+                parts.append(() if none else tuple((*b.offsets, *b.sizes) for b in boxes))
+                numbers[kind] = len(parts)
+            kinds[name] = numbers[kind]
+        named = np.array([kinds.get(name, 0) for name in _names(local)], _NUMBER).tobytes()
+        digest = xxhash.xxh3_128_hexdigest(named)
+        return cls(tuple(parts), named, digest, _signature(local))
+
+    def sent_by(self, position: int, digests: Sequence[str]) -> Proposal:
+        """Without the kinds, where an earlier rank sends the same.
+
+        Args:
+            position: of this rank in its group.
+            digests: ``kinds_digest`` of all ranks of the group.
+        """
+        is_sender = digests.index(self.kinds_digest) == position
+        return self if is_sender else replace(self, kinds=None)
+
+
+_NUMBER = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of the holders of a part writes it; the same for all ranks of a group.
+
+    Args:
+        kinds: for each name, in order, the number of its kind among all ranks, from 1.
+        rotations: for each name, in order, the number that selects the writers: of the holders of
+            a part the one at this position, counted round.
+    """
+
+    kinds: bytes
+    rotations: bytes
+
+
+# By kind: the position of a rank among the holders of its part, and the number of these holders.
+HolderPositions = dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks of a group write of a component, as the first of them decides.
+
+    Args:
+        tensors: where the parts of each tensor are.
+        choice: which holder of a part writes it.
+        positions: of each rank among the holders of its parts.
+    """
+
+    tensors: dict[str, Logical]
+    choice: Choice
+    positions: tuple[HolderPositions, ...]
 
 
 @dataclass(frozen=True)
@@ -189,10 +248,37 @@ class Assignment:
     names: tuple[str, ...]
     tensors: dict[str, Logical] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        local: LocalState,
+        choice: Choice,
+        positions: HolderPositions,
+        tensors: dict[str, Logical] | None = None,
+    ) -> Assignment:
+        """What a rank is to write of the state that it holds.
+
+        Args:
+            local: the state as this rank holds it.
+            choice: of the plan.
+            positions: this rank's, of the plan.
+            tensors: of the plan, on the first rank.
+        """
+        columns = [np.frombuffer(each, _NUMBER) for each in (choice.kinds, choice.rotations)]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        chosen = dict(zip(_names(local), rows, strict=True))
+
+        def writes(name: str) -> bool:
+            kind, rotation = chosen[name]
+            position, num_holders = positions.get(kind, (-1, 1))
+            return bool(rotation % num_holders == position)
+
+        return cls(tuple(filter(writes, local.tensors)), tensors)
+
 
 def assign(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
-) -> list[Assignment]:
+) -> Plan:
     """What each rank is to write; parts that several ranks hold are divided among them.
 
     Args:
@@ -206,92 +292,131 @@ def assign(
     """
     ranks = range(len(proposals)) if ranks is None else ranks
     _require_one_state(local.key, proposals, ranks)
-    chosen = _choose_writers(local, _rotations(local, proposals, ranks))
-    names: dict[int, list[str]] = {rank: [] for rank in ranks}
-    for name in local.tensors:
-        for chunk in chosen[name]:
-            if not chunk.number:
-                names[chunk.writer].append(name)
+    names = _names(local)
+    kinds = _kinds(local, proposals, ranks)
+    rotations = _choose_writers(local, kinds, len(ranks))
+    positions: tuple[HolderPositions, ...] = tuple({} for _ in ranks)
+    numbers = {id(kind): n for n, kind in enumerate(dict.fromkeys(kinds.values()), start=1)}
+    for kind in dict.fromkeys(kinds.values()):
+        for holders in kind.holders:
+            for number, holder in enumerate(holders):
+                positions[holder][numbers[id(kind)]] = (number, len(holders))
     tensors = {
-        name: Logical(local.found[name].element, tuple(tensor.shape), chosen[name])
+        name: Logical(
+            local.found[name].element, tuple(tensor.shape), kinds[name].layout(rotations[name])
+        )
         for name, tensor in local.tensors.items()
     }
-    return [
-        Assignment(tuple(names[rank]), None if position else tensors)
-        for position, rank in enumerate(ranks)
-    ]
+    choice = Choice(
+        np.array([numbers[id(kinds[n])] if n in kinds else 0 for n in names], _NUMBER).tobytes(),
+        np.array([rotations.get(name, 0) for name in names], _NUMBER).tobytes(),
+    )
+    return Plan(tensors, choice, positions)
 
 
-# For each possible choice of writers of a tensor, all its chunks.
-_Rotations = tuple[tuple[Chunk, ...], ...]
+class _Kind:
+    """Tensors of one shape that all ranks shard alike: which positions hold which part.
+
+    Where ranks hold the same part, a rotation selects the writers of all parts at once: choosing a
+    writer for each part of each tensor would balance a little better, but give every tensor a
+    separate layout.
+
+    Attributes:
+        holders: the positions that hold each part.
+        writers: for each rotation the positions that write, in the order of the boxes.
+    """
+
+    def __init__(self, parts: Mapping[_Part, list[int]], ranks: Sequence[int], ndim: int) -> None:
+        self.holders = list(parts.values())
+        rows = [(box, holders) for part, holders in parts.items() for box in part]
+        table = np.array([box for box, _ in rows], np.int64).reshape(len(rows), 2 * ndim)
+        order = np.lexsort(table.T[:ndim][::-1]) if ndim else np.arange(len(rows))
+        self._boxes = table[order]
+        self._num_elements = self._boxes[:, ndim:].prod(axis=1)
+        counts = np.array([len(holders) for _, holders in rows], np.int64)
+        begins = np.cumsum(counts) - counts
+        flat = np.array([position for _, holders in rows for position in holders], np.int64)
+        rotations = np.arange(max(counts, default=1))[:, None]
+        self.writers = flat[begins[order] + rotations % counts[order]]
+        self._ranks = np.array(ranks, np.int64)
+        self._ndim = ndim
+        self._layouts: dict[int, Layout] = {}
+
+    def layout(self, rotation: int) -> Layout:
+        """The parts with the rank that writes each at a rotation; one object for each."""
+        if rotation not in self._layouts:
+            boxes, writers = self._boxes, self._ranks[self.writers[rotation]]
+            if not len(writers):
+                self._layouts[rotation] = Layout.of_chunks([])
+            else:
+                self._layouts[rotation] = Layout(
+                    writers, boxes[:, : self._ndim].copy(), boxes[:, self._ndim :].copy()
+                )
+        return self._layouts[rotation]
+
+    def least_loaded(self, load: Column) -> int:
+        """The rotation whose writers have the least to write."""
+        return int(load[self.writers].max(axis=1).argmin()) if len(self.writers) > 1 else 0
+
+    def add_to(self, load: Column, rotation: int, element_bytes: int) -> None:
+        """Adds what each position writes at a rotation, in bytes."""
+        np.add.at(load, self.writers[rotation], self._num_elements * element_bytes)
 
 
-def _rotations(
+def _kinds(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int]
-) -> dict[str, _Rotations]:
-    """The possible writers of each tensor; one object for all that are sharded alike."""
-    for rank, proposal in zip(ranks, proposals, strict=True):
-        for name in proposal.part_numbers:
-            if name not in local.tensors:
-                raise _not_tied(local, name, rank)
-    alike: dict[object, _Rotations] = {}
-    found: dict[str, _Rotations] = {}
-    for name, tensor in local.tensors.items():
-        shape, row = tuple(tensor.shape), [each.part_numbers.get(name) for each in proposals]
-        kind = (shape, *row)
-        if kind not in alike:
-            holders: dict[tuple[Box, ...], list[int]] = {}
-            for rank, proposal, number in zip(ranks, proposals, row, strict=True):
-                if number is not None:
-                    holders.setdefault(proposal.parts[number], []).append(rank)
-            problem = tiling_problem(shape, (box for boxes in holders for box in boxes))
-            if problem is not None:
-                raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
-            alike[kind] = _rotations_of(holders)
-        found[name] = alike[kind]
+) -> dict[str, _Kind]:
+    """The kind of each tensor; one object for all that are sharded alike on all ranks."""
+    sent = {each.kinds_digest: each.kinds for each in proposals if each.kinds is not None}
+    numbers = {digest: number for number, digest in enumerate(sent)}
+    table = np.array([np.frombuffer(kinds, _NUMBER) for kinds in sent.values()])
+    sent_by = np.array([numbers[each.kinds_digest] for each in proposals])
+    known: dict[bytes, _Kind] = {}
+    found: dict[str, _Kind] = {}
+    for column, name in enumerate(_names(local)):
+        alike = table[:, column].tobytes()
+        tensor = local.tensors.get(name)
+        if tensor is not None and alike in known:
+            found[name] = known[alike]
+            continue
+        parts: dict[_Part, list[int]] = {}
+        numbers_here = table[sent_by, column].tolist()
+        for position, (number, proposal) in enumerate(zip(numbers_here, proposals, strict=True)):
+            part = proposal.parts[number - 1] if number else ()
+            if part:
+                parts.setdefault(part, []).append(position)
+        if tensor is None:
+            if parts:
+                raise _not_tied(local, name, ranks[min(map(min, parts.values()))])
+            continue
+        kind = found[name] = known[alike] = _Kind(parts, ranks, len(tensor.shape))
+        problem = kind.layout(0).tiling_problem(tuple(tensor.shape))
+        if problem is not None:
+            raise UnsupportedValueError(f"{local.key}: {name}", found=problem)
     return found
 
 
-def _rotations_of(holders: Mapping[tuple[Box, ...], Sequence[int]]) -> _Rotations:
-    """As many as a part has holders; in each, the next holder of a part writes it.
-
-    Choosing a writer for each part of each tensor would balance a little better, but give every
-    tensor a separate layout.
-    """
-    parts = sorted(
-        (
-            (box, number, ranks)
-            for boxes, ranks in holders.items()
-            for number, box in enumerate(boxes)
-        ),
-        key=lambda part: part[0].offsets,
-    )
-    return tuple(
-        tuple(Chunk(ranks[rotation % len(ranks)], box, number) for box, number, ranks in parts)
-        for rotation in range(max(map(len, holders.values()), default=1))
-    )
-
-
 def _choose_writers(
-    local: LocalState, rotations: Mapping[str, _Rotations]
-) -> dict[str, tuple[Chunk, ...]]:
-    """The parts of each tensor with the rank that writes each, so that all write about as much."""
-    load: Counter[int] = Counter()
-    chosen: dict[str, tuple[Chunk, ...]] = {}
+    local: LocalState, kinds: Mapping[str, _Kind], num_ranks: int
+) -> dict[str, int]:
+    """The rotation of each tensor with which all ranks write about as much."""
+    load = np.zeros(num_ranks, np.int64)
+    rotations: dict[str, int] = {}
 
     def order(name: str) -> tuple[bool, int]:
         # First those without a choice, then the large ones.
         num_bytes = math.prod(local.tensors[name].shape) * local.found[name].element.num_bytes
-        return len(rotations[name]) > 1, -num_bytes
+        return len(kinds[name].writers) > 1, -num_bytes
 
-    for name in sorted(rotations, key=order):
-        chosen[name] = min(
-            rotations[name],
-            key=lambda rotation: max((load[chunk.writer] for chunk in rotation), default=0),
-        )
-        for chunk in chosen[name]:
-            load[chunk.writer] += chunk.box.num_elements * local.found[name].element.num_bytes
-    return chosen
+    for name in sorted(local.tensors, key=order):
+        rotations[name] = kinds[name].least_loaded(load)
+        kinds[name].add_to(load, rotations[name], local.found[name].element.num_bytes)
+    return rotations
+
+
+def _names(local: LocalState) -> list[str]:
+    """All names in order, ties among them: the same on all ranks of a group."""
+    return sorted({*local.tensors, *local.ties})
 
 
 def _is_first_ranks(local: LocalState, name: str) -> bool:

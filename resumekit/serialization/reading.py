@@ -23,7 +23,8 @@ from resumekit.serialization.fetching import (
     plan_fetches,
     read_ranges,
 )
-from resumekit.serialization.index import Index, Logical, ShardedIndex, header, part_name, stem_of
+from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
+from resumekit.serialization.layouts import part_name
 from resumekit.serialization.sharding import Box, box_of, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.storage import MAX_JSON_BYTES, StepReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.serialization import Payload, read_payload
+from resumekit.serialization import (
+    Assignment,
+    LocalState,
+    Payload,
+    Proposal,
+    assign,
+    read_payload,
+)
 from resumekit.serialization.tensors import buffers_of
 from resumekit.storage import FileEntry, LocalFileSystem, Manifest, Staging, StepReader, Store
 
@@ -160,6 +167,15 @@ class Ranks:
             yield
         finally:
             torch.distributed.destroy_process_group()
+
+    @staticmethod
+    def assigned(local: Sequence[LocalState], proposals: Sequence[Proposal]) -> list[Assignment]:
+        """What each rank is to write, as the first decides on the proposals."""
+        plan = assign(local[0], proposals)
+        return [
+            Assignment.of(each, plan.choice, positions, None if rank else plan.tensors)
+            for rank, (each, positions) in enumerate(zip(local, plan.positions, strict=True))
+        ]
 
     @staticmethod
     def shard(whole: torch.Tensor, mesh: tuple[int, ...], *dimensions: int | None) -> Any:

@@ -8,7 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from resumekit.serialization.sharding import Box, tiling_problem
+from resumekit.serialization.layouts import Layout
+from resumekit.serialization.sharding import Box
+
+
+def tiling_problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    return Layout.of_chunks([(0, box) for box in boxes]).tiling_problem(shape)
 
 
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:

@@ -15,17 +15,16 @@ from resumekit.serialization import (
     Proposal,
     ShardedPayload,
     Source,
-    assign,
     encode_local,
     read_sharded,
 )
+from resumekit.serialization.layouts import Layout
 from resumekit.serialization.sharding import (
     FlatPart,
     boxes_of,
     fill,
     part_like,
     pieces_of,
-    tiling_problem,
 )
 
 SHAPES = [(), (1,), (7,), (5, 3), (1, 9), (4, 1), (3, 2, 4), (2, 1, 3, 2), (0, 4)]
@@ -61,14 +60,14 @@ def test_element_ranges_are_boxes_that_tile_the_tensor(shape: tuple[int, ...], s
         ]
         assert torch.equal(part.cut(memory), part.local)
         assert torch.equal(part.cut(whole), part.local)
-    assert tiling_problem(shape, boxes) is None
+    assert Layout.of_chunks([(0, box) for box in boxes]).tiling_problem(shape) is None
     assert torch.equal(found, whole)
 
 
-def written(checkpoints: Any, parts: list[dict[str, Any]]) -> Any:
+def written(checkpoints: Any, ranks: Any, parts: list[dict[str, Any]]) -> Any:
     local = [encode_local("model", state) for state in parts]
     proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
-    assignments = assign(local[0], proposals)
+    assignments = ranks.assigned(local, proposals)
     payloads = [
         ShardedPayload("state", rank, each, assignments[rank]) for rank, each in enumerate(local)
     ]
@@ -85,7 +84,7 @@ def state_of(whole: dict[str, torch.Tensor], ends: dict[str, list[int]], rank: i
 def test_every_cut_reads_its_ranges_of_every_other(checkpoints: Any, ranks: Any, seed: int) -> None:
     whole = {str(s): torch.randn(s) for s in SHAPES}
     ends = {name: cuts(seed, w.numel(), 3) for name, w in whole.items()}
-    step = written(checkpoints, [state_of(whole, ends, rank) for rank in range(3)])
+    step = written(checkpoints, ranks, [state_of(whole, ends, rank) for rank in range(3)])
     source = Source(step, "state", "model", ("index.json",))
     found, _ = read_sharded(source, lambda state: ())
     for name, w in whole.items():
@@ -106,22 +105,24 @@ def test_every_cut_reads_its_ranges_of_every_other(checkpoints: Any, ranks: Any,
         assert torch.equal(found["(5, 3)"].to_local(), whole["(5, 3)"][2:4])
 
 
-def test_one_part_under_two_names_is_a_tie_even_where_it_is_empty(checkpoints: Any) -> None:
+def test_one_part_under_two_names_is_a_tie_even_where_it_is_empty(
+    checkpoints: Any, ranks: Any
+) -> None:
     whole = torch.randn(4, 3)
     parts = [cut(whole, 0, 0), cut(whole, 0, 12)]
-    step = written(checkpoints, [{"a": part, "b": part} for part in parts])
+    step = written(checkpoints, ranks, [{"a": part, "b": part} for part in parts])
     source = Source(step, "state", "model", ("index.json",))
     found, _ = read_sharded(source, lambda state: ())
     assert found["a"] is found["b"]
 
 
-def test_a_name_that_a_part_needs_is_refused(checkpoints: Any) -> None:
+def test_a_name_that_a_part_needs_is_refused(checkpoints: Any, ranks: Any) -> None:
     whole = torch.randn(4, 3)
     states = [{name: cut(whole, *ends) for name in ("w", "w#2")} for ends in ((0, 1), (1, 12))]
     with pytest.raises(UnsupportedValueError, match=r"model: w#2.*another tensor"):
-        written(checkpoints, states)
+        written(checkpoints, ranks, states)
     with pytest.raises(UnsupportedValueError, match="miss 1"):
-        written(checkpoints, [{"w": cut(whole, 1, 12)}])
+        written(checkpoints, ranks, [{"w": cut(whole, 1, 12)}])
 
 
 def test_a_range_is_filled_from_a_whole_tensor_and_from_a_range() -> None:

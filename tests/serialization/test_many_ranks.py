@@ -23,6 +23,7 @@ from resumekit.serialization import (
     fetching,
 )
 from resumekit.serialization import planning as plan_module
+from resumekit.serialization.layouts import Layout
 from resumekit.serialization.planning import LocalState
 from resumekit.serialization.sharding import Box, box_of, local_part
 
@@ -52,7 +53,7 @@ def planned(
         with ranks.rank(rank, num_ranks):
             local.append(encode_local("model", states(ranks, mesh, dimensions, count)))
             proposals.append(Proposal.of(local[-1], rank))
-    return local, proposals, assign(local[0], proposals)
+    return local, proposals, ranks.assigned(local, proposals)
 
 
 def index_of(local: LocalState, assignment: Assignment) -> dict[str, Any]:
@@ -61,22 +62,27 @@ def index_of(local: LocalState, assignment: Assignment) -> dict[str, Any]:
     return index
 
 
-def num_parts(index: dict[str, Any]) -> int:
-    return sum(map(len, index["layouts"]))
+def num_runs(index: dict[str, Any]) -> int:
+    """Of the columns of all layouts, each an arithmetic progression."""
+    return sum(
+        len(runs)
+        for layout in index["layouts"]
+        for runs in (layout["writers"], *layout["offsets"], *layout["sizes"])
+    )
 
 
 def test_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: Counter[str] = Counter()
-    for name in ("boxes_of", "tiling_problem"):
-        original = getattr(plan_module, name)
+    for module, name in ((plan_module, "boxes_of"), (Layout, "tiling_problem")):
+        original = getattr(module, name)
 
         def count(*given: Any, name: str = name, original: Any = original) -> Any:
             counted[name] += 1
             return original(*given)
 
-        monkeypatch.setattr(plan_module, name, count)
+        monkeypatch.setattr(module, name, count)
     found = []
     for num_ranks, num_tensors in ((4, 30), (4, 60), (8, 30)):
         counted.clear()
@@ -86,30 +92,48 @@ def test_tensors_that_are_sharded_alike_are_planned_once(
     assert found == [(kinds, kinds)] * 3
 
 
-def test_proposals_grow_with_ranks_times_tensors(ranks: Any) -> None:
+def sent_bytes(proposals: Sequence[Proposal]) -> int:
+    digests = [each.kinds_digest for each in proposals]
+    return sum(
+        len(pickle.dumps(each.sent_by(position, digests)))
+        for position, each in enumerate(proposals)
+    )
+
+
+def test_proposals_grow_with_ranks_and_with_tensors_but_not_with_both(ranks: Any) -> None:
     def num_bytes(num_ranks: int, num_tensors: int) -> int:
         _, proposals, _ = planned(ranks, (num_ranks,), num_tensors)
         assert all(len(each.parts) <= len(SHAPES) + 1 for each in proposals)
-        return sum(len(pickle.dumps(each)) for each in proposals)
+        return sent_bytes(proposals)
 
-    small = num_bytes(4, 60)
-    assert num_bytes(8, 60) < 2.1 * small
-    assert num_bytes(4, 120) < 2.1 * small
+    small, more_tensors, more_ranks = num_bytes(4, 60), num_bytes(4, 120), num_bytes(8, 60)
+    assert more_tensors - small == 60 * 2 * 4  # one rank says which tensors are of which kind
+    assert num_bytes(8, 120) == more_ranks + (more_tensors - small)
+    assert more_ranks < 2 * small
 
 
-def test_the_index_grows_with_ranks_and_with_tensors_but_not_with_both(ranks: Any) -> None:
+def test_what_a_rank_receives_grows_with_kinds_and_not_with_tensors(ranks: Any) -> None:
+    def num_positions(num_ranks: int, num_tensors: int) -> list[int]:
+        local, proposals, _ = planned(ranks, (2, num_ranks), num_tensors, (None, 0))
+        return [len(each) for each in assign(local[0], proposals).positions]
+
+    assert num_positions(4, 60) == num_positions(4, 120)
+    assert max(num_positions(4, 60)) == len(SHAPES) + 1
+
+
+def test_the_index_grows_with_tensors_and_hardly_with_ranks(ranks: Any) -> None:
     def size(num_ranks: int, num_tensors: int) -> tuple[int, int]:
         local, _, assignments = planned(ranks, (num_ranks,), num_tensors)
         index = index_of(local[0], assignments[0])
-        return num_parts(index), len(json.dumps(index))
+        return num_runs(index), len(json.dumps(index))
 
-    parts, num_bytes = size(4, 60)
+    runs, num_bytes = size(4, 60)
     more_tensors, more_ranks, more_of_both = size(4, 120), size(8, 60), size(8, 120)
-    assert more_tensors[0] == parts
-    assert more_ranks[0] <= 2 * parts
+    assert more_tensors[0] == runs
+    assert more_ranks[0] <= runs + len(SHAPES)
     assert more_of_both[0] == more_ranks[0]
-    added = (more_tensors[1] - num_bytes) + (more_ranks[1] - num_bytes)
-    assert more_of_both[1] <= num_bytes + added + 200  # numbers of more digits
+    assert more_ranks[1] <= num_bytes + 100
+    assert more_of_both[1] <= more_tensors[1] + 100
 
 
 def test_copies_are_shared_evenly_and_in_few_ways(ranks: Any) -> None:
@@ -133,7 +157,8 @@ def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:
     local, proposals, assignments = planned(ranks, (3, 2), 12, (None, 0))
     given = [(name, rank) for rank, each in enumerate(assignments) for name in each.names]
     assert len(set(given)) == len(given)
-    assert all(name in proposals[rank].part_numbers for name, rank in given)
+    assert all(name in local[rank].tensors for name, rank in given)
+    assert all(any(proposals[rank].parts) for _, rank in given)
     tensors = assignments[0].tensors
     assert tensors is not None
     assert {(n, c.writer) for n, each in tensors.items() for c in each.chunks} == set(given)

@@ -26,6 +26,7 @@ from resumekit.serialization import (
     read_sharded,
 )
 from resumekit.serialization.index import ShardedIndex
+from resumekit.serialization.layouts import Layout
 from resumekit.serialization.sharding import box_of, is_sharded, local_part
 from resumekit.storage import StepReader
 
@@ -61,7 +62,7 @@ def save(
         with ranks.rank(rank, num_ranks):
             local.append(encode_local("model", make(), first_rank_only=first_rank_only))
             proposals.append(Proposal.of(local[-1], rank))
-    assignments = assign(local[0], proposals)
+    assignments = ranks.assigned(local, proposals)
 
     def write(staging: Any) -> list[Any]:
         return [
@@ -168,7 +169,8 @@ def test_small_tensors_that_all_ranks_hold_stand_together(checkpoints: Any, rank
     with step.file("state/index.json") as file:
         index = json.loads(file.read())
     steps = {index["tensors"][f"{i}.step"]["layout"] for i in range(20)}
-    assert [index["layouts"][each] for each in steps] == [[[0, [], []]]]
+    only_the_first = {"writers": [[0, 0, 1]], "offsets": [], "sizes": []}
+    assert [index["layouts"][each] for each in steps] == [only_the_first]
     with step.file("state/rank-00000.json") as file:
         names = list(json.loads(file.read())["tensors"])
     assert all(name.endswith("step") for name in names[:20])
@@ -308,15 +310,54 @@ def test_ranks_with_other_tensors_are_refused(ranks: Any) -> None:
             assign(first, [Proposal.of(first, 0), proposal(other, 1)])
 
 
+def replaced(step: StepReader, path: str, content: bytes) -> Callable[[Any], list[Any]]:
+    """Writes the files of a checkpoint with another content of one of them."""
+
+    def write(staging: Any) -> list[Any]:
+        entries = []
+        for entry in step.manifest.files:
+            found = content if entry.path == path else (step.path / entry.path).read_bytes()
+            with staging.create(entry.path, writer=entry.writer) as file:
+                file.write([memoryview(found)])
+                entries.append(file.finish())
+        return entries
+
+    return write
+
+
+def _long_layout(count: int) -> Any:
+    return {name: [[[0, 0, count]]] * 2 for name in ("offsets", "sizes")} | {
+        "writers": [[0, 0, count]]
+    }
+
+
+def _prolong(layout: Any, count: int) -> None:
+    layout.update(_long_layout(count))
+
+
 def damaged(index: Any, name: str) -> None:
-    row, part = index["tensors"]["w"], index["layouts"][0][0]
+    row, layout = index["tensors"]["w"], index["layouts"][0]
     changes: dict[str, Callable[[], Any]] = {
-        "a gap": lambda: part.__setitem__(2, [3, 6]),
-        "an overlap": lambda: part.__setitem__(1, [3, 0]),
-        "a negative offset": lambda: part.__setitem__(1, [-1, 0]),
-        "a writer that is none": lambda: part.__setitem__(0, "0"),
-        "another writer": lambda: part.__setitem__(0, 1),
-        "a writer without a file": lambda: part.__setitem__(0, 3),
+        "a gap": lambda: layout["sizes"].__setitem__(0, [[3, 0, 2]]),
+        "an overlap": lambda: layout["offsets"].__setitem__(0, [[3, 0, 2]]),
+        "a negative offset": lambda: layout["offsets"].__setitem__(0, [[-1, 5, 2]]),
+        "a negative last offset": lambda: layout["offsets"].__setitem__(0, [[4, -8, 2]]),
+        "a writer that is none": lambda: layout.__setitem__("writers", [["0", 1, 2]]),
+        "another writer": lambda: layout.__setitem__("writers", [[1, -1, 2]]),
+        "a writer without a file": lambda: layout.__setitem__("writers", [[3, -3, 2]]),
+        "a part too many": lambda: layout.__setitem__("writers", [[0, 1, 3]]),
+        "a part of no run": lambda: layout.__setitem__("writers", [[0, 1, 2], [2, 1, 0]]),
+        "a run that counts back": lambda: layout.__setitem__("writers", [[0, 1, 3], [0, 1, -1]]),
+        "runs of two numbers": lambda: layout.__setitem__("writers", [[0, 1]]),
+        "runs that are no list": lambda: layout.__setitem__("writers", {"first": 0}),
+        "a run of floats": lambda: layout.__setitem__("writers", [[0, 1.0, 2]]),
+        "a dimension less": lambda: layout["offsets"].pop(),
+        "two dimensions less": lambda: (layout["offsets"].pop(), layout["sizes"].pop()),
+        "a field of a layout more": lambda: layout.__setitem__("more", 1),
+        "a layout that is a list": lambda: index["layouts"].__setitem__(0, []),
+        "parts without end": lambda: _prolong(layout, 1 << 40),
+        "many parts": lambda: index["layouts"].extend([_long_layout(1 << 22)] * 100),
+        "a step without end": lambda: layout.__setitem__("writers", [[0, 1 << 70, 1], [1, 0, 1]]),
         "another shape": lambda: row.__setitem__("shape", [70, 6]),
         "another type": lambda: row.__setitem__("dtype", "float64"),
         "an unknown type": lambda: row.__setitem__("dtype", "float33"),
@@ -324,7 +365,7 @@ def damaged(index: Any, name: str) -> None:
         "a field more": lambda: row.__setitem__("more", 1),
         "too many dimensions": lambda: row.__setitem__("shape", [1] * 70),
         "another format": lambda: index.__setitem__("format", "resumekit payload"),
-        "a newer format": lambda: index.__setitem__("format_version", 2),
+        "a newer format": lambda: index.__setitem__("format_version", 3),
         "no states": lambda: index.pop("states"),
         "a state of another key": lambda: index.__setitem__("states", {"ema": {}}),
         "a tensor that is not there": lambda: index["tensors"].pop("w"),
@@ -338,9 +379,23 @@ def damaged(index: Any, name: str) -> None:
         "a gap",
         "an overlap",
         "a negative offset",
+        "a negative last offset",
         "a writer that is none",
         "another writer",
         "a writer without a file",
+        "a part too many",
+        "a part of no run",
+        "a run that counts back",
+        "runs of two numbers",
+        "runs that are no list",
+        "a run of floats",
+        "a dimension less",
+        "two dimensions less",
+        "a field of a layout more",
+        "a layout that is a list",
+        "parts without end",
+        "many parts",
+        "a step without end",
         "another shape",
         "another type",
         "an unknown type",
@@ -359,19 +414,36 @@ def test_an_index_that_makes_no_sense_is_refused(checkpoints: Any, ranks: Any, d
     path = step.path / "state/index.json"
     index = json.loads(path.read_text())
     damaged(index, damage)
-    forged = dict.fromkeys(("state/index.json",), json.dumps(index).encode())
-
-    def write(staging: Any) -> list[Any]:
-        entries = []
-        for entry in step.manifest.files:
-            content = forged.get(entry.path) or (step.path / entry.path).read_bytes()
-            with staging.create(entry.path, writer=entry.writer) as file:
-                file.write([memoryview(content)])
-                entries.append(file.finish())
-        return entries
-
+    write = replaced(step, "state/index.json", json.dumps(index).encode())
     with pytest.raises(CheckpointError, match=r"index\.json|safetensors|rank-00003"):
         load(checkpoints.commit(write), {})
+
+
+def as_version_1(index: Any) -> Any:
+    """The index as resumekit wrote it before layouts had columns."""
+    layouts = [Layout.from_json(row, max_values=1000) for row in index["layouts"]]
+    listed = [
+        [[each.writer, list(each.box.offsets), list(each.box.sizes)] for each in layout]
+        for layout in layouts
+    ]
+    return {**index, "format_version": 1, "layouts": listed}
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_an_index_of_version_1_is_read(checkpoints: Any, ranks: Any, damage: bool) -> None:
+    mesh, dimensions = LAYOUTS["rows and columns"]
+    step = save(checkpoints, ranks, 4, lambda: {"w": ranks.shard(WHOLE, mesh, *dimensions)})
+    index = as_version_1(json.loads((step.path / "state/index.json").read_text()))
+    if damage:
+        index["layouts"][0][3][2] = [3, 2]
+    older = checkpoints.commit(replaced(step, "state/index.json", json.dumps(index).encode()))
+    with ranks.rank(1, 3):
+        live = {"w": ranks.shard(torch.zeros(7, 6), (3,), 0)}
+        if damage:
+            with pytest.raises(CorruptCheckpointError, match=r"index\.json.*miss 3"):
+                load(older, live)
+        else:
+            assert torch.equal(local_part(load(older, live)["w"]), WHOLE[3:6])
 
 
 def test_a_flipped_byte_in_the_index_is_found(checkpoints: Any, ranks: Any) -> None:
@@ -391,8 +463,7 @@ def test_layers_that_are_sharded_alike_share_one_list_of_parts(ranks: Any) -> No
             state = {f"layer.{i}": ranks.shard(WHOLE + i, (4,), 0) for i in range(50)}
             local.append(encode_local("model", state))
             proposals.append(Proposal.of(local[-1], rank))
-    tensors = assign(local[0], proposals)[0].tensors
-    assert tensors is not None
+    tensors = assign(local[0], proposals).tensors
     data = ShardedIndex({"model": {}}, tensors).to_bytes()
     assert len(json.loads(data)["layouts"]) == 1
     assert ShardedIndex.from_bytes(data, where="index").tensors == tensors

@@ -9,7 +9,10 @@ from resumekit.distributed import World
 from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
     Assignment,
+    Choice,
+    HolderPositions,
     LocalState,
+    Plan,
     Proposal,
     ShardedPayload,
     assign,
@@ -122,17 +125,33 @@ def _plan_within(
     world: World, keys: Sequence[str], local: Mapping[str, LocalState]
 ) -> dict[str, Assignment]:
     """What this rank is to write of some components, as its group has agreed. Collective."""
+    position = world.ranks.index(world.rank)
     proposed: dict[str, Proposal] = {}
+    plans: dict[str, Plan] = {}
 
-    def propose() -> None:
+    def propose() -> dict[str, str]:
         for key in keys:
-            proposed[key] = Proposal.of(local[key], world.ranks.index(world.rank))
+            proposed[key] = Proposal.of(local[key], position)
+        return {key: each.kinds_digest for key, each in proposed.items()}
 
-    def plan(proposals: list[dict[str, Proposal]]) -> list[dict[str, Assignment]]:
-        plans = {
-            key: assign(local[key], [each[key] for each in proposals], world.ranks) for key in keys
-        }
-        return [{key: plans[key][index] for key in keys} for index in range(len(proposals))]
+    def plan(proposals: list[dict[str, Proposal]]) -> list[dict[str, HolderPositions]]:
+        for key in keys:
+            plans[key] = assign(local[key], [each[key] for each in proposals], world.ranks)
+        return [
+            {key: each.positions[index] for key, each in plans.items()}
+            for index in range(len(proposals))
+        ]
 
-    world.everywhere(propose)
-    return world.exchange(proposed, plan)
+    digests = world.everywhere(propose)
+    sent = {
+        key: each.sent_by(position, [of_rank[key] for of_rank in digests])
+        for key, each in proposed.items()
+    }
+    positions = world.exchange(sent, plan)
+    choices: dict[str, Choice] = world.broadcast({key: each.choice for key, each in plans.items()})
+    return {
+        key: Assignment.of(
+            local[key], choices[key], positions[key], plans[key].tensors if key in plans else None
+        )
+        for key in keys
+    }
