@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -30,17 +31,22 @@ RESULTS = Path(__file__).parent / "results"
 T = TypeVar("T")
 
 
-def parser_for(doc: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
+def parser_for(
+    doc: str | None, *, rounds: int | None = None, has_tiny: bool = False
+) -> argparse.ArgumentParser:
     """The options of every benchmark.
 
     Args:
         doc: the docstring of the script.
         rounds: the default of ``--rounds``; None without that option.
+        has_tiny: whether the script can be tried with sizes that show nothing.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if rounds is not None:
         about = f"measured rounds (default {rounds})"
         parser.add_argument("--rounds", type=int, default=rounds, help=about)
+    if has_tiny:
+        parser.add_argument("--tiny", action="store_true", help="a tiny state, to try the script")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/")
     return parser
 
@@ -61,6 +67,23 @@ def run_child(script: str, *arguments: str, options: Sequence[str] = ()) -> Any:
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: Any, preload: Sequence[str] = ()) -> T:
+    """The result of a function of a module, called where nothing has run but imports.
+
+    Its memory and its optimizers are as new as those of a restarted run, and it need not wait for
+    imports: it is forked from a process that has done them.
+
+    Args:
+        function: of a module.
+        *arguments: of the function.
+        preload: the modules that are imported once for all calls.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -119,12 +142,14 @@ class Cost:
         cpu_seconds: of all threads of this process.
         extra_bytes: of resident memory at its highest, above both before and after the call.
         held_bytes: by which the resident memory is larger afterwards.
+        durable_seconds: until an async save was committed; 0 for everything else.
     """
 
     seconds: float
     cpu_seconds: float
     extra_bytes: int
     held_bytes: int
+    durable_seconds: float = 0.0
 
 
 def cost_of(call: Callable[[], Any]) -> Cost:
