@@ -5,7 +5,8 @@ from __future__ import annotations
 from resumekit.storage.commit import Staging
 from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
-from resumekit.storage.files import FileEntry, FileReader, FileWriter
+from resumekit.storage.file_reader import FileReader
+from resumekit.storage.files import FileEntry, FileWriter
 from resumekit.storage.host_memory import HostBuffer
 from resumekit.storage.io import (
     Entry,
