@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,7 @@ from crashlab.scenarios import (
     Lab,
     killed_and_relaunched,
     trained_on_after_a_failed_sync,
+    trained_on_after_failing_calls,
 )
 
 # Two ranks have many more instants, so fewer states of each are enough.
@@ -91,13 +94,44 @@ def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
         (failed,) = (index for index, call in enumerate(calls) if isinstance(call, FailedSync))
         later = [call.file for call in calls[failed:] if isinstance(call, Sync)]
         assert calls[failed].inode not in later, calls[failed].call  # type: ignore[attr-defined]
-        # BY_TARGET does not ask for whole directories: a checkpoint that retention has deleted may
-        # survive in part when the sync of its removal failed. Nothing rests on it any more.
-        explore(job, limit=4, renames=Renames.BY_TARGET, findings=findings)
+        explore(job, limit=4, findings=findings)
     record_property("failed syncs", num_failed)
     record_property("unique crash states after a failed sync", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
     assert num_failed > 15
+
+
+@pytest.mark.parametrize(
+    ("world_size", "apart"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.full),
+        pytest.param(2, 3, marks=pytest.mark.full),
+        (1, 5),
+    ],
+)
+@pytest.mark.parametrize(
+    ("cause", "for_good"),
+    [
+        pytest.param(errno.EIO, False, id="EIO once"),
+        pytest.param(errno.ENOSPC, True, id="ENOSPC for good"),
+    ],
+)
+def test_a_disk_that_fails_during_background_saves_breaks_no_promise(
+    world_size: int, apart: int, cause: int, for_good: bool, record_property: RecordProperty
+) -> None:
+    findings = Findings()
+    numbers = itertools.count(0, apart)
+    for number in numbers:
+        job = trained_on_after_failing_calls(
+            number, cause, for_good=for_good, world_size=world_size
+        )
+        if job is None:
+            break
+        explore(job, limit=3, findings=findings)
+    record_property("failing calls", number)
+    record_property("unique crash states after failing calls", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+    assert number > 100
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

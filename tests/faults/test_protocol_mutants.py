@@ -14,7 +14,15 @@ from crashlab.crashes import Renames
 from crashlab.explorer import explore
 from crashlab.jobs import RUN, Job
 from crashlab.mutants import (
+    AcceptsAnotherAttempt,
+    AcceptsAnotherSave,
+    AcceptsAnotherStep,
+    DeletesPinnedCheckpoints,
+    EmptiesTheTrashBeforeTheSync,
     FixedTemporaryName,
+    IgnoresFailures,
+    IgnoresMissingRanks,
+    LeavesPartsInPlace,
     OverwritesTheStep,
     ReadsUnchecked,
     RenamesBeforeFsync,
@@ -116,6 +124,67 @@ def test_committing_before_every_rank_has_finished_is_caught() -> None:
         return first_of_commit not in done or written <= done
 
     assert explore(job, limit=16, possible=possible, enough=1).violations
+
+
+@pytest.mark.parametrize(
+    ("lab", "scenario"),
+    [
+        pytest.param(
+            Lab(world_size=2, parts_class=IgnoresMissingRanks, barriers=False),
+            "first_background_save",
+            id="commit before all parts are there",
+        ),
+        pytest.param(
+            Lab(world_size=2, parts_class=IgnoresFailures),
+            "rank_that_reports_a_failure",
+            id="part with an error counted as success",
+        ),
+        pytest.param(
+            Lab(parts_class=AcceptsAnotherAttempt),
+            "stale_parts_in_place",
+            id="part of another attempt accepted",
+        ),
+        pytest.param(
+            Lab(parts_class=AcceptsAnotherStep),
+            "stale_parts_in_place",
+            id="part of another step accepted",
+        ),
+        pytest.param(
+            Lab(parts_class=AcceptsAnotherSave),
+            "stale_parts_in_place",
+            id="part of another save accepted",
+        ),
+        pytest.param(
+            Lab(wrap=LeavesPartsInPlace), "first_background_save", id="parts left in the checkpoint"
+        ),
+        pytest.param(
+            Lab(store_class=RetainsBeforeCommit),
+            "background_saves_and_retention",
+            id="retention before commit",
+        ),
+        pytest.param(
+            Lab(wrap=EmptiesTheTrashBeforeTheSync),
+            "background_saves_and_retention",
+            id="trash emptied before the rename is durable",
+        ),
+        pytest.param(
+            Lab(store_class=DeletesPinnedCheckpoints),
+            "retention_of_a_pinned_checkpoint",
+            id="pinned checkpoint deleted",
+        ),
+    ],
+)
+def test_another_protocol_of_background_saves_is_caught(
+    lab: Lab,
+    scenario: str,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    unchanged = Lab(world_size=lab.world_size)
+    assert _first_violation(unchanged, [scenario], limit=2) is None
+    violation = _first_violation(lab, [scenario])
+    assert violation is not None
+    record_property(f"caught, {request.node.callspec.id}", violation.splitlines()[0])
 
 
 def test_trying_a_failed_fsync_again_is_caught() -> None:

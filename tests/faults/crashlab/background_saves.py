@@ -18,7 +18,7 @@ class Trouble:
     Args:
         lost: ranks that end after their data, before their part.
         failing: ranks that cannot create one of their files, and report that.
-        stale: parts of all ranks that are in place already, as changes to the right ones.
+        stale: parts of the last rank that are there already, as changes to the right one.
     """
 
     lost: Sequence[int] = ()
@@ -75,10 +75,12 @@ def leave_parts(
     job: Job, name: StepName, stagings: Sequence[Staging], parts: Parts, trouble: Trouble
 ) -> None:
     """Every rank writes its files and leaves its part; they do so at the same time."""
+    last = len(stagings) - 1
     for changes in trouble.stale:
-        for rank, staging in enumerate(stagings):
-            staging.leave_part(replace(_wrong_part(job, name, rank), **changes))  # type: ignore[arg-type]
+        part = replace(_wrong_part(job, name, last), **changes)  # type: ignore[arg-type]
+        stagings[last].leave_part(part)
     parts.look()
+    job.recording.barrier()
     for rank, staging in enumerate(stagings):
         if rank not in _late_ranks(job):
             _leave_part(job, name, staging, rank, trouble)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,47 @@ class FailsASync(Passing):
         self._left -= 1
         if self._left == -1:
             self._disk.fail_sync(target)
+
+
+class FailsFrom(BeforeEveryChange):
+    """Lets one changing call fail, or all from then on.
+
+    Args:
+        inner: the file system in memory.
+        number: of the call, from 0.
+        cause: the errno.
+        for_good: whether later calls fail too.
+    """
+
+    def __init__(self, inner: FileSystem, number: int, cause: int, *, for_good: bool) -> None:
+        super().__init__(inner)
+        assert isinstance(inner, RecordingFileSystem)
+        self._disk = inner
+        self._left = number
+        self._cause = cause
+        self._for_good = for_good
+
+    @property
+    def has_failed(self) -> bool:
+        return self._left < 0
+
+    def before_change(self) -> None:
+        if self._is_hit():
+            raise OSError(self._cause, os.strerror(self._cause))
+
+    def fsync(self, handle: int) -> None:
+        if self._is_hit():
+            self._disk.fail_sync(handle)
+        self._inner.fsync(handle)
+
+    def fsync_dir(self, path: Path) -> None:
+        if self._is_hit():
+            self._disk.fail_sync(path)
+        self._inner.fsync_dir(path)
+
+    def _is_hit(self) -> bool:
+        self._left -= 1
+        return self._left == -1 or (self._for_good and self._left < 0)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from crashlab.interruptions import Passing
@@ -17,6 +18,8 @@ from resumekit.storage import (
     FileEntry,
     FileSystem,
     Manifest,
+    Part,
+    Parts,
     ReadHandle,
     RetentionPolicy,
     Staging,
@@ -235,6 +238,81 @@ class RetainsBeforeCommit(Store):
         for name in select_deletions([*names, Checkpoint(staging.step)], self.policy):
             _delete(self, name)
         return super().commit(staging, manifest)
+
+
+class IgnoresMissingRanks(Parts):
+    """Takes the parts that are there for all of them."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return ()
+
+
+class IgnoresFailures(Parts):
+    """Takes the part of a rank that has failed for that of one that has finished."""
+
+    @property
+    def failures(self) -> dict[int, str]:
+        return {}
+
+
+class AcceptsAnotherAttempt(Parts):
+    """Takes parts of earlier process starts, and of other runs."""
+
+    def _is_of_this_save(self, part: Part) -> bool:
+        run_id, attempt, *_ = self._save
+        return super()._is_of_this_save(replace(part, run_id=run_id, attempt=attempt))
+
+
+class AcceptsAnotherStep(Parts):
+    """Takes parts of other steps."""
+
+    def _is_of_this_save(self, part: Part) -> bool:
+        return super()._is_of_this_save(replace(part, step=self._save[2]))
+
+
+class AcceptsAnotherSave(Parts):
+    """Takes parts of earlier saves of the same step."""
+
+    def _is_of_this_save(self, part: Part) -> bool:
+        return super()._is_of_this_save(replace(part, save_number=self._save[3]))
+
+
+class LeavesPartsInPlace(Passing):
+    """Commits a staging directory with the parts in it."""
+
+    def list(self, path: Path) -> list[Entry]:
+        is_staged = _STAGED.fullmatch(path.name)
+        return [entry for entry in super().list(path) if not (is_staged and entry.name == "parts")]
+
+    def unlink(self, path: Path) -> None:
+        if path.parent.name != "parts":
+            super().unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        if path.name != "parts":
+            super().rmdir(path)
+
+
+class EmptiesTheTrashBeforeTheSync(Passing):
+    """Removes the bytes of a deleted checkpoint as soon as it is renamed away."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if target.name.startswith("trash-"):
+            for path in _files_first(self._inner, target)[:-1]:
+                with suppress(IsADirectoryError):
+                    self._inner.unlink(path)
+
+
+class DeletesPinnedCheckpoints(Store):
+    """Does not care whether a checkpoint is being read."""
+
+    def pin(self, name: StepName) -> None:
+        del name
+
+    def unpin(self, name: StepName) -> None:
+        del name
 
 
 def _delete(store: Store, name: StepName) -> None:

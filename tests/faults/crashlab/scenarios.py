@@ -18,12 +18,19 @@ from crashlab.background_saves import (
     stage_with_parts,
 )
 from crashlab.disk import Disk
-from crashlab.interruptions import FailsASync, Interrupted, Interruption, Killed, KilledAt
+from crashlab.interruptions import (
+    FailsASync,
+    FailsFrom,
+    Interrupted,
+    Interruption,
+    Killed,
+    KilledAt,
+)
 from crashlab.jobs import RUN, Job, Wrap
 from crashlab.operations import FailedSync
 from crashlab.recording import Recording
 from resumekit.errors import DirectoryError, ResumekitError, SaveError
-from resumekit.storage import Parts, RetentionPolicy, StepName, Store
+from resumekit.storage import FileSystem, Parts, RetentionPolicy, StepName, Store
 
 
 @dataclass(frozen=True)
@@ -292,6 +299,14 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+def _save_in_turn(job: Job, step: int) -> None:
+    """Saves in the background and without, by turns: what one leaves must not harm the other."""
+    if step % 2 == 0:
+        save_in_background(job, step)
+    else:
+        job.save(step)
+
+
 def killed_and_relaunched(num_calls: int) -> Job | None:
     """A launch that is killed after a number of calls, and the next one on the same machine.
 
@@ -303,8 +318,8 @@ def killed_and_relaunched(num_calls: int) -> Job | None:
     job = lab.job(earlier.recording.disk, policy, after=earlier)
     try:
         job.start()
-        job.save(2)
-        job.save(3)
+        for step in (2, 3, 4):
+            _save_in_turn(job, step)
     except Killed:
         pass
     else:
@@ -356,8 +371,39 @@ def trained_on_after_a_failed_sync(number: int, wrap: Wrap = lambda inner: inner
     job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
     with suppress(DirectoryError):
         job.start()
-        for step in (2, 3):
+        for step in (2, 3, 4):
             with suppress(SaveError):
-                job.save(step)
+                _save_in_turn(job, step)
     failed = any(isinstance(call, FailedSync) for call in job.recording.operations)
     return job if failed else None
+
+
+def trained_on_after_failing_calls(
+    number: int, cause: int, *, for_good: bool, world_size: int = 1
+) -> Job | None:
+    """A launch whose disk fails during its background saves, once or until the launch ends.
+
+    Args:
+        number: of the first failing call of each rank, counted from the start of the launch.
+        cause: the errno.
+        for_good: whether all later calls of that rank fail too.
+        world_size: how many ranks.
+
+    Returns:
+        The launch; None when it makes fewer calls.
+    """
+    faults: list[FailsFrom] = []
+
+    def failing(inner: FileSystem) -> FailsFrom:
+        faults.append(FailsFrom(inner, number, cause, for_good=for_good))
+        return faults[-1]
+
+    earlier = _earlier(Lab(world_size=world_size), 1)
+    lab = Lab(world_size=world_size, wrap=failing)
+    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
+    with suppress(DirectoryError):
+        job.start()
+        for step in (2, 3, 4):
+            with suppress(SaveError):
+                save_in_background(job, step)
+    return job if any(fault.has_failed for fault in faults) else None
