@@ -23,6 +23,12 @@ def show_messages() -> None:
     logger.propagate = False  # a root handler would show each message a second time
 
 
+def is_shown_on_terminal() -> bool:
+    """Whether INFO goes to a terminal by our own handler, which a progress bar may then use."""
+    is_ours = any(isinstance(handler, _StandardError) for handler in logger.handlers)
+    return is_ours and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()
+
+
 class _StandardError(logging.Handler):
     """Writes to ``sys.stderr`` as it is now: notebooks and tests replace it."""
 

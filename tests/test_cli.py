@@ -13,7 +13,6 @@ import pytest
 
 import resumekit
 from resumekit.cli import main
-from resumekit.cli.views import human_bytes
 from resumekit.errors import ConfigurationError
 from resumekit.storage import ComponentRecord, Manifest, StepName, Store
 
@@ -248,11 +247,3 @@ def test_help_names_every_command_and_does_not_wait_for_torch() -> None:
 
 def test_version_prints_the_version(command: Command) -> None:
     assert command("--version") == (0, f"resumekit {resumekit.__version__}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (1_490_000_000, "1.5 GB"), (3e15, "3000.0 TB")],
-)
-def test_sizes_are_written_for_people(num_bytes: float, text: str) -> None:
-    assert human_bytes(num_bytes) == text

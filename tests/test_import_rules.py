@@ -31,6 +31,7 @@ TEST_RUNNER = frozenset({"pytest"})
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
+    "progress_display": {"log"},
     "analysis": {"errors"},
     "requirements": {"errors", "log"},
     "state": {"errors"},
@@ -41,11 +42,11 @@ LAYERS: dict[str, set[str]] = {
     "capture": {
         *("errors", "log", "state", "distributed", "serialization", "resumekit"),
     },
-    "data": {"errors", "log", "state", "distributed", "capture"},
+    "data": {"errors", "log", "progress_display", "state", "distributed", "capture"},
     "journal": {"errors", "log", "state", "serialization", "capture", "resumekit"},
     "run": {
         *("errors", "log", "state", "distributed", "tracing", "analysis", "resumekit"),
-        *("storage", "serialization", "capture", "data", "journal"),
+        *("storage", "serialization", "capture", "data", "journal", "progress_display"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
@@ -62,7 +63,9 @@ LAYERS: dict[str, set[str]] = {
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
-    "cli": {"errors", "log", "storage", "export", "prove", "demo", "resumekit"},
+    "cli": {
+        *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
+    },
 }
 
 # A package is imported through its `__init__`, except these: each of their modules belongs to one
@@ -75,6 +78,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/state/", frozenset()),
     ("resumekit/analysis/", frozenset()),
     ("resumekit/storage/", frozenset({"xxhash"})),
+    ("resumekit/progress_display.py", TERMINAL),  # loaded when a bar is drawn
     ("resumekit/cli", NUMERICS | TERMINAL),
     ("resumekit/demo", NUMERICS | TERMINAL),
     ("resumekit/prove/report", NUMERICS | TERMINAL),

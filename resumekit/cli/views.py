@@ -18,10 +18,10 @@ from resumekit.errors import (
     CorruptCheckpointError,
     NoUsableCheckpointError,
 )
+from resumekit.progress_display import human_bytes
 from resumekit.storage import Manifest, StepName, StepReader, Store
 
 _PIPE_WIDTH = 160
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def list_directory(directory: Path, *, as_json: bool) -> None:
@@ -117,16 +117,6 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
         size, seconds = _size(reader.manifest), time.perf_counter() - started
         print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
     return all_good
-
-
-def human_bytes(num_bytes: float) -> str:
-    """A size such as ``1.5 GB``: at most one decimal, powers of 1000."""
-    size, unit = float(num_bytes), _UNITS[0]
-    for unit in _UNITS:
-        if size < 1000 or unit == _UNITS[-1]:
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == _UNITS[0] else f"{size:.1f} {unit}"
 
 
 def print_json(value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +31,7 @@ from resumekit.data.stream_objects import MakeUserState, StreamObjects
 from resumekit.data.workers import PersistentWorkers
 from resumekit.errors import DataPositionError
 from resumekit.log import logger
+from resumekit.progress_display import show_progress
 from resumekit.state import Fidelity
 
 _CONDITION = (
@@ -186,18 +185,18 @@ class ReplaySource(Source):
 
     def _replay(self, pending: Mapping[str, Any]) -> None:
         num_batches = pending["batch"]
-        progress = ReplayProgress(f"replaying the used batches of {self.name!r}", num_batches)
-        for number in range(num_batches):
-            try:
-                self.next_batch()
-            except StopIteration:
-                raise DataPositionError(
-                    self.name,
-                    found=f"an epoch of {number} batches",
-                    expected=f"at least the {num_batches} that were already used",
-                ) from None
-            progress.update(self.batch)
-        progress.close()
+        what = f"replaying the used batches of {self.name!r}"
+        with show_progress(what, num_batches, unit="batches", shown=_rank() == 0) as advance:
+            for number in range(num_batches):
+                try:
+                    self.next_batch()
+                except StopIteration:
+                    raise DataPositionError(
+                        self.name,
+                        found=f"an epoch of {number} batches",
+                        expected=f"at least the {num_batches} that were already used",
+                    ) from None
+                advance(1)
         if self._watched is not None:
             self._watched.replayed()
         expected = pending["contents"]
@@ -352,52 +351,6 @@ class BatchDigest:
             self._digest.update(data[:half].data)
             data = data[-half:]
         self._digest.update(data.data)
-
-
-_FIRST_SECONDS = 1.0
-
-
-class ReplayProgress:
-    """Prints on standard error how far a replay is, once it takes longer than a second.
-
-    On a terminal one line is written again every second; elsewhere a line follows whenever the time
-    has doubled. Rank 0 only.
-
-    Args:
-        what: what is being done, e.g. ``"replaying the used batches"``.
-        total: how many there are.
-    """
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        self._total = total
-        self._began = time.monotonic()
-        self._next_seconds = _FIRST_SECONDS
-        self._printed = False
-
-    def update(self, count: int) -> None:
-        """Prints a line when one is due."""
-        seconds = time.monotonic() - self._began
-        if seconds < self._next_seconds:
-            return
-        left = seconds / count * (self._total - count)
-        share = f"{count} of {self._total} ({100 * count // self._total}%)"
-        self._print(f"{self._what}: {share}, about {left:.0f} s left")
-        self._next_seconds = seconds + 1 if sys.stderr.isatty() else 2 * seconds
-
-    def close(self) -> None:
-        """Prints the last line, if there was another."""
-        if self._printed:
-            seconds = time.monotonic() - self._began
-            self._print(f"{self._what}: {self._total}, {seconds:.0f} s", last=True)
-
-    def _print(self, message: str, *, last: bool = False) -> None:
-        self._printed = True
-        if _rank() == 0:
-            terminal = sys.stderr.isatty()
-            begin, end = ("\r\033[K", "\n" if last else "") if terminal else ("", "\n")
-            sys.stderr.write(f"{begin}resumekit: {message}{end}")
-            sys.stderr.flush()
 
 
 def warn(message: str) -> None:

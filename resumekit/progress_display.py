@@ -1,0 +1,146 @@
+"""Progress of work that may take long: a bar on a terminal, a few log lines elsewhere.
+
+Nothing is shown of what takes less than 2 seconds. It is drawn by the thread that does the work,
+and no stream is replaced: a data loader may fork meanwhile. A notebook gets log lines.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from resumekit.log import is_shown_on_terminal, logger
+
+# Takes how much was done since the last call. It is called by the thread that opened the display.
+Advance: TypeAlias = Callable[[int], None]
+
+BYTES = "bytes"
+
+_BAR_SECONDS = 2.0  # until the bar is shown
+_REDRAW_SECONDS = 0.2
+_LINE_SECONDS = 10.0  # until the first log line; the next ones follow at ten times as long
+_BAR_WIDTH = 30
+_ERASE_LINE = "\r\033[K"
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+@contextmanager
+def show_progress(
+    what: str, total: int | None, *, unit: str = BYTES, shown: bool = True
+) -> Iterator[Advance]:
+    """Shows how far the body is, and at its end what it took.
+
+    Args:
+        what: what is being done, e.g. ``"verifying runs/a"``.
+        total: how much there is to do; None if that is not known.
+        unit: what is counted, e.g. ``"batches"``.
+        shown: whether this process shows anything: rank 0 does.
+
+    Yields:
+        What takes the progress.
+    """
+    if not shown:
+        yield lambda number: None
+        return
+    display = _Display(what, total, unit)
+    try:
+        yield display.advance
+    except BaseException:
+        display.erase()
+        raise
+    display.finish()
+
+
+class _Display:
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._count = 0
+        self._began = time.monotonic()
+        self._on_terminal = is_shown_on_terminal()
+        self._next_seconds = _BAR_SECONDS if self._on_terminal else _LINE_SECONDS
+        self._was_shown = False
+
+    def advance(self, number: int) -> None:
+        self._count += number
+        seconds = time.monotonic() - self._began
+        if seconds < self._next_seconds:
+            return
+        self._was_shown = True
+        if self._on_terminal:
+            self._draw(seconds)
+            self._next_seconds = seconds + _REDRAW_SECONDS
+        else:
+            logger.info("%s: %s", self._what, self._state(seconds))
+            self._next_seconds = 10 * seconds
+
+    def finish(self) -> None:
+        """The work is done."""
+        self.erase()
+        if self._was_shown:
+            took = _rounded(time.monotonic() - self._began)
+            logger.info("%s: %s in %s", self._what, amount(self._count, None, self._unit), took)
+
+    def erase(self) -> None:
+        """Removes the bar."""
+        if self._was_shown and self._on_terminal:
+            sys.stderr.write(_ERASE_LINE)
+            sys.stderr.flush()
+
+    def _state(self, seconds: float) -> str:
+        text = amount(self._count, self._total, self._unit)
+        if self._total is None or not 0 < self._count < self._total:
+            return text
+        left = seconds / self._count * (self._total - self._count)
+        return f"{text}, about {_rounded(left)} left"
+
+    def _draw(self, seconds: float) -> None:
+        from rich.console import Console  # most runs show nothing, and need not load it
+        from rich.progress_bar import ProgressBar
+        from rich.segment import Segments
+        from rich.table import Table
+        from rich.text import Text
+
+        # Not rich's own live display: it hides the cursor, which a killed job leaves hidden.
+        console = Console(file=sys.stderr, force_terminal=True)
+        row = Table.grid(padding=(0, 1))
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        total = self._count if self._total is None else self._total
+        done = min(self._count, total)
+        bar = ProgressBar(total=total, completed=done, width=_BAR_WIDTH if self._total else 0)
+        row.add_row(Text(self._what), bar, Text(self._state(seconds), no_wrap=True))
+        options = console.options.update(width=console.width - 1)
+        sys.stderr.write(_ERASE_LINE)
+        console.print(Segments(console.render_lines(row, options)[0]), end="")
+        sys.stderr.write("\r")  # a log line replaces the bar
+        sys.stderr.flush()
+
+
+def amount(count: int, total: int | None, unit: str) -> str:
+    """How much was done, e.g. ``"3.1 of 12.4 GB"`` or ``"7 of 40 batches"``."""
+    if unit != BYTES:
+        return f"{count} {unit}" if total is None else f"{count} of {total} {unit}"
+    if total is None:
+        return human_bytes(count)
+    size, symbol = human_bytes(total).split()
+    scale = 1000.0 ** _UNITS.index(symbol)
+    done = f"{min(count, total) / scale:.{0 if symbol == _UNITS[0] else 1}f}"
+    return f"{done} of {size} {symbol}"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """A size such as ``1.5 GB``: at most one decimal, powers of 1000."""
+    size, unit = float(num_bytes), _UNITS[0]
+    for unit in _UNITS:
+        if size < 1000 or unit == _UNITS[-1]:
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == _UNITS[0] else f"{size:.1f} {unit}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
