@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -267,31 +267,43 @@ class OrderDigest:
 
     digest: Any = field(default_factory=xxhash.xxh3_128)
 
-    def add(self, indices: Any) -> None:
-        """Takes in the indices of one batch, or of several in a row."""
-        self.digest.update(_index_bytes(indices))
+    def add(self, indices: Any) -> bytes | None:
+        """Takes in the indices of one batch, or of several in a row.
+
+        Returns:
+            What ``packed_integers`` gives of them.
+        """
+        packed = packed_integers(indices)
+        self.digest.update(_index_bytes(indices) if packed is None else packed)
+        return packed
 
     def hexdigest(self) -> str:
         """The digest of all indices so far."""
         return str(self.digest.hexdigest())
 
 
-def _index_bytes(indices: Any) -> bytes:
-    """The bytes of each index after the other, however they come in batches."""
+def packed_integers(indices: Any) -> bytes | None:
+    """One or more indices as 64-bit integers; None where one of them is no such integer."""
+    indices = _as_sequence(indices)
+    try:
+        return struct.pack(f"{len(indices)}q", *indices)
+    except (struct.error, TypeError):
+        return None
+
+
+def _as_sequence(indices: Any) -> Sequence[Any]:
     if hasattr(indices, "tolist"):
         indices = indices.tolist()
-    if not isinstance(indices, (list, tuple)):
-        indices = [indices]
-    try:
-        return array("q", indices).tobytes()
-    except (TypeError, OverflowError):
-        return b"".join(map(_one_index_bytes, indices))
+    return indices if isinstance(indices, (list, tuple)) else [indices]
+
+
+def _index_bytes(indices: Any) -> bytes:
+    """The bytes of each index after the other, however they come in batches."""
+    return b"".join(map(_one_index_bytes, _as_sequence(indices)))
 
 
 def _one_index_bytes(index: Any) -> bytes:
     if isinstance(index, (list, tuple)):  # one index of a loader that does not collate
         return _index_bytes(index)
-    try:
-        return array("q", [index]).tobytes()
-    except (TypeError, OverflowError):
-        return repr(index).encode() + b"\n"
+    packed = packed_integers([index])
+    return repr(index).encode() + b"\n" if packed is None else packed

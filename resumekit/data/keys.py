@@ -235,6 +235,6 @@ class CountingDigest(OrderDigest):
         super().__init__(order.digest)
         self._repeats = repeats
 
-    def add(self, indices: Any) -> None:
-        super().add(indices)
+    def add(self, indices: Any) -> bytes | None:
         self._repeats.count(indices)
+        return super().add(indices)

@@ -236,7 +236,7 @@ class MapSource(Source):
         batch = next(self._iterator)
         self.indices = self._sampler.drawn.popleft()
         if not self._batching.has_random_access:
-            self._sampler.order.add(self.indices)
+            self.packed = self._sampler.order.add(self.indices)
         self.num_samples = len(self.indices) if self._collates else 1
         self._samples += self.num_samples * self._batching.num_replicas
         self.batch += 1

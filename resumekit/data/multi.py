@@ -52,6 +52,12 @@ class Zipped:
         return [index for source in self.sources for index in _as_list(source.indices)]
 
     @property
+    def packed(self) -> bytes | None:
+        """The same as 64-bit integers, where all of them are packed already."""
+        parts = [source.packed for source in self.sources]
+        return None if None in parts else b"".join(filter(None, parts))
+
+    @property
     def num_samples(self) -> int:
         """The number of samples in the last batches."""
         return sum(source.num_samples for source in self.sources)
@@ -168,7 +174,7 @@ class Longest(Zipped):
             raise StopIteration
         for source in over:
             source.end_epoch()
-            source.indices, source.num_samples = None, 0
+            source.indices, source.packed, source.num_samples = None, None, 0
         return batches
 
     def end_epoch(self) -> None:

@@ -30,6 +30,7 @@ class Source(ABC):
         epoch: the epoch of the next batch.
         batch: its index in the epoch.
         indices: the sample indices of the last batch, None where it is unknown.
+        packed: the same as 64-bit integers, where they are packed already.
         num_samples: the number of samples in the last batch.
         private: the generators that this loader, and perhaps others, carry, by name.
         allowed_changes: what of the loader's geometry the user allows to change.
@@ -48,6 +49,7 @@ class Source(ABC):
         self.epoch = 0
         self.batch = 0
         self.indices: Any = None
+        self.packed: bytes | None = None
         self.num_samples = 0
         self.allowed_changes: frozenset[str] = frozenset()
         self.fitted = FittedPosition({})

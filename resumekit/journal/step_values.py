@@ -21,7 +21,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FIRST_WORD, _HALF_WORD = np.array(_FIRST, np.uint64), np.array(32, np.uint64)
 _WORD = np.dtype(np.uint64)
 # A loop over fewer ids costs less than the calls of numpy.
-_MIN_FOR_NUMPY = 64
+_MIN_FOR_NUMPY = 16
 
 
 class SampleIds:
@@ -46,11 +46,16 @@ class SampleIds:
 
     def add(self, ids: Any, num_samples: int) -> None:
         """Adds the ids of one batch; None where the loader has none."""
-        self.num_samples += num_samples
         packed = None if ids is None else _packed(ids)
         if packed is None:
+            self.num_samples += num_samples
             self.is_complete = False
-            return
+        else:
+            self.add_packed(packed, num_samples)
+
+    def add_packed(self, packed: bytes, num_samples: int) -> None:
+        """Adds the ids of one batch, 64 bits each."""
+        self.num_samples += num_samples
         self.ordered = xxhash.xxh3_64_intdigest(packed, self.ordered)
         self.unordered = (self.unordered + _sum_of_hashes(packed)) & _MASK
 
@@ -167,12 +172,19 @@ def plain_rates(groups: Iterable[Mapping[str, Any]]) -> list[float] | None:
 MAX_WAITING = 256
 
 
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
 def plain_loss(loss: Any) -> float | None:
     """The loss as a number; None where a device has still to compute it or it is no number."""
     if type(loss) is torch.Tensor:  # a DTensor's item() is a collective
-        if not loss.is_cpu or loss.numel() != 1 or loss.is_complex():
+        if not loss.is_cpu or loss.numel() != 1 or loss.dtype.is_complex:
             return None
-        return float(loss.item())
+        # torch 2.13 python_variable_methods.cpp: item() and is_complex() release the interpreter
+        # lock, for which a loader's thread may be waiting; tolist() does not.
+        is_plain = loss.ndim == 0 and loss.dtype in _FLOATS
+        value: Any = loss.tolist() if is_plain else loss.item()
+        return float(value)
     try:
         return None if isinstance(loss, torch.Tensor) else float(loss)
     except (TypeError, ValueError, OverflowError):

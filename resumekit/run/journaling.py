@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from resumekit.data import Feed
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
     DIRECTORY,
@@ -109,9 +110,13 @@ class RunJournal:
         except OSError as error:
             self._switch_off(error)
 
-    def note_batch(self, ids: Any, num_samples: int) -> None:
-        """A batch of the step in progress; the ids are None where the loader has none."""
-        self._ids.add(ids, num_samples)
+    def note_batch(self, feed: Feed) -> None:
+        """A loader has given a batch of the step in progress."""
+        packed = feed.packed
+        if packed is None:
+            self._ids.add(feed.indices, feed.num_samples)
+        else:
+            self._ids.add_packed(packed, feed.num_samples)
 
     def step(self, step: int, *, epoch: int, samples: int, is_whole: bool, loss: Any) -> None:
         """Records an optimizer step; nothing before ``open``.

@@ -202,7 +202,7 @@ class StepBoundary:
             if order.is_alone(feed.names):
                 self._num_used = feed.batch
         self._run.counters.count_batch(feed.num_samples, follows=follows)
-        self._run.journal.note_batch(feed.indices, feed.num_samples)
+        self._run.journal.note_batch(feed)
         if self._run.trace is not None:
             self._run.counters.note_samples(feed.indices)
         if order.leads(feed.names):
