@@ -93,19 +93,6 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-class Timed:
-    """Calls a function, and keeps how long each call took."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.seconds: list[float] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        seconds, result = timed(lambda: self._function(*args, **kwargs))
-        self.seconds.append(seconds)
-        return result
-
-
 def durations(function: Callable[[], Any], repeats: int) -> list[float]:
     """The seconds of some calls."""
     return [timed(function)[0] for _ in range(repeats)]
@@ -228,18 +215,6 @@ def _busy_seconds() -> float:
     """Seconds of all cores that were not idle since the system started."""
     ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def paired_row(what: str, stock: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
-    """Milliseconds: medians of both, of what ours adds, and the median ratio of the pairs."""
-    median = statistics.median
-    added = median([b - a for a, b in zip(stock, ours, strict=True)])
-    seconds = (median(stock), median(ours), added)
-    return (what, *map(_ms, seconds), f"{median_ratio(ours, stock):.2f}x")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def version_of(package: str) -> str | None:
