@@ -12,6 +12,7 @@ from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
 from resumekit.serialization.copying import Image
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, Logical, ShardedIndex, arrange, header, stem_of
+from resumekit.serialization.index_size import IndexSize
 from resumekit.serialization.planning import Assignment, LocalState
 from resumekit.serialization.sharding import is_sharded
 from resumekit.serialization.tensors import Leaf
@@ -20,7 +21,7 @@ from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileEntry, Staging
 PAGE_BYTES = 4096
 _NO_DIGEST = "0" * 32
 _NOTHING: Mapping[str, Any] = {}
-_MANY_VALUES = 500_000  # far below what the parser of the index takes
+_MANY_VALUES = 3_000_000  # below what the parser of the index takes
 
 
 class _Files:
@@ -38,7 +39,7 @@ class _Files:
         small_files: the content of other files, by file name.
 
     Attributes:
-        num_bytes: bytes that it will write.
+        num_bytes: bytes that it will write at most; exact but for the index.
         num_files: files that it will write.
 
     Raises:
@@ -127,18 +128,21 @@ class _Files:
             yield from self._leaves[record.name].buffers()
 
     def _size_of_index(self) -> int:
+        """At most so many bytes; exact where a reader may find that it is too much."""
         num_blocks = -(-self._data_bytes // BLOCK_BYTES)
+        size = IndexSize.at_most(self._index, header_bytes=len(self._header), num_blocks=num_blocks)
+        if size.num_bytes <= MAX_JSON_BYTES and size.num_values <= _MANY_VALUES:
+            return size.num_bytes
         data = replace(self._index, block_digests=(_NO_DIGEST,) * num_blocks).to_bytes()
-        if len(data) > MAX_JSON_BYTES or data.count(b",") > _MANY_VALUES:
-            try:
-                Index.from_bytes(data, where=self._stem)
-            except CorruptCheckpointError as error:
-                raise UnsupportedValueError(
-                    ", ".join(self._index.states),
-                    found=f"too much that is not in arrays or tensors: {error.found}",
-                    expected=error.expected,
-                    remedy="Store long lists as arrays",
-                ) from error
+        try:
+            Index.from_bytes(data, where=self._stem)
+        except CorruptCheckpointError as error:
+            raise UnsupportedValueError(
+                ", ".join(self._index.states),
+                found=f"too much that is not in arrays or tensors: {error.found}",
+                expected=error.expected,
+                remedy="Store long lists as arrays",
+            ) from error
         return len(data)
 
 

@@ -25,7 +25,7 @@ def states(num_elements: int = 10) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "value", [{}, {"model": {}}, {"rng": (1, None)}, states(), states(3 * BLOCK_BYTES // 8 + 1)]
 )
-def test_the_announced_sizes_are_the_written_ones(
+def test_the_written_sizes_are_within_the_announced_ones(
     value: dict[str, Any], checkpoints: Any, same: Any
 ) -> None:
     payload = Payload("state", 0, value)
@@ -37,7 +37,9 @@ def test_the_announced_sizes_are_the_written_ones(
 
     step = checkpoints.commit(write)
     assert payload.num_files == len(written)
-    assert payload.num_bytes == sum(entry.size for entry in written)
+    num_bytes = sum(entry.size for entry in written)
+    index_bytes = sum(entry.size for entry in written if entry.path.endswith(".json"))
+    assert num_bytes <= payload.num_bytes <= num_bytes + 20 * index_bytes + 4096
     for entry in written:
         assert Path(step.path, entry.path).stat().st_size == entry.size
     assert same(read_payload(step, "state", 0), value)
