@@ -81,9 +81,12 @@ _TYPES = (
 ELEMENT_TYPES: dict[str, ElementType] = {item.name: item for item in _TYPES}
 
 
+_BY_DTYPE = {item.torch_dtype: item for item in _TYPES}
+
+
 def element_type(dtype: torch.dtype) -> ElementType | None:
     """The format's element type of a torch dtype; None where the format has none (quantised)."""
-    return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
+    return _BY_DTYPE.get(dtype)
 
 
 # Fixed-size kinds only; what follows the digits is the unit of a datetime64 or timedelta64.

@@ -33,7 +33,7 @@ from resumekit.storage import parse_json
 _HEADER_ALIGNMENT = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One tensor of the data file.
 
@@ -72,7 +72,7 @@ def arrange(leaves: Mapping[str, Leaf]) -> tuple[Record, ...]:
     begin = 0
     for name, leaf in sorted(leaves.items(), key=lambda item: -item[1].element.num_bytes):
         records.append(Record(name, leaf.element, leaf.shape, begin, leaf.strides))
-        begin = records[-1].end
+        begin += leaf.num_bytes
     return tuple(records)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 _MAX_KEY_CHARACTERS = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StatePath:
     """A position in nested state; ``str`` gives it as an expression: ``extras['a'][3].b``.
 

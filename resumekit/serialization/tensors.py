@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ CHUNK_BYTES = 4 << 20
 PLAIN_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """Bytes to store, and how they are read as a tensor.
 
@@ -183,7 +182,7 @@ def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memo
         yield bytes_of(source[begin : begin + num_rows])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class FoundTensor:
     """A tensor met in a state.
 
@@ -193,6 +192,11 @@ class FoundTensor:
         name: the name that it is stored under if it gets bytes of its own.
         node: what stands for it in the tree; ``store`` fills it in.
 
+    Attributes:
+        memory: the device and the address of its storage.
+        span: the addresses of its first byte and of the byte after its last.
+        element: the type of its elements.
+
     Raises:
         UnsupportedValueError: it cannot be stored bit for bit; names the path.
     """
@@ -201,28 +205,16 @@ class FoundTensor:
     path: StatePath
     name: str
     node: dict[str, Any] = field(default_factory=dict)
+    memory: tuple[str, int] = field(init=False)
+    span: tuple[int, int] = field(init=False)
+    element: ElementType = field(init=False)
 
     def __post_init__(self) -> None:
-        check_tensor(self.tensor, self.path)
+        tensor = self.tensor
+        self.element, storage, self.span = _examine(tensor, self.path)
+        self.memory = ("cpu" if tensor.is_cpu else str(tensor.device), storage)
 
     @property
-    def element(self) -> ElementType:
-        """The type of its elements."""
-        element = element_type(self.tensor.dtype)
-        assert element is not None  # check_tensor
-        return element
-
-    @cached_property
-    def memory(self) -> tuple[str, int]:
-        """The device and the address of its storage."""
-        return str(self.tensor.device), self.tensor.untyped_storage().data_ptr()
-
-    @cached_property
-    def span(self) -> tuple[int, int]:
-        """The addresses of its first byte and of the byte after its last."""
-        return _span(self.tensor)
-
-    @cached_property
     def view(self) -> tuple[Any, ...]:
         """Equal for tensors that are the same view of the same memory."""
         return (self.memory, self.span, self.tensor.dtype, self.tensor.shape, self.tensor.stride())
@@ -274,10 +266,29 @@ class FoundTensor:
 
 def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
     """Raises UnsupportedValueError for a tensor that cannot be stored bit for bit."""
+    _examine(tensor, path)
+
+
+def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, tuple[int, int]]:
+    """The type of its elements, the address of its storage, and its own first and last address.
+
+    Raises:
+        UnsupportedValueError: it cannot be stored bit for bit; names the path.
+    """
     reason = _refusal(tensor)
-    if reason is not None:
-        found, remedy = reason
-        raise UnsupportedValueError(str(path), found=found, remedy=remedy)
+    element = element_type(tensor.dtype)
+    if reason is None and element is not None:
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        span = _span(tensor, begin)
+        if span[1] <= begin + storage.nbytes():
+            return element, begin, span
+        reason = "a tensor whose memory has been freed", "Gather or restore it first"
+    found, remedy = reason or (
+        f"a tensor of the unknown type {tensor.dtype}",
+        "Store it as a known type",
+    )
+    raise UnsupportedValueError(str(path), found=found, remedy=remedy)
 
 
 def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
@@ -291,24 +302,20 @@ def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"a tensor of layout {layout}", "Store its parts, or to_dense()"
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return f"a tensor of class {kind.__module__}.{kind.__qualname__}", "Store a plain tensor"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a tensor on the meta device, which has no values", "Materialise it first"
-    if element_type(tensor.dtype) is None:
-        return f"a tensor of the unknown type {tensor.dtype}", "Store it as a known type"
-    storage = tensor.untyped_storage()
-    if _span(tensor)[1] > storage.data_ptr() + storage.nbytes():
-        return "a tensor whose memory has been freed", "Gather or restore it first"
     return None
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor, storage: int) -> tuple[int, int]:
     # Not data_ptr() of the tensor: that is 0 for an empty one, and refuses a lazily conjugated one.
-    offset = int(tensor.storage_offset()) * tensor.element_size()
-    begin = tensor.untyped_storage().data_ptr() + offset
-    if tensor.numel() == 0:
-        return begin, begin
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+    size = tensor.element_size()
+    begin = storage + int(tensor.storage_offset()) * size
+    num_elements = tensor.numel()
+    if num_elements > 1 and not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        num_elements = last + 1
+    return begin, begin + num_elements * size
 
 
 _ALIGNMENT = 16  # of the largest element, counted from the beginning of its storage
@@ -337,6 +344,9 @@ def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
     stored = StoredTensors()
     for indices in _clusters(found):
         cluster = [found[index] for index in indices]
+        if len(cluster) == 1 and not cluster[0].overlaps_itself:
+            _store_alone(cluster[0], stored)
+            continue
         base = _base(cluster)
         if base is None:
             _store_span(cluster, stored, names)
@@ -377,6 +387,11 @@ def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
         return None  # a view begins at a whole element of its type, counted from the base
     whole = (item for item in items if item.span == (begin, end) and item.is_row_major)
     return next(whole, None)
+
+
+def _store_alone(item: FoundTensor, stored: StoredTensors) -> None:
+    stored.leaves[item.name] = item.leaf()
+    item.node["$tensor"] = item.name
 
 
 def _store_base(base: FoundTensor, items: Sequence[FoundTensor], stored: StoredTensors) -> None:
