@@ -44,6 +44,9 @@ MAX_RANKS = 64
 # those are the steps that the next resume repeats.
 RANDOM_EVERY = 10
 NUM_AFTER_SAVE = 10
+# As plain integers: members of an enumeration are combined slowly.
+_COUNT, _IDS_AND_COUNT = int(Has.COUNT), int(Has.IDS | Has.COUNT)
+_LR, _LOSS = int(Has.LR), int(Has.LOSS)
 
 # Of one rank at a save: its verdict, and the samples that it has used; None without a resume.
 Message = tuple[dict[str, Any], Used] | None
@@ -110,13 +113,13 @@ class RunJournal:
         except OSError as error:
             self._switch_off(error)
 
-    def note_batch(self, feed: Feed) -> None:
-        """A loader has given a batch of the step in progress."""
+    def note_batch(self, feed: Feed, num_samples: int) -> None:
+        """A loader has given a batch of so many samples of the step in progress."""
         packed = feed.packed
         if packed is None:
-            self._ids.add(feed.indices, feed.num_samples)
+            self._ids.add(feed.indices, num_samples)
         else:
-            self._ids.add_packed(packed, feed.num_samples)
+            self._ids.add_packed(packed, num_samples)
 
     def step(self, step: int, *, epoch: int, samples: int, is_whole: bool, loss: Any) -> None:
         """Records an optimizer step; nothing before ``open``.
@@ -136,17 +139,19 @@ class RunJournal:
             return
         ids, has = self._ids, 0
         if is_whole:
-            has = Has.IDS | Has.COUNT if ids.is_complete else Has.COUNT
-        has, torch_state, host, devices = self._random_digests(has, step)
+            has = _IDS_AND_COUNT if ids.is_complete else _COUNT
+        torch_state = host = devices = 0
+        if step <= self._random_until or step % RANDOM_EVERY == 0:
+            has, torch_state, host, devices = self._random_digests(has)
         rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
         lr, lr_digest = 0.0, 0
         if rates:
-            has, lr, lr_digest = has | Has.LR, rates[0], learning_rates_digest(rates)
+            has, lr, lr_digest = has | _LR, rates[0], learning_rates_digest(rates)
         value = None
         if loss is not None:
             value = plain_loss(loss)
             if value is not None:
-                has |= Has.LOSS
+                has |= _LOSS
             else:
                 self._late.add(step, loss)
         record = Record(
@@ -169,9 +174,7 @@ class RunJournal:
             self._used.add(record)
         self._write([*self._computed_losses(), record] if self._late else [record])
 
-    def _random_digests(self, has: int, step: int) -> tuple[int, int, int, int]:
-        if step > self._random_until and step % RANDOM_EVERY:
-            return has, 0, 0, 0
+    def _random_digests(self, has: int) -> tuple[int, int, int, int]:
         devices = self._random.devices()
         has |= Has.RNG if devices is None else Has.RNG | Has.DEVICE_RNG
         return has, self._random.torch(), self._random.host(), devices or 0
@@ -187,7 +190,7 @@ class RunJournal:
         """
         if self._file is not None:
             self._random_until = step + NUM_AFTER_SAVE
-            has, torch_state, host, devices = self._random_digests(0, step)
+            has, torch_state, host, devices = self._random_digests(0)
             record = Record(
                 step,
                 rng_torch=torch_state,

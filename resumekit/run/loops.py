@@ -74,15 +74,16 @@ class Batches:
 
     def __next__(self) -> Any:
         checkpointer, feed = self._checkpointer, self._feed
+        order, names = checkpointer._loop_order, feed.names
         checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
             checkpointer._run.enter_loop(checkpointer, feed)
-        if self._is_over or not checkpointer._loop_order.ask(feed.names, follows=self._repeats):
+        if self._is_over or not order.ask(names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():
             return self._surplus.pop()
-        if checkpointer._loop_order.leads(feed.names):
+        if order.leads(names):
             checkpointer._pass_safe_point(self._horizon())
         if checkpointer.finished is not None:
             feed.close()
@@ -152,7 +153,7 @@ class Batches:
 
     def _horizon(self) -> str | None:
         """Why the run is over here, or None."""
-        if self._steps is not None and self._checkpointer.progress.step >= self._steps:
+        if self._steps is not None and self._checkpointer._run.counters.step >= self._steps:
             return f"steps={self._steps}"
         if self._epochs is not None and self._feed.epoch >= self._epochs:
             return f"epochs={self._epochs}"

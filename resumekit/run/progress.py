@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -173,7 +173,10 @@ class LoopOrder:
         """The first loader of the loop that leads, or None while none is under way."""
         if self.main:
             return self.main[0]
-        return next(iter(self.under_way), None)
+        for name in self.asked:
+            if name not in self._over:
+                return name
+        return None
 
     @property
     def under_way(self) -> list[str]:
@@ -233,9 +236,9 @@ class LoopOrder:
         """A loop inside ``epochs()`` has used up its loaders."""
         self._over.update(names)
 
-    def is_alone(self, names: Iterable[str]) -> bool:
+    def is_alone(self, names: Collection[str]) -> bool:
         """Whether this epoch had no other loop yet."""
-        return set(self.asked) == set(names) and not self._over
+        return not self._over and len(self.asked) == len(names) and set(self.asked) == set(names)
 
     def next_epoch(self) -> None:
         """An epoch of ``epochs()`` ends."""

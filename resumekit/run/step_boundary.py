@@ -42,6 +42,7 @@ class StepBoundary:
         self._stop_reason: str | None = None
         self._steps_at_epoch_start: int | None = 0
         self._num_looked = 0
+        self._loop_order: LoopOrder = run.counters.loop_order
 
     @property
     def progress(self) -> Progress:
@@ -67,10 +68,6 @@ class StepBoundary:
         if self._loop is None:
             return self._run.has_resumed and self.finished is not None
         return self._was_finished
-
-    @property
-    def _loop_order(self) -> LoopOrder:
-        return self._run.counters.loop_order
 
     # ---------------------------------------------------------------- what an adapter calls
     # It may read ``_in_step`` and ``_stepped`` as well.
@@ -191,21 +188,20 @@ class StepBoundary:
 
     def _fetched(self, feed: Feed, *, follows: bool) -> None:
         """A batch goes to the loop."""
-        order = self._loop_order
-        order.fetched(feed.names)
+        run, order, names = self._run, self._loop_order, feed.names
+        order.fetched(names)
+        leads = order.leads(names)
         self._in_step = True
         self._num_steps_of_batch = 0
-        if order.leads(feed.names):
-            self._stepped = False
         if not follows:
-            self._num_used += 1
-            if order.is_alone(feed.names):
-                self._num_used = feed.batch
-        self._run.counters.count_batch(feed.num_samples, follows=follows)
-        self._run.journal.note_batch(feed)
-        if self._run.trace is not None:
-            self._run.counters.note_samples(feed.indices)
-        if order.leads(feed.names):
+            self._num_used = feed.batch if order.is_alone(names) else self._num_used + 1
+        num_samples = feed.num_samples
+        run.counters.count_batch(num_samples, follows=follows)
+        run.journal.note_batch(feed, num_samples)
+        if run.trace is not None:
+            run.counters.note_samples(feed.indices)
+        if leads:
+            self._stepped = False
             self._begin_iteration()
 
     def _epoch_ended(self, feed: Feed) -> None:
