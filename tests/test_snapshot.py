@@ -139,7 +139,7 @@ def test_the_limit_of_the_control_group_counts(
     assert available_memory(tmp_path) == 3 * GIB
 
 
-def test_a_path_of_the_host_leads_to_the_mount(tmp_path: Path) -> None:
+def test_a_path_from_outside_the_container_leads_to_the_mount(tmp_path: Path) -> None:
     machine(tmp_path, 50 * GIB, "0::/kubepods/pod1/container2\n")
     group(tmp_path / "sys/fs/cgroup", 8 * GIB, 6 * GIB)
     assert available_memory(tmp_path) == 2 * GIB

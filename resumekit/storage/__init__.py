@@ -7,7 +7,7 @@ from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.host_memory import HostBuffer
+from resumekit.storage.host_memory import HostBuffer, address_of
 from resumekit.storage.io import (
     Entry,
     FileSystem,
@@ -50,6 +50,7 @@ __all__ = [
     "StepName",
     "StepReader",
     "Store",
+    "address_of",
     "parse_json",
     "select_deletions",
 ]

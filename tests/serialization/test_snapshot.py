@@ -22,7 +22,6 @@ from resumekit.serialization import (
     Proposal,
     ShardedPayload,
     Source,
-    assign,
     encode_local,
     read_payload,
     read_sharded,
@@ -263,7 +262,7 @@ def test_shards_and_flat_parts_are_copied(
     states = [shard_states(ranks, rank) for rank in range(2)]
     local = [encode_local("model", each) for each in states]
     proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
-    assignments = assign(local[0], proposals)
+    assignments = ranks.assigned(local, proposals)
     payloads = [ShardedPayload("state", rank, local[rank], assignments[rank]) for rank in range(2)]
     del local
     if is_copied:

@@ -42,7 +42,7 @@ def _cgroups(root: Path) -> Iterator[int | None]:
 
 
 def _with_parents(mount: Path, path: str) -> Iterator[Path]:
-    # In a container the path may be the host's: then only the mount itself is there.
+    # In a container the path may be the one outside of it: then only the mount itself exists.
     below = PurePosixPath(path.lstrip("/"))
     for each in (below, *below.parents):
         yield mount / each

@@ -14,8 +14,7 @@ from resumekit.errors import SaveError
 from resumekit.log import logger
 from resumekit.run.saving.available_memory import available_memory
 from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
-from resumekit.storage import HostBuffer
-from resumekit.storage.host_memory import address_of
+from resumekit.storage import HostBuffer, address_of
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
 _LEFT_FREE = 10  # a tenth of the available memory stays free for the training
