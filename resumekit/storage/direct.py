@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
+import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -37,7 +39,6 @@ _ALWAYS_BUFFERED = {
     0x01021997: "9P",
 }
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
-_RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 @dataclass
@@ -119,9 +120,8 @@ class DirectIO:
         aligned = buffer[: _aligned_bytes(buffer, offset)]
         if file is None or aligned.nbytes < MIN_DIRECT_BYTES or not self._is_supported(file):
             return os.preadv(descriptor, [buffer], offset)
-        cached = _read_cached(descriptor, offset, buffer)
-        if cached is not None:
-            return cached
+        if _is_cached(descriptor, offset, aligned.nbytes):
+            return os.preadv(descriptor, [buffer], offset)
         try:
             return os.preadv(self._for_direct_reads(descriptor), [aligned], offset)
         except OSError as error:
@@ -188,16 +188,22 @@ def is_aligned(memory: memoryview) -> bool:
     return not memory.readonly and address_of(memory) % ALIGNED_BYTES == 0
 
 
-def _read_cached(descriptor: int, offset: int, buffer: memoryview) -> int | None:
-    """Reads what is in the page cache; None if the first byte is not."""
-    if not _RWF_NOWAIT:
-        return None
-    try:
-        return os.preadv(descriptor, [buffer], offset, _RWF_NOWAIT)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
-            raise
-        return None
+def _is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
+    """Whether most of these bytes of a file are in the page cache."""
+    # Not RWF_NOWAIT: a read with it fails, but starts to read the file into the page cache.
+    num_bytes = min(num_bytes, os.fstat(descriptor).st_size - offset)
+    if num_bytes <= 0:
+        return True
+    pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
+    with mmap.mmap(descriptor, num_bytes, offset=offset, access=mmap.ACCESS_COPY) as mapped:
+        address = ctypes.c_void_p(address_of(memoryview(mapped)))
+        failed = _libc().mincore(address, ctypes.c_size_t(num_bytes), pages)
+    return not failed and 2 * sum(page & 1 for page in pages) >= len(pages)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _type_of_file_system(path: Path) -> int:
@@ -205,5 +211,5 @@ def _type_of_file_system(path: Path) -> int:
     if not sys.platform.startswith("linux"):
         return 0
     status = (ctypes.c_long * 64)()  # more than struct statfs needs; f_type is its first field
-    failed = ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), ctypes.byref(status))
+    failed = _libc().statfs(os.fsencode(path), ctypes.byref(status))
     return 0 if failed else status[0]

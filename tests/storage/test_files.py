@@ -3,7 +3,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +25,9 @@ from resumekit.storage import (
     FileReader,
     FileSystem,
     FileWriter,
+    HostBuffer,
     LocalFileSystem,
+    pipeline,
 )
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]
@@ -282,3 +286,115 @@ def test_pages_are_sent_to_the_device_while_the_file_is_written(tmp_path: Path) 
         writer.write([memoryview(bytes(5 * BLOCK_BYTES))])
     assert counting.counts["writeback"] == 2
     assert counting.counts["write"] == 3
+
+
+CHUNKS = 2 * pipeline.CHUNK_BYTES + 3 * BLOCK_BYTES + 12345
+
+
+@pytest.mark.parametrize("size", [*SIZES, CHUNKS])
+def test_an_image_is_written_as_the_same_bytes_in_buffers_are(tmp_path: Path, size: int) -> None:
+    content = _content(size)
+    image = HostBuffer(size).view
+    image[:] = content
+    with FileWriter(LOCAL, tmp_path / "image", relative="x", writer=3) as writer:
+        writer.write_image(image)
+        entry = writer.finish()
+    thirds = [content[: size // 3], content[size // 3 :]]
+    assert (entry, writer.block_digests) == _write(tmp_path / "x", *thirds)
+    assert entry.digest == _expected_digest(content)
+    assert (tmp_path / "image").read_bytes() == (tmp_path / "x").read_bytes() == content
+
+
+def test_many_small_buffers_fill_the_ring_in_their_order(tmp_path: Path) -> None:
+    content = _content(CHUNKS)
+    pieces = [content[at : at + 9_999] for at in range(0, CHUNKS, 9_999)]
+    writer = FileWriter(LOCAL, tmp_path / "x", relative="x", writer=0)
+    writer.write(memoryview(bytearray(piece)) for piece in pieces)  # each lives as long as needed
+    assert writer.finish().digest == _expected_digest(content)
+    assert (tmp_path / "x").read_bytes() == content
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_after_a_failed_write_of_the_thread_no_other_is_made(
+    tmp_path: Path, number: int, with_image: bool
+) -> None:
+    failing = FailpointFileSystem(LOCAL, parse_failpoints(f"write:{number}=ENOSPC"))
+    writer = FileWriter(failing, tmp_path / "x", relative="x", writer=0)
+    content = memoryview(bytearray(5 * pipeline.CHUNK_BYTES))
+    with pytest.raises(SaveError, match="ENOSPC") as caught:
+        writer.write_image(content) if with_image else writer.write([content])
+    assert caught.value.errno == errno.ENOSPC
+    assert failing.counts["write"] == number
+    assert (failing.counts["close"], failing.counts["fsync"]) == (1, 0)
+    with pytest.raises(SaveError, match="is finished or has failed"):
+        writer.finish()
+
+
+def test_buffers_that_cannot_be_produced_leave_no_write_behind(tmp_path: Path) -> None:
+    def produced() -> Iterator[memoryview]:
+        yield memoryview(bytes(2 * pipeline.CHUNK_BYTES))
+        raise KeyError
+
+    counting = FailpointFileSystem(LOCAL)
+    writer = FileWriter(counting, tmp_path / "x", relative="x", writer=0)
+    with pytest.raises(KeyError):
+        writer.write(produced())
+    num_writes = counting.counts["write"]
+    _write(tmp_path / "y", bytes(2 * pipeline.CHUNK_BYTES))  # the ring is free again
+    assert counting.counts["write"] == num_writes <= 2
+    assert counting.counts["close"] == 1
+
+
+def test_without_a_thread_the_same_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(pipeline, "_thread", pipeline._Thread())
+    monkeypatch.setattr(threading.Thread, "start", start)
+    content = _content(CHUNKS)
+    entry, _ = _write(tmp_path / "x", content)
+    assert entry.digest == _expected_digest(content)
+    assert (tmp_path / "x").read_bytes() == content
+
+
+def test_a_child_forked_while_a_thread_writes_can_write(tmp_path: Path) -> None:
+    content = _content(CHUNKS)
+    with pipeline.ring.lent():
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            entry, _ = _write(tmp_path / "child", content)
+            os._exit(0 if entry.digest == _expected_digest(content) else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "child").read_bytes() == content
+
+
+def test_chosen_blocks_are_read_into_an_image(tmp_path: Path) -> None:
+    content = _content(19 * BLOCK_BYTES + 5)
+    entry, digests = _write(tmp_path / "x", content)
+    blocks = [index for index in range(20) if index not in (3, 7)]
+    expected = b"".join(content[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in blocks)
+    image = HostBuffer(len(expected)).view
+    with _open(tmp_path / "x", entry) as reader:
+        reader.read_image(image, blocks, digests)
+        assert bytes(image) == expected
+        with pytest.raises(CorruptCheckpointError, match="block 20 is wanted, expected one of"):
+            reader.read_image(image, [20], digests)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 19])
+def test_a_damaged_block_of_an_image_is_found(tmp_path: Path, num_blocks: int) -> None:
+    entry, digests = _write(tmp_path / "x", _content(num_blocks * BLOCK_BYTES))
+    with (tmp_path / "x").open("r+b") as file:
+        file.seek(2 * BLOCK_BYTES + 99)
+        file.write(b"another")
+    image = HostBuffer(entry.size).view
+    with _open(tmp_path / "x", entry) as reader:
+        with pytest.raises(CorruptCheckpointError, match="the digest of its block 2 "):
+            reader.read_image(image, range(num_blocks), digests)
+        with pytest.raises(CorruptCheckpointError, match="digest"):
+            reader.verify()
+        reader.read_image(image, [1], digests)
