@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from resumekit.storage import pipeline
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+CHUNK_BYTES = 2048
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends files of a few kB through the ring and the thread, as large ones of a real run."""
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,48 @@ from resumekit.storage import (
     RetentionPolicy,
     StepName,
     Store,
+    direct,
+    pipeline,
 )
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]
+
+
+@pytest.fixture(params=["buffered", "direct"], autouse=True)
+def io(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the files are written: straight, or in chunks by direct I/O with a small tail."""
+    if request.param == "direct":
+        monkeypatch.setattr(pipeline, "CHUNK_BYTES", 8192)
+        monkeypatch.setattr(direct, "MIN_DIRECT_BYTES", 4096)
+    return str(request.param)
+
+
+@pytest.fixture
+def directory(io: str, tmp_path: Path) -> Iterator[Path]:
+    """Where run directories are made: a file system that supports direct I/O, or one in memory."""
+    if io == "buffered":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def save(io: str, save: Save) -> Save:
+    """A save of files that are small, or that have several chunks."""
+    return save if io == "buffered" else partial(save, content=bytes(range(250)) * 80)
+
+
+class Unsynced(LocalFileSystem):
+    """Does not wait for the disk: a killed process loses nothing that it has written."""
+
+    def fsync(self, handle: int) -> None:
+        pass
+
+    def fsync_dir(self, path: Path) -> None:
+        pass
+
 
 STEPS = (1, 2, 2, 3)
 POLICY = RetentionPolicy(keep_latest=2, keep_best=1)
@@ -49,7 +90,7 @@ def _live_until_killed(store: Store, save: Save) -> list[StepName]:
 
 
 def _num_calls(open_store: OpenStore, save: Save, directory: Path) -> int:
-    counting = FailpointFileSystem(LocalFileSystem())
+    counting = FailpointFileSystem(Unsynced())
     store = open_store(directory, file_system=counting)
     _live(store, save, lambda name: None)
     return counting.num_write_calls
@@ -71,29 +112,39 @@ def _check(store: Store, save: Save, finished: Sequence[StepName]) -> None:
     store.release()
 
 
-def test_a_kill_at_any_call_leaves_every_finished_save(
-    open_store: OpenStore, save: Save, tmp_path: Path
+def test_large_files_of_these_lives_are_written_by_direct_io(
+    open_store: OpenStore, save: Save, directory: Path, io: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    num_calls = _num_calls(open_store, save, tmp_path / "counted" / "run")
+    with caplog.at_level(logging.DEBUG, "resumekit"):
+        _live(open_store(directory / "run"), save, lambda name: None)
+    if "buffered I/O" in caplog.text:
+        pytest.skip("no direct I/O here")
+    assert ("using direct I/O" in caplog.text) == (io == "direct")
+
+
+def test_a_kill_at_any_call_leaves_every_finished_save(
+    open_store: OpenStore, save: Save, directory: Path
+) -> None:
+    num_calls = _num_calls(open_store, save, directory / "counted" / "run")
     assert num_calls > 80
     for number in range(1, num_calls + 1):
-        directory = tmp_path / f"{number}" / "run"
+        run = directory / f"{number}" / "run"
         plan = parse_failpoints(f"{number}={'torn' if number % 2 else 'kill'}")
-        failing = FailpointFileSystem(LocalFileSystem(), plan)
-        finished = _live_until_killed(open_store(directory, file_system=failing), save)
-        _check(open_store(directory), save, finished)
+        failing = FailpointFileSystem(Unsynced(), plan)
+        finished = _live_until_killed(open_store(run, file_system=failing), save)
+        _check(open_store(run), save, finished)
 
 
 @pytest.mark.parametrize("cause", ["=EIO", "+=ENOSPC"], ids=["once", "for good"])
 def test_an_error_at_any_call_is_typed_and_costs_nothing_saved(
-    open_store: OpenStore, save: Save, tmp_path: Path, cause: str
+    open_store: OpenStore, save: Save, directory: Path, cause: str
 ) -> None:
-    num_calls = _num_calls(open_store, save, tmp_path / "counted" / "run")
+    num_calls = _num_calls(open_store, save, directory / "counted" / "run")
     num_raised = 0
     for number in range(1, num_calls + 1):
-        directory = tmp_path / f"{number}" / "run"
-        failing = FailpointFileSystem(LocalFileSystem(), parse_failpoints(f"{number}{cause}"))
-        store = open_store(directory, file_system=failing)
+        run = directory / f"{number}" / "run"
+        failing = FailpointFileSystem(Unsynced(), parse_failpoints(f"{number}{cause}"))
+        store = open_store(run, file_system=failing)
         finished: list[StepName] = []
         raised: SaveError | DirectoryError | None = None
         try:
@@ -103,25 +154,25 @@ def test_an_error_at_any_call_is_typed_and_costs_nothing_saved(
         if raised is not None:
             num_raised += 1
             assert raised.errno in (errno.EIO, errno.ENOSPC)
-            assert str(tmp_path / f"{number}") in raised.where
+            assert str(directory / f"{number}") in raised.where
             assert errno.errorcode[raised.errno] in str(raised)
         store.release()
-        _check(open_store(directory), save, finished)
+        _check(open_store(run), save, finished)
     # What may fail without a word: the advisory `latest`, and sweeping what is left over.
     assert num_raised > 0.75 * num_calls
 
 
 def test_a_failing_save_leaves_no_staging_and_the_next_one_succeeds(
-    open_store: OpenStore, save: Save, tmp_path: Path
+    open_store: OpenStore, save: Save, directory: Path
 ) -> None:
-    first = FailpointFileSystem(LocalFileSystem())
-    store = open_store(tmp_path / "counted", file_system=first)
+    first = FailpointFileSystem(Unsynced())
+    store = open_store(directory / "counted", file_system=first)
     store.acquire()
     before = first.num_write_calls
     save(store, 1)
     for number in range(1, first.num_write_calls - before + 1):
-        failing = FailpointFileSystem(LocalFileSystem())
-        store = open_store(tmp_path / f"{number}", file_system=failing)
+        failing = FailpointFileSystem(Unsynced())
+        store = open_store(directory / f"{number}", file_system=failing)
         store.acquire()
         save(store, 1)
         failing._plan = parse_failpoints(f"{failing.num_write_calls + number}=EIO")
