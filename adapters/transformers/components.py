@@ -22,12 +22,19 @@ from resumekit.adapters.transformers.arguments import (
     saves_by_itself,
 )
 from resumekit.adapters.transformers.user_state import lost_of_trl, trl_components, without_times
-from resumekit.capture import AttributeState, UserState, buckets_of, by_class_and_ordinal
+from resumekit.capture import (
+    AttributeState,
+    UserState,
+    buckets_of,
+    by_class_and_ordinal,
+    frozen_parameters,
+)
 from resumekit.distributed import WorldChange
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
 
 _WEIGHTS = "rank-00000.safetensors"
+_FROZEN_WEIGHTS = "rank-00000.frozen.safetensors"
 
 # What a user may change between two launches; the rest is compared where it matters.
 _SETTINGS = (
@@ -211,7 +218,9 @@ def _files(model: Any, *, is_whole: bool) -> Mapping[str, bytes]:
         files.update(_configurations(model))
     if is_whole:
         # transformers 5.23 utils/hub.py get_checkpoint_shard_files: an index may name any file.
-        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _WEIGHTS)}
+        frozen = dict.fromkeys(frozen_parameters(model), _FROZEN_WEIGHTS)
+        weight_map = {**dict.fromkeys(model.state_dict(), _WEIGHTS), **frozen}
+        index = {"metadata": {}, "weight_map": weight_map}
         files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
         if hasattr(model, "peft_config"):
             files.update(_adapter(model))

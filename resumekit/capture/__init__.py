@@ -27,7 +27,13 @@ from resumekit.capture.gradients import (
     gradient_keys,
     require_gradients,
 )
-from resumekit.capture.model import IN_FP32, RANK_BUFFERS, TRAINED_IN, ModelState
+from resumekit.capture.model import (
+    IN_FP32,
+    RANK_BUFFERS,
+    TRAINED_IN,
+    ModelState,
+    frozen_parameters,
+)
 from resumekit.capture.naming import (
     by_class_and_ordinal,
     by_clean_name,
@@ -118,6 +124,7 @@ __all__ = [
     "differences",
     "fingerprint",
     "fits",
+    "frozen_parameters",
     "generator_state",
     "gradient_components",
     "gradient_keys",

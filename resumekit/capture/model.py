@@ -34,6 +34,9 @@ _REMEDY = "Build the model as it was when the checkpoint was written"
 TRAINED_IN = "trained_in"
 IN_FP32 = "in_fp32"
 
+# Two more files cost more than to write so little again.
+_MIN_FROZEN_BYTES = 4 << 20
+
 # What the key of the component of a rank's buffers ends in.
 RANK_BUFFERS = "rank_buffers"
 
@@ -99,6 +102,10 @@ class ModelState(ComponentState):
         """The names of the unsharded buffers."""
         return frozenset(self.unsharded_buffers())
 
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters without gradients, if they are large together."""
+        return frozenset(frozen_parameters(self.module))
+
     def unsharded_buffers(self) -> dict[str, Tensor]:
         """The live persistent buffers that a replicated module has on each rank."""
         state = self.state_dict()
@@ -121,6 +128,23 @@ class ModelState(ComponentState):
     def _parts(self) -> Mapping[str, FlatPart]:
         """This rank's range of each parameter that is sharded without a DTensor, by name."""
         return {}
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters without gradients, by clean name; empty where files of their own cost more.
+
+    A sharded one counts with all its elements, so that all ranks decide alike.
+    """
+    large = sum(
+        each.numel() * each.element_size()
+        for each in module.parameters()
+        if not (each.requires_grad or is_lazy(each))
+    )
+    if large < _MIN_FROZEN_BYTES:
+        return {}
+    raw = dict(module.named_parameters(remove_duplicate=False))
+    named = by_clean_name(module, raw)
+    return {name: each for name, each in named.items() if not each.requires_grad}
 
 
 class NamedTensors(ComponentState):

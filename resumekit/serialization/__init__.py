@@ -29,7 +29,13 @@ from resumekit.serialization.sharding import (
     sharded_like,
 )
 from resumekit.serialization.tensors import Leaf, buffers_of
-from resumekit.serialization.writing import ExtraFiles, Payload, ShardedPayload, index_name
+from resumekit.serialization.writing import (
+    ExtraFiles,
+    FrozenFiles,
+    Payload,
+    ShardedPayload,
+    index_name,
+)
 
 __all__ = [
     "WHOLE",
@@ -39,6 +45,7 @@ __all__ = [
     "Copy",
     "ExtraFiles",
     "FlatPart",
+    "FrozenFiles",
     "HolderPositions",
     "Leaf",
     "LocalState",

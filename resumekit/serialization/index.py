@@ -159,9 +159,15 @@ class Index:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
 
 
-def stem_of(directory: str, rank: int) -> str:
-    """The path of a rank's files in a directory, without their suffix."""
-    return f"{directory}/rank-{rank:05d}"
+def stem_of(directory: str, rank: int, *, is_frozen: bool = False) -> str:
+    """The path of a rank's files in a directory, without their suffix.
+
+    Args:
+        directory: relative to the step directory.
+        rank: the rank that writes them.
+        is_frozen: whether they hold its frozen tensors.
+    """
+    return f"{directory}/rank-{rank:05d}" + (".frozen" if is_frozen else "")
 
 
 def _parse(data: bytes, where: str, name: str, newest: int, expected: Set[str]) -> dict[str, Any]:

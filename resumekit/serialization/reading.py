@@ -237,18 +237,23 @@ def _read(
     fetches: dict[int, list[Fetch]] = {writer: [] for writer in files} if check_headers else {}
     for fetch in _fetches(where, index, wanted):
         fetches.setdefault(fetch.chunk.writer, []).append(fetch)
+    divided = [
+        (file, own)
+        for writer in sorted(fetches)
+        for file, own in files[writer].divide(fetches[writer])
+        if own or (check_headers and file.index.records)
+    ]
     # Before memory is allocated: the index may promise more than the files hold.
-    for writer in sorted(fetches):
-        files[writer].require(fetches[writer], index.tensors)
+    for file, own in divided:
+        file.require(own, index.tensors)
     memory = {
         name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
         for name, box in wanted.items()
     }
     strides: dict[str, tuple[int, ...] | None] = {}
-    for writer in sorted(fetches):
-        file = files[writer]
+    for file, own in divided:
         parts: list[ByteRange] = []
-        for fetch in fetches[writer]:
+        for fetch in own:
             parts += file.parts(fetch, memory[fetch.name])
             if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
                 strides[fetch.name] = file.strides(fetch.name)
@@ -259,14 +264,44 @@ def _read(
     }
 
 
-class _DataFiles(dict[int, "_DataFile"]):
-    """The data file of each writer in a directory; its index is read on first use."""
+class _DataFiles(dict[int, "_WriterFiles"]):
+    """The data files of each writer in a directory; an index is read on first use."""
 
     def __init__(self, step: StepReader, directory: str) -> None:
-        self._arguments = (step, directory)
+        self._step = step
+        self._directory = directory
+        self._paths = {entry.path for entry in step.manifest.files}
 
-    def __missing__(self, writer: int) -> _DataFile:
-        return self.setdefault(writer, _DataFile(*self._arguments, writer))
+    def __missing__(self, writer: int) -> _WriterFiles:
+        stems = [stem_of(self._directory, writer)]
+        frozen = stem_of(self._directory, writer, is_frozen=True)
+        if f"{frozen}.json" in self._paths:
+            stems.append(frozen)
+        return self.setdefault(writer, _WriterFiles([_DataFile(self._step, s) for s in stems]))
+
+
+class _WriterFiles:
+    """One writer's data files, the second one with its frozen tensors.
+
+    Attributes:
+        index: of all of them together; it has no block digests.
+    """
+
+    def __init__(self, files: Sequence[_DataFile]) -> None:
+        self._files = files
+        records = [record for file in files for record in file.index.records]
+        ties = {name: other for file in files for name, other in file.index.ties.items()}
+        self.index = Index(files[0].index.states, tuple(records), ties)
+        self._owners = {record.name: file for file in files for record in file.index.records}
+
+    def divide(self, fetches: Sequence[Fetch]) -> list[tuple[_DataFile, list[Fetch]]]:
+        """Each file with the fetches from it; a part that is in none is the first one's."""
+        divided: list[tuple[_DataFile, list[Fetch]]] = [(file, []) for file in self._files]
+        numbers = {id(file): number for number, file in enumerate(self._files)}
+        for fetch in fetches:
+            owner = self._owners.get(_stored_name(fetch), self._files[0])
+            divided[numbers[id(owner)]][1].append(fetch)
+        return divided
 
 
 def _wanted(where: str, logical: Logical | None, name: str, partner: Any) -> Box:
@@ -309,10 +344,9 @@ def _value(
 
 
 class _DataFile:
-    """One writer's data file, by the index beside it."""
+    """One data file, by the index beside it."""
 
-    def __init__(self, step: StepReader, directory: str, writer: int) -> None:
-        stem = stem_of(directory, writer)
+    def __init__(self, step: StepReader, stem: str) -> None:
         self.index = read_index(Index, step, f"{stem}.json")
         self._open = partial(step.file, f"{stem}.safetensors")
         self._where = f"{step.name}/{stem}.safetensors"

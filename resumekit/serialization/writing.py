@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,14 @@ from resumekit.serialization.index_size import IndexSize
 from resumekit.serialization.planning import Assignment, LocalState
 from resumekit.serialization.sharding import is_sharded
 from resumekit.serialization.tensors import Leaf
-from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileEntry, Staging
+from resumekit.storage import (
+    BLOCK_BYTES,
+    MAX_JSON_BYTES,
+    BlockDigester,
+    FileEntry,
+    Staging,
+    StepName,
+)
 
 PAGE_BYTES = 4096
 _NO_DIGEST = "0" * 32
@@ -37,6 +44,7 @@ class _Files:
         ties: names without bytes of their own, with the name of the same tensor.
         states: the tree of each state, by component key; None for an index only with a data file.
         small_files: the content of other files, by file name.
+        is_frozen: whether these are the rank's frozen tensors, which have files of their own.
 
     Attributes:
         num_bytes: bytes that it will write at most; exact but for the index.
@@ -55,11 +63,13 @@ class _Files:
         ties: Mapping[str, str] = _NOTHING,
         states: Mapping[str, Any] | None = None,
         small_files: Mapping[str, bytes] = _NOTHING,
+        is_frozen: bool = False,
     ) -> None:
         self._rank = rank
-        self._stem = stem_of(directory, rank)
+        self._stem = stem_of(directory, rank, is_frozen=is_frozen)
         self._leaves = leaves
         self._image: memoryview | None = None
+        self._linked: tuple[FileEntry, tuple[str, ...]] | None = None
         self._small_files = {
             f"{directory}/{name}": bytes(data) for name, data in small_files.items()
         }
@@ -106,7 +116,11 @@ class _Files:
         """
         entries = []
         index = self._index
-        if index.records:
+        if self._linked is not None:
+            entry, digests = self._linked
+            entries.append(entry)
+            index = replace(index, block_digests=digests)
+        elif index.records:
             with staging.create(f"{self._stem}.safetensors", writer=self._rank) as data:
                 if self._image is None:
                     data.write(self._pieces())
@@ -146,6 +160,68 @@ class _Files:
         return len(data)
 
 
+class _Equal(NamedTuple):
+    """A data file of an earlier checkpoint with the same bytes."""
+
+    source: StepName
+    entry: FileEntry
+    block_digests: tuple[str, ...]
+
+
+class FrozenFiles(_Files):
+    """A rank's tensors that training does not change, in a data file of their own.
+
+    The file is a link to the one of an earlier checkpoint where that has the same bytes.
+
+    Args:
+        directory: of its files, relative to the step directory.
+        rank: the rank that writes.
+        leaves: of these tensors, by name.
+        ties: names without bytes of their own, with the name of the same tensor.
+    """
+
+    def __init__(
+        self, directory: str, rank: int, leaves: Mapping[str, Leaf], ties: Mapping[str, str]
+    ) -> None:
+        super().__init__(directory, rank, leaves, ties=ties, is_frozen=True)
+        self._equal: _Equal | None = None
+
+    @property
+    def path(self) -> str:
+        """Of its data file, relative to the step directory."""
+        return f"{self._stem}.safetensors"
+
+    def compare(self, source: StepName, entry: FileEntry) -> None:
+        """Notes whether the data file equals that of an earlier checkpoint, which needs no space.
+
+        The live tensors are digested, not copied.
+
+        Args:
+            source: the earlier checkpoint, of this launch.
+            entry: its file.
+        """
+        if entry.size != self._data_bytes:
+            return
+        digester = BlockDigester()
+        for piece in self._pieces():
+            digester.update(piece)
+        if digester.hexdigest() == entry.digest:
+            digests = tuple(block.hex() for block in digester.blocks)
+            self._equal = _Equal(source, entry, digests)
+            self.num_bytes -= self._data_bytes
+
+    def link(self, staging: Staging) -> None:
+        """Links the data file where ``compare`` has found it; else it will be written.
+
+        Args:
+            staging: of the new checkpoint.
+        """
+        if self._equal is not None and staging.link(self.path, self._equal.source):
+            self._linked = self._equal.entry, self._equal.block_digests
+            self._data_bytes = 0
+            self._leaves = {}
+
+
 class Payload(_Files):
     """The states of some components, ready to be written by one rank.
 
@@ -156,16 +232,29 @@ class Payload(_Files):
         rank: the rank that writes.
         states: nested state by component key. With one key the tensors are named by their path in
             the state (a model's by FQN); with more, the key comes first.
+        frozen: names of tensors that training does not change.
+
+    Attributes:
+        frozen: the files of these tensors, if there are any.
 
     Raises:
         UnsupportedValueError: a value cannot be stored; names its path.
     """
 
-    def __init__(self, directory: str, rank: int, states: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        rank: int,
+        states: Mapping[str, Any],
+        *,
+        frozen: Collection[str] = (),
+    ) -> None:
         encoder = Encoder(prefix_names=len(states) > 1)
         trees = {key: encoder.encode(state, where=key) for key, state in states.items()}
         stored = encoder.finish()
-        super().__init__(directory, rank, stored.leaves, ties=stored.ties, states=trees)
+        kept, self.frozen = _without_frozen(directory, rank, stored.leaves, stored.ties, frozen)
+        ties = {name: other for name, other in stored.ties.items() if other in kept}
+        super().__init__(directory, rank, kept, ties=ties, states=trees)
 
 
 class ShardedPayload(_Files):
@@ -179,6 +268,10 @@ class ShardedPayload(_Files):
         local: the state as this rank holds it.
         assignment: what this rank is to write.
         index_name: the file name of the common index.
+        frozen: names of tensors that training does not change.
+
+    Attributes:
+        frozen: the files of this rank's parts of them, if there are any.
     """
 
     def __init__(
@@ -189,10 +282,14 @@ class ShardedPayload(_Files):
         assignment: Assignment,
         *,
         index_name: str = "index.json",
+        frozen: Collection[str] = (),
     ) -> None:
         # Plain tensors, which every rank reads, come first: all in a block or two.
         names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
-        leaves = _distinct(local.key, (part for name in names for part in local.leaves_of(name)))
+        parts = {name: list(local.leaves_of(name)) for name in names}
+        leaves = _distinct(local.key, (part for each in parts.values() for part in each))
+        frozen_parts = {part for name in names if name in frozen for part, _ in parts[name]}
+        leaves, self.frozen = _without_frozen(directory, rank, leaves, {}, frozen_parts)
         small_files: dict[str, bytes] = {}
         if assignment.tensors is not None:
             leaves.update(local.leaves)
@@ -200,7 +297,9 @@ class ShardedPayload(_Files):
             tensors = {**assignment.tensors, **plain}
             index = ShardedIndex({local.key: local.tree}, tensors, local.ties)
             small_files[index_name] = index.to_bytes()
-        super().__init__(directory, rank, leaves, small_files=small_files)
+        # A reader opens the first index of a rank in any case.
+        states = None if self.frozen is None else _NOTHING
+        super().__init__(directory, rank, leaves, states=states, small_files=small_files)
 
 
 class ExtraFiles(_Files):
@@ -224,6 +323,22 @@ def index_name(first_rank: int, is_in_stages: bool) -> str:
         is_in_stages: whether other groups hold other entries of the state.
     """
     return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
+
+
+def _without_frozen(
+    directory: str,
+    rank: int,
+    leaves: dict[str, Leaf],
+    ties: Mapping[str, str],
+    frozen: Collection[str],
+) -> tuple[dict[str, Leaf], FrozenFiles | None]:
+    """The leaves of the rank's first data file, and the files of the frozen ones."""
+    own = {name: leaf for name, leaf in leaves.items() if name in frozen}
+    if not own:
+        return leaves, None
+    own_ties = {name: other for name, other in ties.items() if other in own}
+    kept = {name: leaf for name, leaf in leaves.items() if name not in own}
+    return kept, FrozenFiles(directory, rank, own, own_ties)
 
 
 def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:

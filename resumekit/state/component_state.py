@@ -71,6 +71,13 @@ class ComponentState:
         """Dotted names of plain tensors that may differ between ranks; rank 0's are saved."""
         return frozenset()
 
+    def frozen(self) -> frozenset[str]:
+        """Dotted names of tensors that training does not change; their files may be shared.
+
+        A wrong name costs time and nothing else: a file is shared only if its bytes are the same.
+        """
+        return frozenset()
+
     def fingerprint(self) -> Mapping[str, Any] | None:
         """Plain values that a resume compares with those of the checkpoint; None for none."""
         return None
@@ -189,6 +196,7 @@ _DUCK_TYPED = frozenset(
         "findings",
         "fingerprint",
         "first_rank_only",
+        "frozen",
         "join",
         "merge_state_dicts",
         "outline",

@@ -25,6 +25,7 @@ from resumekit.errors import (
     SaveError,
     SharedDirectoryError,
 )
+from resumekit.log import logger
 from resumekit.storage.directories import (
     LATEST,
     MANIFEST,
@@ -38,7 +39,7 @@ from resumekit.storage.directories import (
     write_small,
 )
 from resumekit.storage.files import FileWriter
-from resumekit.storage.io import MAKE_ROOM, FileSystem, save_errors
+from resumekit.storage.io import MAKE_ROOM, FileSystem, describe, save_errors
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
 from resumekit.storage.parts import PARTS, Part, Parts, leave_part
@@ -166,6 +167,24 @@ class Staging:
         """
         expected = Part(run_id, attempt, self.step.step, save_number, rank=0)
         return Parts(self._file_system, self.path / PARTS, expected=expected, world_size=world_size)
+
+    def link(self, path: str, source: StepName) -> bool:
+        """Whether a file of a committed checkpoint is now a file of this one, under the same path.
+
+        False where that is impossible: across file systems, without support for links, with too
+        many of them, or where the earlier checkpoint is gone. Then the file is to be written.
+
+        Args:
+            path: as given to ``create``.
+            source: the earlier checkpoint; its file is durable.
+        """
+        _check_path(path, "a path such as 'state/a'")
+        try:
+            self._file_system.link(self._directory / str(source) / path, self.path / path)
+        except OSError as error:
+            logger.debug("%s is written again, not linked: %s", path, describe(error))
+            return False
+        return True
 
     def commit(self, manifest: Manifest, owner: Owner) -> Path:
         """The step directory, durable once this returns.

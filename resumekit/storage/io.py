@@ -102,6 +102,10 @@ class FileSystem(Protocol):
         """Renames atomically. A file replaces a file; a directory needs a free target."""
         ...
 
+    def link(self, source: Path, target: Path) -> None:
+        """Gives a file one more name; the target must not exist, and links are not followed."""
+        ...
+
     def unlink(self, path: Path) -> None:
         """Removes one name that is not a directory."""
         ...
@@ -181,6 +185,9 @@ class LocalFileSystem:
 
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        os.link(source, target, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)

@@ -29,7 +29,9 @@ from resumekit.errors import ConfigurationError
 from resumekit.storage import Entry, FileSystem, Free, LocalFileSystem, ReadHandle, store
 from resumekit.testing.task import load_function
 
-WRITE_CALLS = ("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "unlink", "rmdir")
+WRITE_CALLS = (
+    *("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "link", "unlink", "rmdir"),
+)
 _OTHER_CALLS = ("writeback", "close", "list", "open", "read_into", "advise_sequential", "free")
 _ACTIONS = ("kill", "torn", "log")
 _PLAN = "failpoints"
@@ -139,6 +141,10 @@ class FailpointFileSystem:
     def rename(self, source: Path, target: Path) -> None:
         self._reach("rename", source)
         self._inner.rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self._reach("link", target)
+        self._inner.link(source, target)
 
     def unlink(self, path: Path) -> None:
         self._reach("unlink", path)

@@ -6,7 +6,7 @@ of them: the staging is removed and the previous checkpoint is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -16,6 +16,7 @@ from resumekit.errors import ResumekitError, SaveError
 from resumekit.log import logger
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
+from resumekit.run.saving.frozen_links import AnyPayload, FrozenLinks, with_frozen
 from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
 from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
 from resumekit.state import CaptureReport, SharingPattern, StateComponent
@@ -29,7 +30,7 @@ from resumekit.storage import (
     Store,
 )
 
-Payloads = Sequence[Payload | ShardedPayload | ExtraFiles]
+Payloads = Sequence[AnyPayload]
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._shard_planner = ShardPlanner(self.world, self.components, self.membership)
+        self._frozen_links = FrozenLinks(self.retention)
 
     def save(
         self,
@@ -74,7 +76,8 @@ class Saver:
             SaveError: writing failed; nothing was committed.
             OwnershipLostError: another attempt owns the directory now.
         """
-        payloads = self._payloads()
+        payloads = with_frozen(self._payloads())
+        self._frozen_links.find(progress.step, payloads)
         name, staging = self._stage(progress.step, payloads)
         try:
             written = self.world.everywhere(lambda: self._write(staging(), payloads))
@@ -101,10 +104,11 @@ class Saver:
                 self.store.abandon(staging())
             raise
         self.parent = str(name)
+        self._frozen_links.committed(name, written[self.world.ranks.index(self.world.rank)])
         self.world.on_first(self._retain)
         return name
 
-    def _payloads(self) -> Payloads:
+    def _payloads(self) -> list[Payload | ShardedPayload | ExtraFiles]:
         encoded: list[Payload | ExtraFiles] = []
         self.world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
         return [*encoded, *self._shard_planner.payloads()]
@@ -120,14 +124,18 @@ class Saver:
 
     def _encode(self) -> list[Payload]:
         by_directory: dict[str, dict[str, Any]] = {}
+        frozen: dict[str, Collection[str]] = {}
         for component in self.components:
             if component.sharing_pattern is SharingPattern.SHARDED:
                 continue
             if self.world.rank in self.membership.writers(component):
-                states = by_directory.setdefault(directory_of(component), {})
+                directory = directory_of(component)
+                states = by_directory.setdefault(directory, {})
                 states[component.key] = component.stateful.state_dict()
+                if directory == component.key:  # alone in its file, where names have no prefix
+                    frozen[directory] = component.state.frozen()
         return [
-            Payload(directory, self.world.rank, states)
+            Payload(directory, self.world.rank, states, frozen=frozen.get(directory, ()))
             for directory, states in by_directory.items()
         ]
 
@@ -154,6 +162,7 @@ class Saver:
         return name, lambda: mine[0] if mine else self.store.attach(staging_name)
 
     def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
+        self._frozen_links.link(staging, payloads)
         return [entry for payload in payloads for entry in payload.write(staging)]
 
     def _record(self, component: StateComponent, capture: CaptureReport) -> ComponentRecord:

@@ -91,6 +91,7 @@ class ShardPlanner:
                 local[key],
                 self._assigned[key],
                 index_name=index_name(self._group(key).ranks[0], len(self._groups[key]) > 1),
+                frozen=each.state.frozen(),
             )
             for key, each in self._components.items()
         ]

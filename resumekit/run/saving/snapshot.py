@@ -13,7 +13,7 @@ import torch
 from resumekit.errors import SaveError
 from resumekit.log import logger
 from resumekit.run.saving.available_memory import available_memory
-from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
+from resumekit.run.saving.frozen_links import AnyPayload
 from resumekit.storage import HostBuffer, address_of
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
@@ -42,7 +42,7 @@ class Snapshot:
         return 0 if self._buffer is None else self._buffer.num_bytes
 
     @staticmethod
-    def needed_bytes(payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> int:
+    def needed_bytes(payloads: Sequence[AnyPayload]) -> int:
         """The memory that a copy of them takes up."""
         return sum(each.image_bytes for each in payloads)
 
@@ -63,7 +63,7 @@ class Snapshot:
         """How many bytes more than now a copy of this size will take up."""
         return _with_spare(num_bytes) - self.num_bytes if num_bytes > self.num_bytes else 0
 
-    def take(self, payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> None:
+    def take(self, payloads: Sequence[AnyPayload]) -> None:
         """Copies them; the live state may change once this returns.
 
         Args:

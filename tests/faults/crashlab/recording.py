@@ -107,6 +107,15 @@ class RecordingFileSystem:
         by = self._by(f"rename {source} {target}")
         self._record(Move(*by, old, source.name, new, target.name, child))
 
+    def link(self, source: Path, target: Path) -> None:
+        parent, child = self._parent(target), self._disk.find(source)
+        if target.name in self._disk.directory(parent).entries:
+            raise _error(errno.EEXIST, target)
+        self._disk.file(child)
+        self._disk.directory(parent).entries[target.name] = child
+        by = self._by(f"link {source} {target}")
+        self._record(Link(*by, parent, target.name, child, is_new=False))
+
     def unlink(self, path: Path) -> None:
         self._unlink(path, f"unlink {path}", FileNode, errno.EISDIR)
 
