@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.cli.views import list_directory
 from resumekit.export import export_model
 from resumekit.storage import LocalFileSystem, StepName, StepReader
 
@@ -50,7 +51,6 @@ def train(
             optimizer.step()
             ckpt.step(loss=loss)
             if ckpt.progress.step == num_steps:
-                ckpt.finish() if hasattr(ckpt, "finish") else None
                 break
     return model
 
@@ -192,6 +192,18 @@ def test_a_model_that_is_all_frozen_is_resumed(tmp_path: Path) -> None:
     train(tmp_path, 3, model=Scaled())
     assert copies(tmp_path)[:3] == [0, 1, 0]
     train(tmp_path, 5, model=Scaled())
+
+
+def test_shared_bytes_are_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, 4)
+    list_directory(tmp_path, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    size = (tmp_path / str(steps(tmp_path)[0]) / FILE).stat().st_size
+    assert [row.get("shared_bytes", 0) for row in rows][-4:] == [size, size, 0, 0]
+    list_directory(tmp_path, as_json=False)
+    found = capsys.readouterr().out.splitlines()
+    assert "KB" in found[1]
+    assert "MB" in found[-1]
 
 
 def test_an_export_holds_the_frozen_tensors(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Frozen shards: in files of their own, read together with the others, linked while unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resumekit.serialization import (
+    FrozenFiles,
+    Payload,
+    Proposal,
+    ShardedPayload,
+    Source,
+    assign,
+    encode_local,
+    read_payload,
+    read_sharded,
+)
+
+WHOLE = torch.arange(42.0).view(7, 6)
+
+
+def payloads_of(ranks: Any, frozen: set[str]) -> list[Any]:
+    states = []
+    for rank in range(2):
+        with ranks.rank(rank, 2):
+            rows, columns = ranks.shard(WHOLE, (2,), 0), ranks.shard(WHOLE, (2,), 1)
+        states.append({"rows": rows, "columns": columns, "plain": torch.arange(5)})
+    local = [encode_local("model", each) for each in states]
+    assignments = assign(local[0], [Proposal.of(each, rank) for rank, each in enumerate(local)])
+    found: list[Any] = []
+    for rank in range(2):
+        payload = ShardedPayload("state", rank, local[rank], assignments[rank], frozen=frozen)
+        found += [payload] if payload.frozen is None else [payload, payload.frozen]
+    return found
+
+
+@pytest.mark.parametrize(
+    "frozen", [{"rows"}, {"columns", "plain"}, {"rows", "columns", "plain"}, {"other"}]
+)
+def test_frozen_shards_are_read_with_the_others(
+    frozen: set[str], checkpoints: Any, ranks: Any, same: Any
+) -> None:
+    payloads = payloads_of(ranks, frozen)
+    step = checkpoints.commit(
+        lambda staging: [entry for each in payloads for entry in each.write(staging)]
+    )
+    num_frozen = sum(".frozen.safetensors" in entry.path for entry in step.manifest.files)
+    assert num_frozen == (0 if frozen == {"other"} else 2 if frozen != {"plain"} else 1)
+    found, _ = read_sharded(Source(step, "state", "model", ("index.json",)), lambda saved: [])
+    expected = {"rows": WHOLE, "columns": WHOLE, "plain": torch.arange(5)}
+    assert same({name: found[name] for name in expected}, expected)
+
+
+def test_a_payload_without_frozen_tensors_has_the_same_bytes(checkpoints: Any) -> None:
+    contents = []
+    for frozen in ((), {"not a name"}):
+        payload = Payload("state", 0, {"model": {"w": torch.ones(3)}}, frozen=frozen)
+        assert payload.frozen is None
+        step = checkpoints.commit(payload.write)
+        contents.append([Path(step.path, file.path).read_bytes() for file in step.manifest.files])
+    assert contents[0] == contents[1]
+
+
+def state() -> dict[str, Any]:
+    weight = torch.arange(3000.0)
+    return {"model": {"w": weight, "tied": weight, "b": torch.ones(3), "part": weight[5:9]}}
+
+
+def frozen_of(payload: Payload) -> FrozenFiles:
+    assert payload.frozen is not None
+    return payload.frozen
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_an_equal_file_is_linked_and_needs_no_memory(
+    is_copied: bool, checkpoints: Any, same: Any
+) -> None:
+    first = Payload("state", 0, state(), frozen={"w"})
+    step = checkpoints.commit(
+        lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
+    )
+    (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
+    payload = Payload("state", 0, state(), frozen={"w"})
+    frozen = frozen_of(payload)
+    announced = frozen.num_bytes
+    frozen.compare(step.name, entry)
+    assert frozen.num_bytes == announced - entry.size
+
+    def write(staging: Any) -> list[Any]:
+        frozen.link(staging)
+        assert frozen.image_bytes == 0
+        if is_copied:
+            frozen.copy_into(memoryview(b""))
+        return [*payload.write(staging), *frozen.write(staging)]
+
+    linked = checkpoints.commit(write)
+    paths = [Path(each.path, frozen.path) for each in (step, linked)]
+    assert paths[0].samefile(paths[1])
+    found = read_payload(linked, "state", 0)
+    assert same(found, state())
+    found["model"]["w"][7] = 5
+    assert found["model"]["tied"][7] == 5
+    assert found["model"]["part"][2] == 5
+    linked.verify()
+
+
+def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
+    first = Payload("state", 0, state(), frozen={"w"})
+    step = checkpoints.commit(
+        lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
+    )
+    (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
+    value = state()
+    value["model"]["w"].view(torch.int32)[2999] ^= 1
+    frozen = frozen_of(Payload("state", 0, value, frozen={"w"}))
+    announced = frozen.num_bytes
+    frozen.compare(step.name, entry)
+    assert frozen.num_bytes == announced
