@@ -99,7 +99,8 @@ def test_of_many_missing_ranks_the_first_are_named(store: Store) -> None:
 def test_a_rank_that_failed_ends_the_wait_with_its_error(store: Store) -> None:
     staging = _stage(store)
     parts = _parts(store, staging)
-    staging.leave_part(_part(store, 1, error="ENOSPC (No space left on device)"))
+    written = _write(staging, 1)
+    staging.leave_part(_part(store, 1, written, error="ENOSPC (No space left on device)"))
     assert parts.look()
     assert parts.failures == {1: "ENOSPC (No space left on device)"}
     staging.leave_part(_part(store, 0))
