@@ -34,6 +34,7 @@ from resumekit.storage.directories import (
     directories_of,
     exists,
     find_difference,
+    is_taken,
     path_problem,
     remove_tree,
     write_small,
@@ -207,7 +208,7 @@ class Staging:
             check_owner(file_system, directory, owner)
         target = directory / str(self.step)
         with save_errors(target):
-            if any(entry.name == target.name for entry in file_system.list(directory)):
+            if is_taken(file_system, target):
                 raise SaveError(str(target), found="is there already", expected="a free name")
             file_system.rename(self.path, target)
         with save_errors(directory):

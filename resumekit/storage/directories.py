@@ -170,6 +170,19 @@ def exists(file_system: FileSystem, directory: Path) -> bool:
     return True
 
 
+def is_taken(file_system: FileSystem, path: Path) -> bool:
+    """Whether there is anything of this name, be it a dangling link.
+
+    Raises:
+        OSError: it could not be found out.
+    """
+    try:
+        file_system.entry(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def has_directory(file_system: FileSystem, parent: Path, name: str) -> bool:
     """Whether a directory holds one of this name; a link does not count.
 

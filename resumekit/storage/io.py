@@ -118,6 +118,10 @@ class FileSystem(Protocol):
         """The names in a directory, sorted."""
         ...
 
+    def entry(self, path: Path) -> Entry:
+        """One name, as its directory's list has it; FileNotFoundError where there is none."""
+        ...
+
     def open(self, path: Path) -> ReadHandle:
         """A handle for reading; the last part of the path must be a regular file, not a link."""
         ...
@@ -205,6 +209,9 @@ class LocalFileSystem:
                     continue  # removed meanwhile by another process
                 entries.append(_entry(item.name, status))
         return sorted(entries, key=lambda entry: entry.name)
+
+    def entry(self, path: Path) -> Entry:
+        return _entry(path.name, os.lstat(path))
 
     def open(self, path: Path) -> ReadHandle:
         # O_NONBLOCK: opening a pipe must fail below, not wait for a writer.

@@ -55,15 +55,14 @@ def read_manifest(file_system: FileSystem, directory: Path, name: StepName) -> M
 
 
 def _check_is_directory(file_system: FileSystem, directory: Path, name: StepName) -> None:
-    # From the parent's list: a link instead of the directory must not be followed.
-    with read_errors(str(directory)):
-        kinds = {entry.name: entry.kind for entry in file_system.list(directory)}
-    kind = kinds.get(str(name))
-    if kind is None:
-        raise CheckpointNotFoundError(
-            str(directory / str(name)), found="there is no such checkpoint"
-        )
-    if kind != "directory":
+    # A link instead of the directory must not be followed.
+    path = directory / str(name)
+    with read_errors(str(name)):
+        try:
+            entry = file_system.entry(path)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(str(path), found="there is no such checkpoint") from None
+    if entry.kind != "directory":
         raise CorruptCheckpointError(str(name), found="is not a directory", expected="a directory")
 
 

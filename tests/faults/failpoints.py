@@ -32,7 +32,16 @@ from resumekit.testing.task import load_function
 WRITE_CALLS = (
     *("mkdir", "create", "write", "fsync", "fsync_dir", "rename", "link", "unlink", "rmdir"),
 )
-_OTHER_CALLS = ("writeback", "close", "list", "open", "read_into", "advise_sequential", "free")
+_OTHER_CALLS = (
+    "writeback",
+    "close",
+    "list",
+    "entry",
+    "open",
+    "read_into",
+    "advise_sequential",
+    "free",
+)
 _ACTIONS = ("kill", "torn", "log")
 _PLAN = "failpoints"
 
@@ -157,6 +166,10 @@ class FailpointFileSystem:
     def list(self, path: Path) -> list[Entry]:
         self._reach("list", path)
         return self._inner.list(path)
+
+    def entry(self, path: Path) -> Entry:
+        self._reach("entry", path)
+        return self._inner.entry(path)
 
     def open(self, path: Path) -> ReadHandle:
         self._reach("open", path)

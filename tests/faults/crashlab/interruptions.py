@@ -50,6 +50,9 @@ class Passing:
     def list(self, path: Path) -> list[Entry]:
         return self._inner.list(path)
 
+    def entry(self, path: Path) -> Entry:
+        return self._inner.entry(path)
+
     def open(self, path: Path) -> ReadHandle:
         return self._inner.open(path)
 

@@ -167,6 +167,9 @@ class FixedTemporaryName(Passing):
     def list(self, path: Path) -> list[Entry]:
         return super().list(self._fixed(path))
 
+    def entry(self, path: Path) -> Entry:
+        return super().entry(self._fixed(path))
+
     def _fixed(self, path: Path) -> Path:
         parts = ["step" if _STAGED.fullmatch(part) else part for part in path.parts]
         return Path(*parts)
@@ -204,11 +207,12 @@ class WritesInPlace(Passing):
         super().rmdir(self._final(path))
 
     def list(self, path: Path) -> list[Entry]:
-        entries = super().list(self._final(path))
-        if path != RUN:
-            return entries
-        # The commit asks whether the target is there already.
-        return [entry for entry in entries if path / entry.name not in self._in_making]
+        return super().list(self._final(path))
+
+    def entry(self, path: Path) -> Entry:
+        if path in self._in_making:  # the commit asks whether the target is there already
+            raise FileNotFoundError(path)
+        return super().entry(self._final(path))
 
     def _final(self, path: Path) -> Path:
         for depth, part in enumerate(path.parts):

@@ -129,6 +129,9 @@ class RecordingFileSystem:
         entries = self._disk.directory(self._disk.find_directory(path)).entries
         return [self._entry(name, entries[name]) for name in sorted(entries)]
 
+    def entry(self, path: Path) -> Entry:
+        return self._entry(path.name, self._disk.find(path))
+
     def open(self, path: Path) -> ReadHandle:
         number = self._disk.find(path)
         node = self._disk.nodes[number]
