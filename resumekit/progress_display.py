@@ -1,20 +1,22 @@
 """Progress of work that may take long: a bar on a terminal, a few log lines elsewhere.
 
-Nothing is shown of what takes less than 2 seconds. It is drawn by the thread that does the work,
-and no stream is replaced: a data loader may fork meanwhile. A notebook gets log lines.
+Nothing is shown of what takes less than 2 seconds. The threads that do the work draw it. There is
+no other one, and no stream is replaced, as a data loader may fork meanwhile. A notebook gets log
+lines.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 from resumekit.log import is_shown_on_terminal, logger
 
-# Takes how much was done since the last call. It is called by the thread that opened the display.
+# Takes how much was done since the last call, by any thread.
 Advance: TypeAlias = Callable[[int], None]
 
 BYTES = "bytes"
@@ -64,15 +66,21 @@ class _Display:
         self._on_terminal = is_shown_on_terminal()
         self._next_seconds = _BAR_SECONDS if self._on_terminal else _LINE_SECONDS
         self._was_shown = False
+        self._lock = threading.Lock()  # of this object, which no forked child uses
 
     def advance(self, number: int) -> None:
-        self._count += number
-        seconds = time.monotonic() - self._began
-        if seconds < self._next_seconds:
-            return
+        """Some work was done."""
+        with self._lock:
+            self._count += number
+            seconds = time.monotonic() - self._began
+            if seconds >= self._next_seconds:
+                self._show(seconds)
+
+    def _show(self, seconds: float) -> None:
         self._was_shown = True
         if self._on_terminal:
-            self._draw(seconds)
+            with suppress(OSError, ValueError):  # a terminal that is gone must not stop a resume
+                self._draw(seconds)
             self._next_seconds = seconds + _REDRAW_SECONDS
         else:
             logger.info("%s: %s", self._what, self._state(seconds))
@@ -88,8 +96,9 @@ class _Display:
     def erase(self) -> None:
         """Removes the bar."""
         if self._was_shown and self._on_terminal:
-            sys.stderr.write(_ERASE_LINE)
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):
+                sys.stderr.write(_ERASE_LINE)
+                sys.stderr.flush()
 
     def _state(self, seconds: float) -> str:
         text = amount(self._count, self._total, self._unit)

@@ -20,7 +20,8 @@ from resumekit.errors import (
     CorruptCheckpointError,
     NoUsableCheckpointError,
 )
-from resumekit.progress_display import human_bytes
+from resumekit.log import show_messages
+from resumekit.progress_display import human_bytes, show_progress
 from resumekit.storage import Manifest, StepName, StepReader, Store
 
 _PIPE_WIDTH = 160
@@ -108,12 +109,16 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
     Raises:
         CheckpointNotFoundError: there is none, or not this one.
     """
+    show_messages()
     all_good = True
     for name in _names(directory, step):
         started = time.perf_counter()
         try:
-            reader = Store(directory).open_step(name)
-            reader.verify()
+            store = Store(directory)
+            reader = store.open_step(name)
+            what = f"verifying {directory / str(name)}"
+            with show_progress(what, _size(reader.manifest)) as advance, store.observed(advance):
+                reader.verify()
         except CheckpointError as error:
             all_good = False
             print_line(f"{name}  DAMAGED  {error}" if _is_damage(error) else f"{name}  ?  {error}")

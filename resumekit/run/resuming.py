@@ -6,7 +6,8 @@ the next one is tried. Nothing live changes before every check has passed on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from resumekit.errors import (
     ResumekitError,
 )
 from resumekit.log import logger
+from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
@@ -158,7 +160,8 @@ class Finder:
         error: ResumekitError | None = None
         try:
             reader = self.store.open_step(name)
-            found = self._states(name, reader)
+            with self._shown(reader):
+                found = self._states(name, reader)
         except ResumekitError as problem:
             error = problem
         errors = self.world.gather(error)
@@ -172,6 +175,15 @@ class Finder:
         if isinstance(worst, CorruptCheckpointError):
             return self.world.on_first(lambda: self._put_aside(name, worst))
         return str(worst)
+
+    @contextmanager
+    def _shown(self, reader: StepReader) -> Iterator[None]:
+        """Shows how much of a checkpoint rank 0 has read."""
+        alone = self.world.world_size == 1
+        total = sum(entry.size for entry in reader.manifest.files) if alone else None
+        what, first = f"reading {reader.path}", self.world.is_first
+        with show_progress(what, total, shown=first) as advance, self.store.observed(advance):
+            yield
 
     def _put_aside(self, name: StepName, error: CorruptCheckpointError) -> str:
         """Moves a damaged checkpoint out of the way; gives the reason."""

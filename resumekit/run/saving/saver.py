@@ -14,6 +14,7 @@ from typing import Any
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.log import logger
+from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
 from resumekit.run.saving.frozen_links import AnyPayload, FrozenLinks, with_frozen
@@ -163,7 +164,10 @@ class Saver:
 
     def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
         self._frozen_links.link(staging, payloads)
-        return [entry for payload in payloads for entry in payload.write(staging)]
+        total = sum(payload.num_bytes for payload in payloads)
+        what, first = f"saving {staging.step}", self.world.is_first
+        with show_progress(what, total, shown=first) as advance, self.store.observed(advance):
+            return [entry for payload in payloads for entry in payload.write(staging)]
 
     def _record(self, component: StateComponent, capture: CaptureReport) -> ComponentRecord:
         assert isinstance(component.sharing_pattern, SharingPattern)
