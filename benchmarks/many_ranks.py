@@ -1,106 +1,189 @@
-"""What does a save cost beside its bytes, with many ranks? Planning, indices, manifest and commit.
+"""What do a save and a resume cost beside their bytes, with up to 4,096 ranks?
 
-A transformer with AdamW's moments under ``fully_shard``, its norms replicated, on simulated ranks:
-torch's stand-in for a process group gives each rank its own mesh, and what would travel between the
-ranks is pickled and read back. Tensors are tiny, so that all that is left is what the number of
-ranks and tensors costs. All ranks' files are really written, by a thread for each rank.
+A transformer with AdamW's moments on simulated ranks, under FSDP2 on one dimension, under tensor
+parallelism with FSDP2, and as HSDP with 16 shards. Rank 0's work for one save is done whole: it
+encodes, collects the pickled proposals of all ranks, plans, pickles what each rank receives, writes
+its index and its part, and commits a manifest with the files of all ranks. Then one rank that
+resumes on a quarter of the ranks opens the checkpoint and does all but read the data files.
 
-    python benchmarks/many_ranks.py [--ranks 8 64] [--tensors 1000] [--rounds 3] [--record]
+    python benchmarks/many_ranks.py [--ranks 16 4096] [--tensors 2000] [--rounds 3] [--record]
 
-What each rank does beside the others is timed on rank 1 alone, what rank 0 does for all is timed
-whole. The total is their sum: the way through one save. That all ranks' files are written by one
-machine is next to it.
+Each save is made in a fresh process, whose memory is measured. What other ranks hold follows from
+their coordinates in the mesh by torch's own function; a few of them are compared with DTensors.
+Tensors are small, so that what is left is what the number of ranks and tensors costs.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from measuring import Findings, parser_for
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from measuring import Findings, Line, parser_for, plot, reset_peak, run_child, slope_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resumekit.serialization import (
+    Assignment,
     LocalState,
+    Plan,
     Proposal,
     ShardedPayload,
+    Source,
     assign,
     encode_local,
+    is_sharded,
     local_part,
-    sharded_like,
+    read_sharded,
+    reading,
 )
-from resumekit.storage import FileEntry, Manifest, Store
+from resumekit.serialization.dtypes import ELEMENT_TYPES
+from resumekit.serialization.tensors import Leaf
+from resumekit.serialization.writing import _Files
+from resumekit.storage import FileEntry, Manifest, Staging, Store
 
-RANKS = (8, 16, 32, 64, 128)
-TENSORS = (250, 500, 1000, 2000)
-AIM_SECONDS = 2.0
+RANKS = (16, 64, 256, 1024, 2048, 4096)
+TENSORS = 2000
+AIM_SECONDS, AIM_MEGABYTES, AIM_RESUME_SECONDS = 5.0, 200.0, 1.0
 
-Rank = dict[str, LocalState]
-
-# Of a layer: rows and columns of each weight. No number of ranks divides all of the rows.
+# Of a layer: rows and columns of each weight, and whether tensor parallelism splits its columns.
 WEIGHTS = {
-    "attention.query": (256, 8),
-    "attention.key": (256, 8),
-    "attention.value": (256, 8),
-    "attention.output": (256, 8),
-    "feed_forward.gate": (684, 4),
-    "feed_forward.up": (684, 4),
-    "feed_forward.down": (256, 8),
+    "attention.query": (8192, 8, False),
+    "attention.key": (8192, 8, False),
+    "attention.value": (8192, 8, False),
+    "attention.output": (8192, 8, True),
+    "feed_forward.gate": (28677, 8, True),  # no number of ranks divides its rows
+    "feed_forward.up": (28677, 8, True),
+    "feed_forward.down": (8200, 8, True),
 }
-NORMS = ("attention_norm", "feed_forward_norm")
+NORMS = ("attention_norm", "feed_forward_norm")  # replicated
 TENSORS_PER_PARAMETER = 4  # itself, two moments, a count of steps
+
+TP, SHARDS = 8, 16
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are sharded.
+
+    Args:
+        mesh: the mesh's shape for a number of ranks.
+        rows: the placements of a weight that tensor parallelism splits by rows, or not at all.
+        columns: of one that it splits by columns.
+    """
+
+    mesh: Callable[[int], tuple[int, ...]]
+    rows: tuple[Any, ...]
+    columns: tuple[Any, ...]
+
+
+SHARDINGS = {
+    "FSDP": Sharding(lambda n: (n,), (Shard(0),), (Shard(0),)),
+    "TP x FSDP": Sharding(
+        lambda n: (n // TP, TP), (_StridedShard(0, split_factor=TP), Shard(0)), (Shard(0), Shard(1))
+    ),
+    "HSDP": Sharding(
+        lambda n: (n // SHARDS, SHARDS), (Replicate(), Shard(0)), (Replicate(), Shard(0))
+    ),
+}
 
 
 class Model:
     """The parameters and moments of a model as one rank after the other holds them."""
 
-    def __init__(self, num_tensors: int) -> None:
+    def __init__(self, sharding: Sharding, num_ranks: int, num_tensors: int) -> None:
         kinds = [*WEIGHTS, *NORMS]
         self._names = [
             (f"layers.{number // len(kinds)}.{kinds[number % len(kinds)]}.weight", kind)
             for number in range(num_tensors // TENSORS_PER_PARAMETER)
             for kind in [kinds[number % len(kinds)]]
         ]
-        # The ranks share their memory: only where it begins is looked at, and what is in it is 0.
-        self._memory = {
-            (name, part): torch.zeros(1024) for name, _ in self._names for part in range(4)
-        }
+        self._sharding, self._num_ranks = sharding, num_ranks
+        self._mesh_shape = sharding.mesh(num_ranks)
 
-    def states(self, num_ranks: int) -> dict[str, Any]:
-        """The states of the rank that this process plays."""
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        partners = {
-            kind: distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
-            for kind, shape in WEIGHTS.items()
-        }
+    def _placements(self, kind: str) -> tuple[Any, ...]:
+        return self._sharding.columns if WEIGHTS[kind][2] else self._sharding.rows
+
+    def part(self, kind: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The local shape of a weight and its offsets."""
+        placements, coordinate = self._placements(kind), []
+        for length in reversed(self._mesh_shape):
+            rank, place = divmod(rank, length)
+            coordinate.insert(0, place)
+        mesh_shape = self._mesh_shape
+        if isinstance(placements[0], _StridedShard):  # torch lists all rows for these
+            mesh_shape, coordinate = mesh_shape[::-1], coordinate[::-1]
+            placements = (Shard(0), Shard(0))
+        return _compute_local_shape_and_global_offset(
+            WEIGHTS[kind][:2], mesh_shape, coordinate, placements
+        )
+
+    def states(self, rank: int) -> dict[str, Any]:
+        """The states of a rank; its process group is that rank's."""
+        mesh = DeviceMesh(
+            "cpu", torch.arange(self._num_ranks).view(self._mesh_shape), _init_backend=False
+        )
+
+        local_shapes = {kind: self.part(kind, rank)[0] for kind in WEIGHTS}
+
+        def weight(kind: str) -> Any:
+            if kind in NORMS:
+                return torch.empty(64)
+            rows, columns, _ = WEIGHTS[kind]
+            meta = TensorMeta(torch.Size((rows, columns)), (columns, 1), torch.float32)
+            spec = DTensorSpec(mesh, self._placements(kind), tensor_meta=meta)
+            return DTensor(torch.empty(local_shapes[kind]), spec, requires_grad=False)
+
         model: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         for name, kind in self._names:
-            made = []
-            for part in range(3):
-                memory = self._memory[name, part]
-                if kind in NORMS:
-                    made.append(memory[:64])
-                    continue
-                shape = local_part(partners[kind]).shape
-                made.append(sharded_like(partners[kind], memory[: shape.numel()].view(shape)))
-            model[name] = made[0]
-            step = self._memory[name, 3][0]
-            moments[name] = {"step": step, "exp_avg": made[1], "exp_avg_sq": made[2]}
+            model[name] = weight(kind)
+            moments[name] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": weight(kind),
+                "exp_avg_sq": weight(kind),
+            }
         groups = [{"lr": 1e-3, "params": [name for name, _ in self._names]}]
         return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}
+
+    def proposals(self, like: Mapping[str, Proposal], rank: int) -> dict[str, Proposal]:
+        """What another rank proposes whose state is like that of the rank with these proposals."""
+        found = {}
+        for key, proposal in like.items():
+            parts = list(proposal.parts)
+            for number, kind in enumerate(WEIGHTS):
+                if number < len(self._names):
+                    sizes, offsets = self.part(kind, rank)
+                    parts[self._kind(key, kind)] = ((*offsets, *sizes),) if all(sizes) else ()
+            found[key] = replace(proposal, parts=tuple(parts))
+        return found
+
+    def _kind(self, key: str, kind: str) -> int:
+        """The number of a weight's kind among a rank's: they count shapes, not weights."""
+        seen: list[object] = []
+        for each in WEIGHTS:
+            rows, columns, is_by_columns = WEIGHTS[each]
+            placements = self._sharding.columns if is_by_columns else self._sharding.rows
+            sort = (rows, columns, placements)
+            if sort not in seen:
+                seen.append(sort)
+            if each == kind:
+                return seen.index(sort) + (key == "optimizer")  # the first are the counts of steps
+        raise KeyError(kind)
 
 
 @contextmanager
@@ -114,191 +197,294 @@ def playing(rank: int, num_ranks: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@dataclass
-class Save:
-    """What one save took, in seconds, and made, in bytes.
-
-    Args:
-        seconds: by what was done.
-        num_bytes: by what was made.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_bytes: dict[str, int] = field(default_factory=dict)
+class Clock(dict[str, float]):
+    """Seconds by what was done."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Adds the time of a block."""
         begin = time.perf_counter()
         yield
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begin
-
-    @property
-    def total(self) -> float:
-        """The way through it, where each rank writes its own files."""
-        return sum(self.seconds.values()) - self.seconds["write all"]
-
-    @property
-    def kept(self) -> float:
-        """Without planning: what a save takes whose plan is that of the save before."""
-        return self.total - self.seconds["propose"] - self.seconds["plan"]
+        self[what] = self.get(what, 0.0) + time.perf_counter() - begin
 
 
-def measure(num_ranks: int, num_tensors: int, directory: Path) -> Save:
-    """One save of a job of so many ranks."""
-    save = Save()
-    gc.collect()
-    gc.disable()  # a real rank has no other ranks' tensors to go through
-    try:
-        return _measured(save, num_ranks, num_tensors, directory)
-    finally:
-        gc.enable()
+def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float]:
+    """Seconds, bytes and memory of one save, and of the plan of one rank that resumes."""
+    clock = Clock()
+    model = Model(SHARDINGS[sharding], num_ranks, num_tensors)
+    sent = _sent(model, num_ranks)
+    with playing(0, num_ranks), tempfile.TemporaryDirectory() as directory:
+        states = model.states(0)
+        gc.collect()
+        before = reset_peak()
+        with clock.timed("encode"):
+            local = {key: encode_local(key, state) for key, state in states.items()}
+            assert all(each.layout for each in local.values())  # compared with the last save
+        with clock.timed("plan"):
+            for key, each in local.items():
+                Proposal.of(each, 0)
+            proposals = [pickle.loads(each) for each in sent]  # noqa: S301 - made above
+            plans = {
+                key: assign(each, [proposal[key] for proposal in proposals])
+                for key, each in local.items()
+            }
+            given = [
+                pickle.dumps({key: plan.positions[rank] for key, plan in plans.items()})
+                for rank in range(num_ranks)
+            ]
+            choices = pickle.dumps({key: plan.choice for key, plan in plans.items()})
+        payloads = _payloads(local, plans, clock)
+        store = Store(Path(directory, "run"))
+        store.acquire()
+        staging = store.stage(
+            store.next_name(1), num_bytes=0, num_files=0, directories=["model", "optimizer"]
+        )
+        with clock.timed("write"):
+            entries = [entry for each in payloads for entry in each.write(staging)]
+        readers = _resuming(SHARDINGS[sharding], num_ranks, num_tensors)
+        needed = _needed(plans, readers)
+        entries += _of_the_others(staging, local, plans, num_ranks, needed)
+        manifest = Manifest(
+            run_id=store.run_id,
+            attempt=store.attempt,
+            step=1,
+            created="2024-01-01T00:00:00+00:00",
+            world_size=num_ranks,
+            progress={},
+            components=(),
+            files=tuple(entries),
+        )
+        with clock.timed("commit"):
+            path = store.commit(staging, manifest)
+        peak = reset_peak(peak=True) - before
+        sizes = {
+            "proposals": sum(map(len, sent)),
+            "assignments": sum(map(len, given)) + len(choices),
+            "manifest": (path / "manifest.json").stat().st_size,
+            "index": sum(each.stat().st_size for each in path.glob("*/index.json")),
+        }
+        name = staging.step
+        del local, plans, proposals, given, payloads, entries, manifest, states
+        gc.collect()
+        resumed = _resume(store, name, readers)
+        store.release()
+    save = sum(clock.values())
+    return {
+        **{f"{what} s": seconds for what, seconds in clock.items()},
+        **{f"{what} bytes": size for what, size in sizes.items()},
+        "save s": save,
+        "memory MB": (peak + sizes["proposals"]) / 1e6,
+        **resumed,
+        "indices opened": sum(map(len, needed.values())),
+    }
 
 
-def _measured(save: Save, num_ranks: int, num_tensors: int, directory: Path) -> Save:
-    ranks, proposals = _proposed(num_ranks, Model(num_tensors), save)
-    assignments = _planned(ranks[0], proposals, save)
-    payloads = []
-    for rank, local in enumerate(ranks):
-        given = assignments[rank]
-        with (save if rank == 0 else Save()).timed("index"):  # rank 0: of all parts, and its own
-            payloads.append([ShardedPayload(key, rank, local[key], given[key]) for key in local])
-    _written(payloads, num_ranks, directory, save)
-    return save
-
-
-def _proposed(
-    num_ranks: int, model: Model, save: Save
-) -> tuple[list[Rank], list[dict[str, Proposal]]]:
-    ranks: list[Rank] = []
-    sent: list[bytes] = []
-    for rank in range(num_ranks):
-        watch = save if rank == 1 else Save()
+def _sent(model: Model, num_ranks: int) -> list[bytes]:
+    """What all ranks send to the first, pickled."""
+    like: list[dict[str, Proposal]] = []
+    for rank in (0, 1):
         with playing(rank, num_ranks):
-            states = model.states(num_ranks)
-            with watch.timed("encode"):
-                local = {key: encode_local(key, state) for key, state in states.items()}
-                assert all(each.layout for each in local.values())  # compared with the last save
-            with watch.timed("propose"):
-                proposed = {key: Proposal.of(each, rank) for key, each in local.items()}
-                sent.append(pickle.dumps(proposed))
-        ranks.append(local)
-    save.num_bytes["proposals"] = sum(map(len, sent))
-    with save.timed("plan"):
-        received = [pickle.loads(each) for each in sent]  # noqa: S301 - made above
-    return ranks, received
+            local = {key: encode_local(key, state) for key, state in model.states(rank).items()}
+            like.append({key: Proposal.of(each, rank) for key, each in local.items()})
+    for rank in {num_ranks // 2 + 1, num_ranks - 1}:
+        with playing(rank, num_ranks):
+            local = {key: encode_local(key, state) for key, state in model.states(rank).items()}
+            found = {key: Proposal.of(each, rank) for key, each in local.items()}
+        assert found == model.proposals(like[1], rank), "torch and this script disagree"
+    every = [like[0], *(model.proposals(like[1], rank) for rank in range(1, num_ranks))]
+    digests = {key: [each[key].kinds_digest for each in every] for key in like[0]}
+    return [
+        pickle.dumps({key: each[key].sent_by(rank, digests[key]) for key in each})
+        for rank, each in enumerate(every)
+    ]
 
 
-def _planned(
-    first: Rank, proposals: Sequence[dict[str, Proposal]], save: Save
-) -> list[dict[str, Any]]:
-    with save.timed("plan"):
-        plans = {key: assign(first[key], [each[key] for each in proposals]) for key in first}
-        made = [{key: plans[key][rank] for key in plans} for rank in range(len(proposals))]
-        save.num_bytes["assignments"] = sum(len(pickle.dumps(each)) for each in made)
-    return made
+def _payloads(
+    local: Mapping[str, LocalState], plans: Mapping[str, Plan], clock: Clock
+) -> list[ShardedPayload]:
+    with clock.timed("index"):
+        return [
+            ShardedPayload(
+                key, 0, each, Assignment.of(each, plan.choice, plan.positions[0], plan.tensors)
+            )
+            for key, each in local.items()
+            for plan in [plans[key]]
+        ]
 
 
-def _written(
-    payloads: Sequence[Sequence[ShardedPayload]], num_ranks: int, directory: Path, save: Save
-) -> None:
-    store = Store(directory)
-    store.acquire()
-    name = store.next_name(1)
-    mine = store.stage(name, num_bytes=0, num_files=0, directories=["model", "optimizer"])
-
-    def write(payload: Sequence[ShardedPayload]) -> list[FileEntry]:
-        staging = store.attach(mine.name)
-        return [entry for each in payload for entry in each.write(staging)]
-
-    with save.timed("write"):
-        entries = write(payloads[0])
-    with ThreadPoolExecutor(num_ranks) as pool, save.timed("write all"):
-        entries += [entry for written in pool.map(write, payloads[1:]) for entry in written]
-    manifest = Manifest(
-        run_id=store.run_id,
-        attempt=store.attempt,
-        step=1,
-        created="2024-01-01T00:00:00+00:00",
-        world_size=num_ranks,
-        progress={},
-        components=(),
-        files=tuple(entries),
+def _resuming(sharding: Sharding, num_ranks: int, num_tensors: int) -> dict[str, Any]:
+    """The live states of one rank of a quarter as many; None of its tensors has values."""
+    fewer = max(num_ranks // 4, TP if sharding is SHARDINGS["TP x FSDP"] else SHARDS)
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "fake", rank=fewer // 2, world_size=fewer, store=FakeStore()
     )
-    with save.timed("commit"):
-        path = store.commit(mine, manifest)
-    store.release()
-    save.num_bytes["manifest"] = (path / "manifest.json").stat().st_size
-    save.num_bytes["index"] = sum(each.stat().st_size for each in path.glob("*/index.json"))
+    return Model(sharding, fewer, num_tensors).states(fewer // 2)
 
 
-HEADINGS = (
-    "ranks",
-    "tensors",
-    "a rank encodes ms",
-    "proposes ms",
-    "rank 0 plans ms",
-    "its indices ms",
-    "its files ms",
-    "commit ms",
-    "total s",
-    "plan kept s",
-    "all files here s",
-    "proposals KiB",
-    "index KiB",
-    "manifest KiB",
-)
+def _flat(key: str, state: Any) -> dict[str, Any]:
+    """The tensors of a state by the names that they are stored under."""
+    if key == "model":
+        return dict(state)
+    return {
+        f"state.{name}.{part}": tensor
+        for name, moments in state["state"].items()
+        for part, tensor in moments.items()
+    }
 
 
-def row_of(num_ranks: int, num_tensors: int, saves: Sequence[Save]) -> tuple[str, ...]:
-    """Medians over the rounds."""
+def _needed(plans: Mapping[str, Plan], live: Mapping[str, Any]) -> dict[str, set[int]]:
+    """The writers whose files the rank that resumes opens."""
+    found: dict[str, set[int]] = {}
+    for key, plan in plans.items():
+        found[key] = {
+            chunk.writer
+            for name, tensor in _flat(key, live[key]).items()
+            for chunk in plan.tensors[name].chunks.near(reading.box_of(tensor, name))
+        }
+    return found
 
-    def milliseconds(what: str) -> str:
-        return f"{statistics.median(save.seconds[what] for save in saves) * 1e3:.0f}"
 
-    sizes = saves[0].num_bytes
-    return (
-        str(num_ranks),
-        str(num_tensors),
-        *map(milliseconds, ("encode", "propose", "plan", "index", "write", "commit")),
-        f"{statistics.median(save.total for save in saves):.2f}",
-        f"{statistics.median(save.kept for save in saves):.2f}",
-        f"{statistics.median(save.seconds['write all'] for save in saves):.2f}",
-        *(f"{sizes[what] / 1024:.0f}" for what in ("proposals", "index", "manifest")),
-    )
+def _of_the_others(
+    staging: Staging,
+    local: Mapping[str, LocalState],
+    plans: Mapping[str, Plan],
+    num_ranks: int,
+    needed: Mapping[str, set[int]],
+) -> list[FileEntry]:
+    """The files of the other ranks: whole where they are needed, of one byte elsewhere."""
+    entries: list[FileEntry] = []
+    with staging.create("model/any", writer=0) as file:
+        file.write([memoryview(b"-")])
+        small = file.finish()
+    (staging.path / "model/any").unlink()
+    for key, plan in plans.items():
+        boxes: dict[int, dict[str, tuple[int, ...]]] = {rank: {} for rank in needed[key]}
+        for name, logical in plan.tensors.items():
+            for chunk in logical.chunks if needed[key] - {0} else ():
+                if chunk.writer in boxes:
+                    boxes[chunk.writer][name] = chunk.box.sizes
+        for rank in range(1, num_ranks):
+            if rank in boxes:
+                entries += _whole_files(key, rank, boxes[rank]).write(staging)
+                continue
+            for suffix in ("json", "safetensors"):
+                path = f"{key}/rank-{rank:05d}.{suffix}"
+                (staging.path / path).write_bytes(b"-")
+                entries.append(replace(small, path=path, writer=rank))
+    return entries
+
+
+def _whole_files(key: str, rank: int, boxes: Mapping[str, tuple[int, ...]]) -> _Files:
+    element = ELEMENT_TYPES["float32"]
+    leaves = {name: Leaf(torch.zeros(sizes), element, sizes) for name, sizes in boxes.items()}
+    return _Files(key, rank, leaves)
+
+
+def _resume(store: Store, name: Any, live: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a resume's plan: all but the data files' bytes."""
+    clock = Clock()
+    before = reset_peak()
+    with clock.timed("open"):
+        step = store.open_step(name)
+    with mock.patch.object(reading._DataFile, "read"), clock.timed("resume plan"):
+        for key, state in live.items():
+            wanted = _flat(key, state)
+
+            def pair(saved: Any, key: str = key, wanted: Any = wanted) -> Any:
+                named = _flat(key, saved)
+                return [
+                    (named[name], tensor) for name, tensor in wanted.items() if is_sharded(tensor)
+                ]
+
+            found, _ = read_sharded(Source(step, key, key, ("index.json",)), pair)
+            for each, tensor in _flat(key, found).items():
+                assert local_part(tensor).shape == local_part(wanted[each]).shape
+    seconds = {"open s": clock["open"], "resume s": clock["open"] + clock["resume plan"]}
+    return {**seconds, "resume MB": (reset_peak(peak=True) - before) / 1e6}
+
+
+FIELDS = {
+    "encode ms": ("encode s", 1e3),
+    "plan ms": ("plan s", 1e3),
+    "index ms": ("index s", 1e3),
+    "write ms": ("write s", 1e3),
+    "commit ms": ("commit s", 1e3),
+    "save s": ("save s", 1),
+    "memory MB": ("memory MB", 1),
+    "resume s": ("resume s", 1),
+    "resume MB": ("resume MB", 1),
+    "writers read": ("indices opened", 1),
+    "proposals KB": ("proposals bytes", 1e-3),
+    "assignments KB": ("assignments bytes", 1e-3),
+    "index KB": ("index bytes", 1e-3),
+    "manifest KB": ("manifest bytes", 1e-3),
+}
 
 
 def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__, rounds=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--tensors", type=int, nargs="+", default=TENSORS)
+    parser.add_argument("--tensors", type=int, default=TENSORS)
+    parser.add_argument("--only", choices=SHARDINGS, help="one sharding alone")
+    parser.add_argument("--child", nargs=3)
     arguments = parser.parse_args()
-    rows = []
-    for num_ranks in arguments.ranks:
-        for num_tensors in arguments.tensors:
-            saves = []
-            for _ in range(arguments.rounds):
-                with tempfile.TemporaryDirectory() as directory:
-                    saves.append(measure(num_ranks, num_tensors, Path(directory, "run")))
-            rows.append(row_of(num_ranks, num_tensors, saves))
+    if arguments.child:
+        sharding, num_ranks, num_tensors = arguments.child
+        print(json.dumps(measured(sharding, int(num_ranks), int(num_tensors))))
+        return
+    rows, lines = [], {"save s": [], "memory MB": [], "resume s": []}
+    after = []
+    for sharding in [arguments.only] if arguments.only else SHARDINGS:
+        found: dict[int, dict[str, float]] = {}
+        for num_ranks in arguments.ranks:
+            rounds = [
+                run_child(__file__, "--child", sharding, str(num_ranks), str(arguments.tensors))
+                for _ in range(arguments.rounds)
+            ]
+            found[num_ranks] = {
+                name: statistics.median(each[name] for each in rounds) for name in rounds[0]
+            }
+            values = (found[num_ranks][name] * factor for name, factor in FIELDS.values())
+            rows.append((sharding, str(num_ranks), *map(_number, values)))
+        for what, several in lines.items():
+            points = [(num_ranks, each[what]) for num_ranks, each in found.items()]
+            several.append(Line(sharding, points))
+            if len(points) > 1:
+                slope = slope_of(points)
+                after.append(f"{sharding}, {what}: slope {slope:.2f} of log against log.")
+    if arguments.record:
+        plot("many-ranks", "ranks", lines)
+    _publish(arguments, rows, after)
+
+
+def _publish(arguments: Any, rows: Sequence[Sequence[str]], after: Sequence[str]) -> None:
     Findings(
         "many-ranks",
-        heading="What a save costs beside its bytes, with many ranks",
+        heading="What a save and a resume cost beside their bytes, with many ranks",
         before=[
-            "`python benchmarks/many_ranks.py --record`: simulated ranks, tiny tensors,",
-            f"medians of {arguments.rounds} saves. What each rank does beside the others",
-            "(encode, propose) is timed on one rank; what rank 0 plans, its indices and files,",
-            "and the commit are timed whole. The total is their sum; without the planning it",
-            "is what a save costs whose tensors keep their sharding. Next to it: the files of",
-            "all other ranks, written by this one machine, a thread for each rank. The aim is",
-            f"to stay below {AIM_SECONDS:.0f} s in all with 64 ranks and 1,000 tensors.",
+            f"`python benchmarks/many_ranks.py --record`: {arguments.tensors} tensors on simulated",
+            f"ranks, medians of {arguments.rounds} saves, each in a fresh process. A save is what",
+            "rank 0 does: encode, plan (with the pickled proposals of all ranks and what each",
+            "receives), its indices, its files, the commit with the files of all ranks. A resume",
+            "is one rank of a quarter as many: it opens the checkpoint and does all but read the",
+            "data files. Memory is the peak above what the process had before. The aims with",
+            f"4,096 ranks: {AIM_SECONDS:.0f} s, {AIM_MEGABYTES:.0f} MB and, for the resume,",
+            f"{AIM_RESUME_SECONDS:.0f} s. A slope of 1 is linear, of 0 flat.",
         ],
         title=f"a save beside its bytes, {arguments.rounds} rounds",
-        headings=HEADINGS,
+        headings=("sharding", "ranks", *FIELDS),
         rows=rows,
-        packages=("torch",),
+        packages=("torch", "numpy"),
+        after=after,
     ).publish(arguments.record)
+    for line in after:
+        print(line)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -215,6 +216,61 @@ def _busy_seconds() -> float:
     """Seconds of all cores that were not idle since the system started."""
     ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot.
+
+    Args:
+        name: what it shows.
+        points: its positive values, by what they grow with.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def slope_of(points: Sequence[tuple[float, float]]) -> float:
+    """The fitted slope of log against log: 1 is linear, 0 flat."""
+    across, up = ([math.log(max(value, 1e-12)) for value in each] for each in zip(*points))
+    return statistics.linear_regression(across, up).slope
+
+
+def plot(name: str, across: str, lines: Mapping[str, Sequence[Line]]) -> Path:
+    """A dated PNG with a plot for each figure, both axes logarithmic.
+
+    Args:
+        name: of the file, after the date.
+        across: what the values grow with.
+        lines: of each figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(lines), 4), layout="constrained")
+    for axes, (what, several) in zip(
+        figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True
+    ):
+        for line in several:
+            axes.loglog(*zip(*line.points), marker="o", label=line.name)
+        axes.set(xlabel=across, ylabel=what)
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+    path = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}.png"
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def reset_peak(*, peak: bool = False) -> int:
+    """The resident bytes of this process, whose peak counts from here on.
+
+    Args:
+        peak: gives the peak since the last call instead.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(fields["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
 
 def version_of(package: str) -> str | None:

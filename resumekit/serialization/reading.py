@@ -25,7 +25,8 @@ from resumekit.serialization.fetching import (
 )
 from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
 from resumekit.serialization.layouts import part_name
-from resumekit.serialization.sharding import Box, box_of, sharded_like
+from resumekit.serialization.planning import sharding_of
+from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.storage import MAX_JSON_BYTES, StepReader
 
@@ -230,10 +231,7 @@ def _read(
         files: the data file of each writer.
         check_headers: whether to read and compare the header of each of these files too.
     """
-    wanted = {
-        name: _wanted(where, index.tensors.get(name), name, partner)
-        for name, partner in partners.items()
-    }
+    wanted = _wanted(where, index, partners)
     fetches: dict[int, list[Fetch]] = {writer: [] for writer in files} if check_headers else {}
     for fetch in _fetches(where, index, wanted):
         fetches.setdefault(fetch.chunk.writer, []).append(fetch)
@@ -304,12 +302,23 @@ class _WriterFiles:
         return divided
 
 
-def _wanted(where: str, logical: Logical | None, name: str, partner: Any) -> Box:
-    if logical is None:
-        raise CorruptCheckpointError(where, found=f"has no tensor {name[:200]!r}")
-    box = Box.whole(logical.shape) if partner is None else box_of(partner, name)
-    none_of_it = (0,) * len(logical.shape)
-    return Box(none_of_it, none_of_it) if box is None else box
+def _wanted(where: str, index: ShardedIndex, partners: Mapping[str, Any]) -> dict[str, Box]:
+    """The part that this rank needs of each tensor; an empty box where it needs none."""
+    known: dict[object, Box] = {}  # torch takes long for a box, and most are sharded alike
+    wanted: dict[str, Box] = {}
+    for name, partner in partners.items():
+        logical = index.tensors.get(name)
+        if logical is None:
+            raise CorruptCheckpointError(where, found=f"has no tensor {name[:200]!r}")
+        if partner is None:
+            wanted[name] = Box.whole(logical.shape)
+            continue
+        kind = (partner.shape, local_part(partner).shape, sharding_of(partner))
+        if kind not in known:
+            empty = (0,) * len(logical.shape)
+            known[kind] = box_of(partner, name) or Box(empty, empty)
+        wanted[name] = known[kind]
+    return wanted
 
 
 def _fetches(where: str, index: ShardedIndex, wanted: dict[str, Box]) -> list[Fetch]:
