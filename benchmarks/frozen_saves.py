@@ -1,8 +1,8 @@
 """How long does a save take when 98 % of the parameters are frozen, beside the first save?
 
-Layers of 1.3 GB of which 98 % of the parameters are in no optimizer. A run saves three times, with
-a step of the trained ones between, and in every round that is a new run. From the third save on,
-the frozen ones need not be written again: their file is a link to that of an earlier checkpoint. As
+Layers of 1.3 GB; 98 % of their parameters are in no optimizer. A run saves three times, with a step
+of the trained ones between, and in every round that is a new run. From the third save on, the
+frozen ones need not be written again: their file is a link to that of an earlier checkpoint. As
 long as there is no such link, the row says that this is not built.
 
     python benchmarks/frozen_saves.py [--rounds 7] [--directory DIR] [--record]

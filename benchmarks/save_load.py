@@ -280,8 +280,6 @@ def async_rows(
     """The CPU time of an async save, and how long it takes to be durable."""
     found = costs.get(BLOCKED, [])
     rows = [compared(DURABLE, [cost.durable_seconds for cost in found], WRITE, raw, None)]
-    if not found:
-        rows = [(DURABLE, *rows[0][1:7], Verdict.NOT_BUILT.value, "")]
     per_gb = [cost.cpu_seconds / (num_bytes / 1e9) for cost in found]
     judgement = judge(per_gb, CPU_PER_GB) if per_gb else not_measured(CPU_PER_GB)
     median = shown(statistics.median(cost.cpu_seconds for cost in found)) if found else ""

@@ -126,8 +126,13 @@ class SavingRun:
 
     def save(self) -> None:
         """From the end of a step to the next batch in hand, with a save in between."""
+        self.end_step(saves=True)
+
+    def end_step(self, *, saves: bool) -> None:
+        """From the end of a step to the next batch."""
         self.checkpointer.step()
-        self.checkpointer.save()
+        if saves:
+            self.checkpointer.save()
         next(self._batches)
 
     def settle(self) -> None:

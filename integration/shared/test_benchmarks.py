@@ -1,31 +1,210 @@
-"""The benchmark of all adapters runs, and its figures are those of what it says."""
+"""The benchmarks run at tiny sizes; what their tables hold and how targets are judged."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 ADAPTERS = ("torch", "accelerate", "transformers", "lightning", "deepspeed")
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed-1", "deepspeed-2")
+VERDICTS = {"", "met", "not met", "not measurable", "not built", "does not apply"}
+RAW_WRITE, RAW_COPY = "raw write + fsync", "one warm copy in memory"
+
+Rows = list[dict[str, str]]
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_overheads_are_measured_under_each_adapter(adapter: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "overheads.py")]
-    command += ["--child", "--quick", "--adapter", adapter]
+def _module(name: str) -> ModuleType:
+    """A module of the benchmarks, which are scripts and no package."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+judging = _module("judging")
+UP_TO_1_10 = judging.Target(1.10)
+
+
+def _run(directory: Path, script: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    rows = {row[1]: row[2:] for row in json.loads(done.stdout.splitlines()[-1])}
+    return done.stdout
+
+
+def _table(directory: Path, script: str, *arguments: str) -> Rows:
+    """The rows of a script's table, measured in one round of a tiny state."""
+    lines = _run(directory, script, "--tiny", "--rounds", "1", *arguments).splitlines()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    headings, _, *rows = cells
+    assert all(len(row) == len(headings) for row in rows)
+    assert any(line.startswith("load: ") for line in lines)
+    assert not list(directory.iterdir()), "nothing of what was written is left"
+    return [dict(zip(headings, row, strict=True)) for row in rows]
+
+
+def _check_targets(rows: Rows) -> None:
+    """One round is too few for any verdict; what is not built has no median."""
+    for row in rows:
+        assert row["verdict"] in VERDICTS
+        if row["verdict"] == "not built":
+            assert not row["median"]
+        elif row["target"] and row["verdict"] != "does not apply":
+            assert row["verdict"] == "not measurable"
+        assert row["median"] or row["verdict"], row
+
+
+def _figures(rows: Rows) -> set[str]:
+    return {row["figure"] for row in rows}
+
+
+# The judgement
+
+
+def test_a_target_is_met_when_the_whole_interval_is_below_it() -> None:
+    judgement = judging.judge([1.02, 1.03, 1.05, 1.01, 1.04, 1.03, 1.02], UP_TO_1_10)
+    assert judgement.verdict is judging.Verdict.MET
+    assert judgement.low <= judgement.value <= judgement.high <= 1.10
+
+
+def test_a_target_is_not_met_when_the_whole_interval_is_above_it() -> None:
+    judgement = judging.judge([1.32, 1.23, 1.25, 1.21, 1.24, 1.23, 1.22], UP_TO_1_10)
+    assert judgement.verdict is judging.Verdict.NOT_MET
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.1], ids=["median met", "median not met"])
+def test_rounds_that_spread_across_the_target_are_not_measurable(shift: float) -> None:
+    spread = [0.7, 1.4, 1.02, 0.95, 1.35, 1.05, 1.3]
+    judgement = judging.judge([value + shift for value in spread], UP_TO_1_10)
+    assert judgement.low < 1.10 < judgement.high
+    assert judgement.verdict is judging.Verdict.NOT_MEASURABLE
+    assert judgement.cells()[-1] == "not measurable"
+
+
+def test_too_few_rounds_are_not_measurable_however_close_they_are() -> None:
+    assert judging.judge([0.5] * 6, UP_TO_1_10).verdict is judging.Verdict.NOT_MEASURABLE
+    assert judging.judge([0.5] * 7, UP_TO_1_10).verdict is judging.Verdict.MET
+    paired = judging.Target(1.04, min_rounds=9)
+    assert judging.judge([1.0] * 8, paired).verdict is judging.Verdict.NOT_MEASURABLE
+
+
+def test_a_strict_target_is_not_met_by_its_limit() -> None:
+    below = judging.Target(1.0, is_strict=True)
+    assert judging.judge([1.0] * 7, below).verdict is judging.Verdict.NOT_MET
+    assert judging.judge([1.0] * 7, judging.Target(1.0)).verdict is judging.Verdict.MET
+
+
+def test_a_paired_difference_cancels_what_both_runs_of_a_pair_share() -> None:
+    drifting = [(10.0 + drift, (10.0 + drift) * 1.01) for drift in range(9)]
+    target = judging.Target(1.04, min_rounds=9, is_upper_bound=True)
+    judgement = judging.judge_statistic(drifting, judging.paired_ratio, target)
+    assert judgement.verdict is judging.Verdict.MET
+    assert judgement.value == pytest.approx(1.01)
+    slow = [(first, first * 1.1) for first, _ in drifting]
+    judgement = judging.judge_statistic(slow, judging.paired_ratio, target)
+    assert judgement.verdict is judging.Verdict.NOT_MET
+
+
+def test_a_row_of_what_is_not_built_has_no_ratio() -> None:
+    row = judging.compared("async", [], "copy", [0.1, 0.2, 0.3], UP_TO_1_10)
+    assert row == ("async", "", "copy", "200 ms", "", "", "≤ 1.10x", "not built", "")
+    assert len(row) == len(judging.HEADINGS)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    ours, theirs = [1.0, 2.0, 9.0], [2.0, 2.0, 3.0]
+    row = judging.compared("ours", ours, "theirs", theirs, None)
+    assert row[4] == "1.00x"
+    assert statistics.median(ours) / statistics.median(theirs) == 1.0
+    assert judging.compared("ours", [1, 2, 8], "theirs", [2, 1, 8], None)[4] == "1.00x"
+
+
+# The scripts
+
+
+@pytest.mark.full
+def test_saves_and_loads_are_beside_the_limits_of_the_machine(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "save_load.py")
+    _check_targets(rows)
+    figures = _figures(rows)
+    assert {RAW_WRITE, "raw read, cold", RAW_COPY, "torch.save"} < figures
+    against = {(row["figure"], row["against"]) for row in rows}
+    assert ("save, an old one deleted", RAW_WRITE) in against
+    assert ("blocked by an async save", RAW_COPY) in against
+    assert ("load after a restart, through the buffer", "raw read + one copy") in against
+    assert ("load after a restart, without the buffer", "raw read, cold") in against
+    assert "CPU time of an async save" in figures
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_saves_are_beside_the_frameworks_own(framework: str, tmp_path: Path) -> None:
+    rows = _table(tmp_path, "framework_savers.py", "--only", framework)
+    _check_targets(rows)
+    assert {row["framework"] for row in rows} == {framework}
+    assert {RAW_WRITE, RAW_COPY} < _figures(rows)
+    judged = {(row["figure"].partition(",")[0], row["against"]) for row in rows if row["target"]}
+    assert judged == {
+        ("save", "framework's own saver + fsync"),
+        ("blocked by an async save", "framework's own saver"),
+    }
+
+
+@pytest.mark.full
+def test_a_training_with_saves_is_beside_one_without(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "training_beside_saves.py", "--steps", "101")
+    _check_targets(rows)
+    assert {"without saves", "synchronous saves", "async saves", RAW_WRITE} < _figures(rows)
+    (judged,) = [row for row in rows if row["target"]]
+    assert judged["against"] == "without saves"
+
+
+@pytest.mark.full
+def test_frozen_parameters_are_judged_only_when_they_are_linked(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "frozen_saves.py")
+    _check_targets(rows)
+    assert {"first save", "third save", "third save, linked", RAW_WRITE} == _figures(rows)
+
+
+@pytest.mark.full
+def test_the_script_for_a_gpu_runs_on_a_cpu_to_be_tried(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "gpu.py", "--device", "cpu")
+    _check_targets(rows)
+    assert len({row["on"] for row in rows}) == 2, "one process, and two ranks"
+    assert {RAW_WRITE, "copy into pinned memory", "blocked by an async save"} < _figures(rows)
+
+
+@pytest.mark.full
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert "no CUDA device" in _run(tmp_path, "gpu.py")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_overheads_are_measured_under_each_adapter(adapter: str, tmp_path: Path) -> None:
+    printed = _run(tmp_path, "overheads.py", "--child", "--quick", "--adapter", adapter)
+    rows = {row[1]: row[2:] for row in json.loads(printed.splitlines()[-1])}
     _, step, reports, save = rows.values()
     bare, ours, _, journal, watch = map(_number, step)
     assert 0 < journal < ours
