@@ -15,15 +15,18 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
 from resumekit.storage.direct import DirectIO
 
 Kind = Literal["file", "directory", "other"]
+
+# Takes the bytes of one read or write. The threads that read and write call it, also at once.
+Observer: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,21 @@ class LocalFileSystem:
     def __init__(self) -> None:
         self._sync_file_range = _find_sync_file_range()
         self._direct = DirectIO()
+        self._observer: Observer | None = None
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Calls the observer for each read and write in the body."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    def _report(self, num_bytes: int) -> None:
+        observer = self._observer
+        if observer is not None:
+            observer(num_bytes)
 
     def mkdir(self, path: Path) -> None:
         os.mkdir(path)
@@ -162,6 +180,7 @@ class LocalFileSystem:
             if written == 0:
                 raise OSError(errno.EIO, "write made no progress")
             pending = _after(pending, written)
+            self._report(written)
 
     def writeback(self, handle: int, offset: int, length: int) -> None:
         if self._sync_file_range is not None and not self._direct.is_direct(handle):
@@ -225,7 +244,9 @@ class LocalFileSystem:
         return ReadHandle(descriptor, status.st_size)
 
     def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
-        return self._direct.read(handle.number, offset, buffer)
+        num_bytes = self._direct.read(handle.number, offset, buffer)
+        self._report(num_bytes)
+        return num_bytes
 
     def advise_sequential(self, handle: ReadHandle) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -275,6 +296,13 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
     function.restype = ctypes.c_int
     found: Callable[[int, int, int, int], int] = function
     return found
+
+
+def observed(file_system: FileSystem, observer: Observer) -> AbstractContextManager[None]:
+    """Calls the observer for each read and write in the body, if this file system can."""
+    if isinstance(file_system, LocalFileSystem):
+        return file_system.observed(observer)
+    return nullcontext()
 
 
 def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer: memoryview) -> int:

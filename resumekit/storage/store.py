@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from resumekit.errors import (
@@ -46,9 +46,15 @@ from resumekit.storage.directories import (
     make_durable,
     remove_tree,
 )
-from resumekit.storage.io import FileSystem, directory_errors, save_errors
+from resumekit.storage.io import (
+    FileSystem,
+    LocalFileSystem,
+    Observer,
+    directory_errors,
+    observed,
+    save_errors,
+)
 from resumekit.storage.manifest import Manifest
-from resumekit.storage.observed import ObservedFileSystem, Observer
 from resumekit.storage.ownership import (
     POLL_SECONDS,
     DirectoryLock,
@@ -91,7 +97,7 @@ class Store:
         lock: DirectoryLock | None = None,
     ) -> None:
         self.directory = Path(directory).absolute()
-        self._file_system = ObservedFileSystem() if file_system is None else file_system
+        self._file_system = LocalFileSystem() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
         self.unrelated_names = ""
         self._record: Owner | None = None  # of the attempt that this rank is part of
@@ -103,14 +109,9 @@ class Store:
         self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
 
-    @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
         """Calls the observer with the bytes of each read and write in the body."""
-        if not isinstance(self._file_system, ObservedFileSystem):
-            yield
-            return
-        with self._file_system.observed(observer):
-            yield
+        return observed(self._file_system, observer)
 
     # Who owns the directory
 
