@@ -16,14 +16,13 @@ import time
 from pathlib import Path
 
 from resumekit.analysis import LoopCarried, LoopNode, Program, loop_carried
-from resumekit.analysis.scopes import own_nodes
 
 
 def analysed(path: Path, line: int, *, with_logged: bool = True) -> LoopCarried:
     """What the analysis finds for the loop that begins at a line."""
     program = Program.parse(path.read_text(encoding="utf-8-sig"))
     for function in program.functions.values():
-        for node in own_nodes(function.body):
+        for node in function.own_nodes:
             if isinstance(node, LoopNode) and node.lineno == line:
                 return loop_carried(program, function, node, with_logged=with_logged)
     raise SystemExit(f"{path}:{line}: no loop begins here")

@@ -15,7 +15,6 @@ from resumekit.analysis.scopes import (
     Function,
     FunctionNode,
     Scope,
-    nodes_of,
     own_nodes,
     prefixes,
     root_of,
@@ -108,7 +107,7 @@ class Definitions:
 
     def _read_assignments(self, function: Function) -> None:
         scope = Scope(function)
-        for node in own_nodes(function.body):
+        for node in function.own_nodes:
             if isinstance(node, ast.Call):
                 self._read_optimizer(node, scope)
             if isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -195,13 +194,13 @@ class Definitions:
         scope = Scope(function)
         inner = {
             id(each)
-            for node in nodes_of(function.body, ast.comprehension)
+            for node in function.nodes_of(ast.comprehension)
             for each in ast.walk(node.target)
         }
-        names = (each for each in nodes_of(function.body, ast.Name) if id(each) not in inner)
+        names = (each for each in function.nodes_of(ast.Name) if id(each) not in inner)
         stored = Counter(each.id for each in names if isinstance(each.ctx, ast.Store))
         found: defaultdict[str, list[str]] = defaultdict(list)
-        for target, value in (pair for node in own_nodes(function.body) for pair in _bound(node)):
+        for target, value in (pair for node in function.own_nodes for pair in _bound(node)):
             path = _base_path(value, scope)
             if isinstance(target, ast.Name) and path is not None:
                 found[target.id].append(path)

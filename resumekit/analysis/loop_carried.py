@@ -22,8 +22,6 @@ from resumekit.analysis.scopes import (
     Scope,
     children_of,
     negated,
-    nodes_of,
-    own_nodes,
     prefixes,
     touches_any,
 )
@@ -205,7 +203,7 @@ def _assigned_only_inside(function: Function, loop: LoopNode) -> frozenset[str]:
     inside = {id(each) for each in ast.walk(loop)}
     stores = [
         each
-        for each in nodes_of(function.body, ast.Name)
+        for each in function.nodes_of(ast.Name)
         if isinstance(each.ctx, ast.Store) and each.id in function.local_names
     ]
     outside = {each.id for each in stores if id(each) not in inside} | set(function.parameters)
@@ -260,7 +258,7 @@ def _made_of(iterable: ast.expr, function: Function) -> Iterator[ast.AST]:
     """The parts of an iterable; of a variable those of all that the function assigns to it."""
     yield from ast.walk(iterable)
     if isinstance(iterable, ast.Name):
-        for node in nodes_of(function.body, ast.Assign):
+        for node in function.nodes_of(ast.Assign):
             if any(isinstance(e, ast.Name) and e.id == iterable.id for e in node.targets):
                 yield from ast.walk(node.value)
 
@@ -279,7 +277,7 @@ def _note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> N
     lists = {path for each in program.functions.values() for path in _changed_lists(each)}
     for function in program.functions.values():
         scope = Scope(function)
-        nodes = {id(each) for each in own_nodes(function.body)}
+        nodes = {id(each) for each in function.own_nodes}
         for iterable in iterables:
             if id(iterable) not in nodes:
                 continue
@@ -292,7 +290,7 @@ def _note_loaders(roles: Roles, chain: Iterable[ast.AST], program: Program) -> N
 def _changed_lists(function: Function) -> Iterator[str | None]:
     """The lists that a function makes longer, shorter or puts into another order."""
     scope = Scope(function)
-    for node in nodes_of(function.body, ast.Call):
+    for node in function.nodes_of(ast.Call):
         changed = calls.changed_list(node)
         if changed is not None:
             yield scope.path(changed)
@@ -352,19 +350,19 @@ def _makes_optimizer(function: Function) -> bool:
         return False
     return any(
         isinstance(node, ast.Call) and "optim" in calls.dotted(node.func).lower()
-        for each in nodes_of(function.body, ast.Assign)
+        for each in function.nodes_of(ast.Assign)
         for node in ast.walk(each.value)
     )
 
 
 def _calls_of(program: Program, caller: Function, function: Function) -> list[ast.Call]:
     scope = Scope(caller)
-    called = [(each, program.called(each, scope)) for each in nodes_of(caller.body, ast.Call)]
+    called = [(each, program.called(each, scope)) for each in caller.nodes_of(ast.Call)]
     return [call for call, callee in called if callee and callee.function is function]
 
 
 def _loops_around(function: Function, target: ast.AST) -> list[ast.AST]:
     """The loops of a function around a node, the innermost first."""
-    loops = [each for each in own_nodes(function.body) if isinstance(each, LoopNode)]
+    loops = [each for each in function.own_nodes if isinstance(each, LoopNode)]
     around = [each for each in loops if each is not target and target in ast.walk(each)]
     return [*reversed(around)]

@@ -33,7 +33,6 @@ from resumekit.analysis.scopes import (
     iterates_parameters,
     joined,
     negated,
-    own_nodes,
     pairs_of,
     root_of,
     stored_names,
@@ -80,7 +79,7 @@ class Relevance(ExpressionSlice):
         self._leading = {
             function
             for function in program.functions.values()
-            if any(id(each) in self._chain for each in own_nodes(function.body))
+            if any(id(each) in self._chain for each in function.own_nodes)
         }
         self._only_inside = only_inside
         self._is_invariant = is_invariant

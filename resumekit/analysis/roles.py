@@ -14,7 +14,6 @@ from resumekit.analysis.scopes import (
     LOCAL,
     Function,
     Scope,
-    own_nodes,
     pairs_of,
     prefixes,
     variable_of,
@@ -137,7 +136,7 @@ class Roles:
 
     def _read(self, function: Function) -> None:
         scope = Scope(function)
-        for node in own_nodes(function.body):
+        for node in function.own_nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     self._read_assignment(target, node.value, scope)

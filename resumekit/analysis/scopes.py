@@ -63,6 +63,15 @@ class Function:
         return self.node.body
 
     @cached_property
+    def own_nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of its body, those of nested functions and classes excluded."""
+        return tuple(own_nodes(self.body))
+
+    def nodes_of(self, kind: type[Node]) -> Iterator[Node]:
+        """The nodes of one kind among them."""
+        return (each for each in self.own_nodes if isinstance(each, kind))
+
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters in order."""
         if isinstance(self.node, ast.Module):
@@ -74,9 +83,9 @@ class Function:
     @cached_property
     def local_names(self) -> frozenset[str]:
         """What the function assigns, parameters excluded unless it assigns them."""
-        names = {e.id for e in nodes_of(self.body, ast.Name) if not isinstance(e.ctx, ast.Load)}
-        names.update(each.name for each in nodes_of(self.body, ast.ExceptHandler) if each.name)
-        for node in own_nodes(self.body):
+        names = {e.id for e in self.nodes_of(ast.Name) if not isinstance(e.ctx, ast.Load)}
+        names.update(each.name for each in self.nodes_of(ast.ExceptHandler) if each.name)
+        for node in self.own_nodes:
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 names.difference_update(node.names)
         return frozenset(names)
@@ -84,7 +93,7 @@ class Function:
     @cached_property
     def returned(self) -> list[ast.expr]:
         """The values of its return statements."""
-        return [each.value for each in nodes_of(self.body, ast.Return) if each.value is not None]
+        return [each.value for each in self.nodes_of(ast.Return) if each.value is not None]
 
     @cached_property
     def keyword_only(self) -> frozenset[str]:

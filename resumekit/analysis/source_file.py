@@ -6,12 +6,13 @@ import ast
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
 from resumekit.analysis import calls
 from resumekit.analysis.definitions import Definitions
-from resumekit.analysis.scopes import Class, Function, LoopNode, Scope, own_nodes, root_of
+from resumekit.analysis.scopes import Class, Function, LoopNode, Scope, root_of
 
 
 class Callee(NamedTuple):
@@ -157,7 +158,7 @@ def stored_keys(program: Program) -> Iterator[tuple[str, str]]:
     """The path of the container and the key, for each store like ``extras["best"] = best``."""
     for function in program.functions.values():
         scope = Scope(function)
-        for node in own_nodes(function.body):
+        for node in function.own_nodes:
             for container, key in _keys_stored_by(node):
                 path = scope.path(container)
                 if path is not None:
@@ -205,13 +206,20 @@ class Located:
     loop: LoopNode | None
 
 
+# A file is parsed once for all of its loops.
+_MAX_PROGRAMS = 8
+
+
 def program_of(code: CodeType, module_globals: dict[str, Any]) -> Program | None:
     """The program of a code object's file; None without a source, or with one that has changed."""
     lines = linecache.getlines(code.co_filename, module_globals)
-    if not lines:
-        return None
+    return _parsed("".join(lines)) if lines else None
+
+
+@lru_cache(maxsize=_MAX_PROGRAMS)
+def _parsed(source: str) -> Program | None:
     try:
-        return Program.parse("".join(lines))
+        return Program.parse(source)
     except SyntaxError:
         return None
 
@@ -233,7 +241,7 @@ def function_of(program: Program, code: CodeType) -> Function | None:
 def loop_at(function: Function, line: int) -> LoopNode | None:
     """The loop that runs a line: the one with the line in its head, or else around the line."""
     around: list[LoopNode] = []
-    for node in own_nodes(function.body):
+    for node in function.own_nodes:
         if isinstance(node, LoopNode) and node.lineno <= line <= (node.end_lineno or line):
             around.append(node)
     heads = [each for each in around if line < each.body[0].lineno or each.lineno == line]
