@@ -1,8 +1,8 @@
-"""One training of GPT-2 under each framework that is saved by turns, for ``framework_savers.py``.
+"""One training of GPT-2 under each framework with saves of both kinds, for ``framework_savers.py``.
 
-A turn goes from the end of an optimizer step to the beginning of the next one: what happens in
-between holds training up. In it the framework's own saver is called, or a save of ours is asked
-for, which is made before the next batch. Neither has an old checkpoint to delete in its turn.
+What happens from the end of an optimizer step to the beginning of the next one holds training up.
+There the framework's own saver is called, or a save of ours is asked for, which is made before the
+next batch. Neither has an old checkpoint to delete then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from workload import Tokens, gpt2
 
-OURS, OWN, FLUSHED = "resumekit", "framework's own saver", "framework's own saver + fsync"
+OURS, STOCK, FLUSHED = "resumekit", "framework's own saver", "framework's own saver + fsync"
 WRITE, COPY = "raw write + fsync", "one warm copy in memory"
 LEARNING_RATE = 1e-5
 
@@ -50,7 +50,7 @@ class Task:
     @property
     def names(self) -> list[str]:
         """The contenders."""
-        return [OURS, OWN, FLUSHED, WRITE, COPY]
+        return [OURS, STOCK, FLUSHED, WRITE, COPY]
 
     @property
     def num_steps(self) -> int:
@@ -65,20 +65,20 @@ class Task:
 
 
 @dataclass
-class Turns:
-    """Whose turn it is after a step, and how long each one took.
+class SaveSchedule:
+    """Which save follows a step, and how long each one took.
 
     Args:
         task: what is measured.
         save: asks our Checkpointer for a save.
         wait: for our save to be durable.
-        save_own: calls the framework's saver with a new path.
+        save_stock: calls the framework's saver with a new path.
     """
 
     task: Task
     save: Callable[[], Any]
     wait: Callable[[], Any]
-    save_own: Callable[[Path], Any]
+    save_stock: Callable[[Path], Any]
     seconds: dict[str, list[float]] = field(init=False)
     num_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -86,10 +86,10 @@ class Turns:
         self.seconds = {name: [] for name in self.task.names}
         rounds = shuffled(self.task.names, self.task.num_rounds + 1)
         self._plan = [(number, name) for number, names in enumerate(rounds) for name in names]
-        self._own = self.task.directory / "own"
+        self._stock = self.task.directory / "stock"
         self._numbers = count()
         self._limits = RawLimits(self.task.directory, self.task.state_bytes) if _first() else None
-        self._turn: tuple[int, str] | None = None
+        self._current: tuple[int, str] | None = None
         self._began = 0.0
 
     def begin(self) -> None:
@@ -99,35 +99,35 @@ class Turns:
             self._note(number, name, self._limit(name))
         if not self._plan:
             return
-        self._turn = self._plan.pop(0)
-        path = self._own / f"{next(self._numbers)}"
+        self._current = self._plan.pop(0)
+        path = self._stock / f"{next(self._numbers)}"
         if _first():
-            self._own.mkdir(exist_ok=True)
+            self._stock.mkdir(exist_ok=True)
             os.sync()
         _barrier()
         self._began = time.perf_counter()
-        if self._turn[1] == OURS:
+        if self._current[1] == OURS:
             self.save()
             return
-        self.save_own(path)
-        if self._turn[1] == FLUSHED:
+        self.save_stock(path)
+        if self._current[1] == FLUSHED:
             _barrier()
             if _first():
-                fsync_all(path if path.exists() else self._own)
+                fsync_all(path if path.exists() else self._stock)
 
     def end(self) -> None:
         """The next step begins."""
-        if self._turn is None:
+        if self._current is None:
             return
         _barrier()
-        number, name = self._turn
+        number, name = self._current
         self._note(number, name, time.perf_counter() - self._began)
-        self._turn = None
+        self._current = None
         self.wait()
         if _first():
-            folder = self._ours() if name == OURS else self._own
+            folder = self._ours() if name == OURS else self._stock
             self.num_bytes[name] = bytes_of(folder)
-            shutil.rmtree(self._own)
+            shutil.rmtree(self._stock)
             os.sync()
         _barrier()
 
@@ -171,20 +171,20 @@ def run_trainer(task: Task) -> None:
 
     class SavedTrainer(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            turns.end()
+            schedule.end()
             return super().training_step(*args, **kwargs)
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            turns.begin()
+            schedule.begin()
 
-    def save_own(path: Path) -> None:
+    def save_stock(path: Path) -> None:
         before, trainer.args.output_dir = trainer.args.output_dir, str(path)
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.args.output_dir = before
 
     arguments = TrainingArguments(
-        output_dir=str(task.directory / "own"),
+        output_dir=str(task.directory / "stock"),
         max_steps=task.num_steps,
         per_device_train_batch_size=1,
         learning_rate=LEARNING_RATE,
@@ -198,16 +198,16 @@ def run_trainer(task: Task) -> None:
     data = Tokens(task.num_steps)
     trainer = SavedTrainer(gpt2(tiny=task.is_tiny), arguments, train_dataset=data)
     callback = ResumeCallback(trainer, task.directory / "run", **task.options)
-    turns = Turns(
+    schedule = SaveSchedule(
         task,
         save=lambda: callback._checkpointer.save(),
         wait=lambda: callback._checkpointer.wait(),
-        save_own=save_own,
+        save_stock=save_stock,
     )
     trainer.add_callback(callback)
     trainer.add_callback(Watch())
     trainer.train()
-    turns.record()
+    schedule.record()
 
 
 def run_accelerate(task: Task) -> None:
@@ -223,21 +223,21 @@ def run_accelerate(task: Task) -> None:
     )
     model, optimizer, loader = parts
     checkpointer = Checkpointer(accelerator, task.directory / "run", **task.options)
-    turns = Turns(
+    schedule = SaveSchedule(
         task,
         save=checkpointer.save,
         wait=checkpointer.wait,
-        save_own=lambda path: accelerator.save_state(str(path)),
+        save_stock=lambda path: accelerator.save_state(str(path)),
     )
     for batch in checkpointer.batches(loader, epochs=1):
-        turns.end()
+        schedule.end()
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
         checkpointer.step()
-        turns.begin()
+        schedule.begin()
     checkpointer.close()
-    turns.record()
+    schedule.record()
 
 
 def run_lightning(task: Task) -> None:
@@ -252,7 +252,7 @@ def run_lightning(task: Task) -> None:
             self.model = gpt2(tiny=task.is_tiny)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            turns.end()
+            schedule.end()
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> Any:
@@ -260,7 +260,7 @@ def run_lightning(task: Task) -> None:
 
     class Watch(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            turns.begin()
+            schedule.begin()
 
     callback = ResumeCallback(task.directory / "run", **task.options)
     trainer = Trainer(
@@ -277,9 +277,9 @@ def run_lightning(task: Task) -> None:
         if callback._checkpointer is not None:
             callback._checkpointer.wait()
 
-    turns = Turns(task, save=callback.save, wait=wait, save_own=trainer.save_checkpoint)
+    schedule = SaveSchedule(task, save=callback.save, wait=wait, save_stock=trainer.save_checkpoint)
     trainer.fit(Module(), DataLoader(Tokens(task.num_steps)))
-    turns.record()
+    schedule.record()
 
 
 def run_deepspeed(task: Task, stage: int) -> None:
@@ -301,20 +301,20 @@ def run_deepspeed(task: Task, stage: int) -> None:
     )[0]
     loader = DataLoader(Tokens(task.num_steps))  # of each rank: the samples do not matter
     checkpointer = Checkpointer(engine, task.directory / "run", **task.options)
-    turns = Turns(
+    schedule = SaveSchedule(
         task,
         save=checkpointer.save,
         wait=checkpointer.wait,
-        save_own=lambda path: engine.save_checkpoint(str(path), tag="saved"),
+        save_stock=lambda path: engine.save_checkpoint(str(path), tag="saved"),
     )
     for batch in checkpointer.batches(loader, epochs=1):
-        turns.end()
+        schedule.end()
         engine.backward(engine(**batch).loss)
         engine.step()
         checkpointer.step()
-        turns.begin()
+        schedule.begin()
     checkpointer.close()
-    turns.record()
+    schedule.record()
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """How long does a save hold training up under each framework, next to the framework's own saver?
 
 GPT-2 124M in float32 with AdamW is trained under the Trainer, Accelerate, Lightning, and DeepSpeed
-at stages 1, 2 and 3, each in processes of its own. After every step it is saved by turns, in a
+at stages 1, 2 and 3, each in processes of its own. After every step it is saved in rounds, in a
 random order, by us, by the framework, and by the framework with an fsync of its files; each time
 from the end of a step to the beginning of the next. Ours is durable and digested then, or is an
 async save, which is compared with the framework's saver as it is. The limits of the machine for
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from framework_runs import COPY, FLUSHED, OURS, OWN, RUNS, WRITE, Task
+from framework_runs import COPY, FLUSHED, OURS, RUNS, STOCK, WRITE, Task
 from judging import HEADINGS, Target, compared, stated
 from measuring import Findings, MachineLoad, parser_for
 from workload import HAS_ASYNC_SAVES, Training, gpt2
@@ -55,19 +55,19 @@ def measure(name: str, task: Task) -> dict[str, Any]:
 def rows_of(name: str, found: dict[str, Any], found_async: dict[str, Any] | None) -> list[Any]:
     """The limits, then ours beside the framework's."""
     seconds, sizes = found["seconds"], found["bytes"]
-    nothing: dict[str, list[float]] = {OURS: [], OWN: seconds[OWN], COPY: seconds[COPY]}
+    nothing: dict[str, list[float]] = {OURS: [], STOCK: seconds[STOCK], COPY: seconds[COPY]}
     blocked = nothing if found_async is None else found_async["seconds"]
     ours = f"save, {sizes[OURS] / 1e9:.2f} GB"
-    own = f"{OWN}, {sizes[OWN] / 1e9:.2f} GB"
+    stock = f"{STOCK}, {sizes[STOCK] / 1e9:.2f} GB"
     rows = [
         stated(WRITE, seconds[WRITE]),
         stated(COPY, seconds[COPY]),
-        compared(own, seconds[OWN], WRITE, seconds[WRITE], None),
-        compared(f"{OWN} + fsync", seconds[FLUSHED], WRITE, seconds[WRITE], None),
+        compared(stock, seconds[STOCK], WRITE, seconds[WRITE], None),
+        compared(f"{STOCK} + fsync", seconds[FLUSHED], WRITE, seconds[WRITE], None),
         compared(ours, seconds[OURS], WRITE, seconds[WRITE], None),
         compared(ours, seconds[OURS], FLUSHED, seconds[FLUSHED], BELOW),
         compared("blocked by an async save", blocked[OURS], COPY, blocked[COPY], None),
-        compared("blocked by an async save", blocked[OURS], OWN, blocked[OWN], BELOW),
+        compared("blocked by an async save", blocked[OURS], STOCK, blocked[STOCK], BELOW),
     ]
     return [(name, *row[:-1]) for row in rows]
 
@@ -107,7 +107,7 @@ def main() -> None:
             "to the beginning of the next one; neither deletes an old checkpoint meanwhile. The",
             "sizes are those of one checkpoint; ratios are of times, not of times per byte. The",
             "raw rows are for the bytes of the training state. Async saves are measured in",
-            "processes of their own, by turns with the same contenders.",
+            "processes of their own, in rounds with the same contenders.",
         ],
         title=f"GPT-2 124M with AdamW, {state_bytes / 1e9:.2f} GB, {given.rounds} rounds",
         headings=("framework", *HEADINGS[:-1]),

@@ -50,9 +50,9 @@ def save_three_times(training: Training, directory: Path) -> Saves:
     seconds = []
     for _ in range(3):
         training.step()
-        run.settle()
+        run.finish()
         seconds.append(timed(run.save)[0])
-    run.settle()
+    run.finish()
     files = [path for path in run.newest().rglob("*") if path.is_file()]
     is_linked = any(path.stat().st_nlink > 1 for path in files)
     run.leave()

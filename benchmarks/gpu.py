@@ -55,7 +55,7 @@ Seconds = dict[str, list[float]]
 
 
 class Device:
-    """A device that works while Python goes on; ``cpu`` only to try this script.
+    """A device that works asynchronously; ``cpu`` only to try this script.
 
     Args:
         name: ``cuda`` or ``cpu``.
@@ -108,7 +108,7 @@ class Contenders:
             self._async = SavingRun(directory / "async", training, keep_latest=2, **options)
         for _ in range(2):
             self._run.save()
-        self._run.settle()
+        self._run.finish()
         self.num_bytes = self._run.num_bytes()
         self.cpu_per_gb: list[float] = []
 
@@ -141,7 +141,7 @@ class Contenders:
         """Ours, durable; an old one is deleted."""
         os.sync()
         seconds = self.device.timed(self._run.save)
-        self._run.settle()
+        self._run.finish()
         return seconds
 
     def save_async(self) -> float:
@@ -156,7 +156,7 @@ class Contenders:
             run.checkpointer.wait()
 
         self.cpu_per_gb.append(cost_of(save).cpu_seconds / (self.num_bytes / 1e9))
-        run.settle()
+        run.finish()
         return blocked
 
     def train(self, *, saves: bool) -> float:
@@ -171,7 +171,7 @@ class Contenders:
                 run.end_step(saves=saves and number == 0)
 
         seconds = self.device.timed(steps)
-        run.settle()
+        run.finish()
         return seconds
 
     def save_by_torch(self, *, is_flushed: bool) -> float:

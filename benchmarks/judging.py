@@ -1,4 +1,4 @@
-"""Whether a measured ratio meets its target, judged by the spread of its rounds.
+"""Whether a measured ratio meets its target, judged by how its rounds differ.
 
 A ratio is the median over rounds in which all contenders ran one after the other. A bootstrap over
 the rounds gives the interval of that median. A target is met when the whole interval is on its
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def tail(self) -> float:
-        """The share of the bootstrap that is cut off at each end of the interval."""
+        """How much of the bootstrap, 0 to 1, is cut off at each end of the interval."""
         return (1 - CONFIDENCE) / (1 if self.is_upper_bound else 2)
 
 
@@ -129,7 +129,7 @@ def not_measured(target: Target | None, why: Verdict = Verdict.NOT_BUILT) -> Jud
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """One plus the median paired difference, as a share of the median of the first ones."""
+    """One plus the median paired difference over the median of the first ones."""
     added = statistics.median(second - first for first, second in pairs)
     return 1 + added / statistics.median(first for first, _ in pairs)
 

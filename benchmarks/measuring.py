@@ -131,14 +131,14 @@ class Cost:
         seconds: until it returned.
         cpu_seconds: of all threads of this process.
         extra_bytes: of resident memory at its highest, above both before and after the call.
-        held_bytes: by which the resident memory is larger afterwards.
+        kept_bytes: by which the resident memory is larger afterwards.
         durable_seconds: until an async save was committed; 0 for everything else.
     """
 
     seconds: float
     cpu_seconds: float
     extra_bytes: int
-    held_bytes: int
+    kept_bytes: int
     durable_seconds: float = 0.0
 
 
@@ -202,12 +202,12 @@ class MachineLoad:
     def __init__(self) -> None:
         self._at_start = os.getloadavg()[0]
         self._began = time.monotonic()
-        self._busy, self._own = _busy_seconds(), sum(os.times()[:4])
+        self._busy, self._own_seconds = _busy_seconds(), sum(os.times()[:4])
 
     def __str__(self) -> str:
         elapsed = max(time.monotonic() - self._began, 0.01)
-        own = sum(os.times()[:4]) - self._own
-        others = max(0.0, (_busy_seconds() - self._busy - own) / elapsed)
+        own_seconds = sum(os.times()[:4]) - self._own_seconds
+        others = max(0.0, (_busy_seconds() - self._busy - own_seconds) / elapsed)
         found = (
             f"{self._at_start:.1f} at the start, {os.getloadavg()[0]:.1f} at the end; other "
             f"processes and the kernel's threads used {others:.2f} of {os.cpu_count()} cores"

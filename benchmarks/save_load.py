@@ -88,7 +88,7 @@ class Savers:
             self._async = SavingRun(directory / "async", training, keep_latest=2, **options)
         for _ in range(2):  # from now on, each save has an old one to delete
             self._retaining.save()
-        self._retaining.settle()
+        self._retaining.finish()
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ class Savers:
         """Ours."""
         os.sync()
         cost = cost_of(self._retaining.save)
-        self._retaining.settle()
+        self._retaining.finish()
         return cost
 
     def save_only(self) -> Cost:
@@ -117,7 +117,7 @@ class Savers:
         os.sync()
         before = self._keeping.newest() if self._keeping.has_saved() else None
         cost = cost_of(self._keeping.save)
-        self._keeping.settle()
+        self._keeping.finish()
         if before is not None:
             shutil.rmtree(before)
         os.sync()
@@ -134,12 +134,12 @@ class Savers:
             run.checkpointer.wait()
 
         whole = cost_of(partial(save, self._async))
-        self._async.settle()
+        self._async.finish()
         return Cost(
             blocked[0],
             whole.cpu_seconds,
             whole.extra_bytes,
-            whole.held_bytes,
+            whole.kept_bytes,
             durable_seconds=whole.seconds,
         )
 
@@ -267,9 +267,9 @@ def rows_of(costs: dict[str, list[Cost]], num_bytes: int) -> list[tuple[str, ...
 
 
 def beside_torch(name: str, seconds: dict[str, list[float]]) -> tuple[str, ...]:
-    """A save beside a durable torch.save; the target is for a disk that torch.save does not use."""
-    shares = zip(seconds[WRITE], seconds[TORCH_FLUSHED], strict=True)
-    share = statistics.median(raw / flushed for raw, flushed in shares)
+    """A save compared with torch.save + fsync; the target holds where the disk is much faster."""
+    ratios = zip(seconds[WRITE], seconds[TORCH_FLUSHED], strict=True)
+    share = statistics.median(raw / flushed for raw, flushed in ratios)
     row = compared(name, seconds[name], TORCH_FLUSHED, seconds[TORCH_FLUSHED], SAVE_OVER_TORCH)
     return row if share < RAW_SHARE_FOR_THAT else (*row[:7], Verdict.DOES_NOT_APPLY.value, *row[8:])
 
@@ -285,9 +285,9 @@ def async_rows(
     median = shown(statistics.median(cost.cpu_seconds for cost in found)) if found else ""
     rows.append(("CPU time of an async save", median, "", "", *judgement.cells(), ""))
     cpu = [cost.cpu_seconds / (num_bytes / 1e9) for cost in costs[SAVE]]
-    own = shown(statistics.median(cost.cpu_seconds for cost in costs[SAVE]))
+    median = shown(statistics.median(cost.cpu_seconds for cost in costs[SAVE]))
     about = f"{statistics.median(cpu):.2f} s/GB"
-    rows.append(("CPU time of a save", own, "", "", about, "", "", "", ""))
+    rows.append(("CPU time of a save", median, "", "", about, "", "", "", ""))
     return rows
 
 

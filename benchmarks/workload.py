@@ -135,7 +135,7 @@ class SavingRun:
             self.checkpointer.save()
         next(self._batches)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits until nothing of a save is left to do, in this process and on the disk."""
         self.checkpointer.wait()
         os.sync()

@@ -91,9 +91,9 @@ def test_a_target_is_not_met_when_the_whole_interval_is_above_it() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.1], ids=["median met", "median not met"])
-def test_rounds_that_spread_across_the_target_are_not_measurable(shift: float) -> None:
-    spread = [0.7, 1.4, 1.02, 0.95, 1.35, 1.05, 1.3]
-    judgement = judging.judge([value + shift for value in spread], UP_TO_1_10)
+def test_rounds_on_both_sides_of_the_target_are_not_measurable(shift: float) -> None:
+    rounds = [0.7, 1.4, 1.02, 0.95, 1.35, 1.05, 1.3]
+    judgement = judging.judge([value + shift for value in rounds], UP_TO_1_10)
     assert judgement.low < 1.10 < judgement.high
     assert judgement.verdict is judging.Verdict.NOT_MEASURABLE
     assert judgement.cells()[-1] == "not measurable"
@@ -141,7 +141,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
 
 
 @pytest.mark.full
-def test_saves_and_loads_are_beside_the_limits_of_the_machine(tmp_path: Path) -> None:
+def test_saves_and_loads_are_compared_with_the_limits_of_the_machine(tmp_path: Path) -> None:
     rows = _table(tmp_path, "save_load.py")
     _check_targets(rows)
     figures = _figures(rows)
@@ -156,7 +156,7 @@ def test_saves_and_loads_are_beside_the_limits_of_the_machine(tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_saves_are_beside_the_frameworks_own(framework: str, tmp_path: Path) -> None:
+def test_saves_are_compared_with_the_frameworks_saver(framework: str, tmp_path: Path) -> None:
     rows = _table(tmp_path, "framework_savers.py", "--only", framework)
     _check_targets(rows)
     assert {row["framework"] for row in rows} == {framework}
@@ -169,8 +169,8 @@ def test_saves_are_beside_the_frameworks_own(framework: str, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_a_training_with_saves_is_beside_one_without(tmp_path: Path) -> None:
-    rows = _table(tmp_path, "training_beside_saves.py", "--steps", "101")
+def test_a_training_with_saves_is_compared_with_one_without(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "training_with_saves.py", "--steps", "101")
     _check_targets(rows)
     assert {"without saves", "synchronous saves", "async saves", RAW_WRITE} < _figures(rows)
     (judged,) = [row for row in rows if row["target"]]

@@ -9,7 +9,7 @@ last step, which is when the last save has been made or handed over.
 One thread computes. It is not bound to a core: what saves in the background may use the others, and
 so may the system. With ``--one-core`` the whole process is bound to one.
 
-    python benchmarks/training_beside_saves.py [--rounds 9] [--steps 600] [--one-core] [--record]
+    python benchmarks/training_with_saves.py [--rounds 9] [--steps 600] [--one-core] [--record]
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def row_of(
         return (what, "", *base, *not_measured(target).cells(), "")
     pairs = list(zip(without, found[what], strict=True))
     added = statistics.median(second - first for first, second in pairs)
-    share = f"{shown(added)}, {added / step_seconds:.1f} steps"
+    cell = f"{shown(added)}, {added / step_seconds:.1f} steps"
     median = shown(statistics.median(found[what]))
-    return (what, median, *base, *judge_statistic(pairs, paired_ratio, target).cells(), share)
+    return (what, median, *base, *judge_statistic(pairs, paired_ratio, target).cells(), cell)
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
     }
     if HAS_ASYNC_SAVES:
         runs[ASYNC] = {"save_every": SAVE_EVERY, "async_save": True}
-    with tempfile.TemporaryDirectory(prefix="beside-", dir=arguments.directory or ".") as name:
+    with tempfile.TemporaryDirectory(prefix="training-", dir=arguments.directory or ".") as name:
         directory = Path(name).absolute()
         limits = RawLimits(directory, training.num_bytes)
         contenders: dict[str, Callable[[], float]] = {
@@ -154,13 +154,13 @@ def main() -> None:
     megabytes = training.num_bytes / 1e6
     about = f"{arguments.steps} steps of {step_seconds * 1e3:.0f} ms, {megabytes:.0f} MB"
     Findings(
-        "training-beside-saves",
+        "training-with-saves",
         heading="A training with saves beside one without",
         before=[
-            f"`python benchmarks/training_beside_saves.py --record`: {about}, `save_every=",
+            f"`python benchmarks/training_with_saves.py --record`: {about}, `save_every=",
             f"{SAVE_EVERY}`, one thread of torch, {bound}. {arguments.rounds} rounds of all runs,",
             "each in random order, in one process. The ratio is one plus the median paired",
-            "difference, as a share of the median run without saves; its interval is a",
+            "difference, over the median run without saves; its interval is a",
             "bootstrap's over the pairs, 10 % cut off at each end: its upper end is the one-sided",
             "90 % bound that the target is about.",
         ],
