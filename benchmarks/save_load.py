@@ -252,7 +252,7 @@ def rows_of(costs: dict[str, list[Cost]], num_bytes: int) -> list[tuple[str, ...
     rows += [stated(TORCH, seconds[TORCH], memory=memory_of(costs[TORCH]))]
     rows += [row(TORCH_FLUSHED, WRITE, None), row(WRITE, TORCH_FLUSHED, None)]
     rows += [row(name, WRITE, SAVE_OVER_RAW) for name in (SAVE, SAVE_ONLY)]
-    rows += [beside_torch(name, seconds) for name in (SAVE, SAVE_ONLY)]
+    rows += [compared_with_torch(name, seconds) for name in (SAVE, SAVE_ONLY)]
     rows += [row(BLOCKED, COPY, BLOCKED_OVER_COPY), row(BLOCKED, TORCH, BELOW)]
     rows += async_rows(costs, seconds[WRITE], num_bytes)
     seconds["raw read + one copy"] = [
@@ -266,7 +266,7 @@ def rows_of(costs: dict[str, list[Cost]], num_bytes: int) -> list[tuple[str, ...
     return rows
 
 
-def beside_torch(name: str, seconds: dict[str, list[float]]) -> tuple[str, ...]:
+def compared_with_torch(name: str, seconds: dict[str, list[float]]) -> tuple[str, ...]:
     """A save compared with torch.save + fsync; the target holds where the disk is much faster."""
     ratios = zip(seconds[WRITE], seconds[TORCH_FLUSHED], strict=True)
     share = statistics.median(raw / flushed for raw, flushed in ratios)
