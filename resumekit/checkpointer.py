@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,6 +90,7 @@ class Checkpointer(StepBoundary):
             data_parallel_group=data_parallel_group,
         )
         super().__init__(run)
+        self._pid = os.getpid()
         atexit.register(weakly(self._close_at_exit, None))
 
     # ---------------------------------------------------------------- what the user calls
@@ -240,8 +242,7 @@ class Checkpointer(StepBoundary):
         counters.count_step()
         self._count_step_of_batch()
         self._stepped = True
-        if not self._cadence.needs_agreement:
-            self._due = self._due or self._cadence.is_due(counters.step)
+        self._saves.count_step(counters.step)
         self._record_step(values)
 
     def report(self, **values: float) -> None:
@@ -253,24 +254,38 @@ class Checkpointer(StepBoundary):
         agreed = self._run.world.broadcast(metric_values(values))
         self._reported.update(agreed)
         if self._run.selection.report(agreed, self.progress.step):
-            self._due = True
+            self._saves.request()
 
     def save(self) -> None:
-        """Makes a save due at the next safe point; outside a loop, at once. Collective."""
-        self._due = True
+        """Makes a save due at the next safe point; outside a loop, at once. Collective.
+
+        With ``async_save`` its files may still be written when training continues: ``wait()``.
+        """
+        self._saves.request()
         if self._loop is None:
             self._run.resume()
-            self._save()
+            self._saves.make()
 
     def wait(self) -> None:
-        """Returns when every save is durable; saves are synchronous, so that is at once."""
+        """Returns when every save that was made is durable, on every rank. Collective.
+
+        A save that is due is made at the next safe point, and not waited for.
+
+        Raises:
+            SaveError: the save in flight has failed, on whichever rank; the previous checkpoint is
+                untouched.
+        """
+        self._saves.wait()
 
     def stop(self, reason: str) -> None:
         """Finishes the run at the next safe point; a relaunch finds it finished. Collective."""
         self._stop_reason = reason
 
     def best(self) -> BestCheckpoint | None:
-        """The best committed checkpoint by ``best_metric``, or None if there is none yet."""
+        """The best committed checkpoint by ``best_metric``, or None if there is none yet.
+
+        Waits for the save in flight.
+        """
         best = self._run.best()
         if best is None:
             return None
@@ -278,13 +293,23 @@ class Checkpointer(StepBoundary):
         return BestCheckpoint(self.directory / str(name), name.step, value)
 
     def close(self) -> None:
-        """Makes a save that is due, and gives the run directory back. Collective, idempotent."""
+        """Makes a save that is due, and gives the run directory back. Collective, idempotent.
+
+        All saves are durable then.
+
+        Raises:
+            SaveError: a save has failed, unless ``on_save_error="warn"``.
+        """
         self._count_taken_step()
-        is_due = self._stop_reason is not None or (self._due and self._may_save())
+        saves = self._saves
+        saves.is_ending = True
+        is_due = self._stop_reason is not None or (saves.is_due and self._may_save())
         if self._loop is not None and is_due:
             self._pass_safe_point(None)
-        self._requests.wait()
-        self._release()
+        try:
+            saves.finish()
+        finally:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -299,11 +324,14 @@ class Checkpointer(StepBoundary):
             self.close()
         else:
             # Nor at exit, should somebody catch the error: a step is half done.
-            self._due = self._in_step = False
+            self._saves.forget()
+            self._in_step = False
             self._stop_reason = None
             self._release()
 
     def _close_at_exit(self) -> None:
         """Closes at normal exit; after an uncaught exception nothing new is saved."""
+        if os.getpid() != self._pid:  # of a forked child
+            return
         if not hasattr(sys, "last_value") and self._run.world_is_alive():
             self.close()

@@ -339,12 +339,8 @@ class World:
         # Whatever fails here must reach the other ranks, or they wait for this one for ever.
         try:
             return _Outcome(value=action())
-        except ResumekitError as error:
-            return _Outcome(error=error)
         except Exception as error:  # noqa: BLE001
-            wrapped = RankFailedError(f"rank {self.rank}", found=f"{type(error).__name__}: {error}")
-            wrapped.__cause__ = error
-            return _Outcome(error=wrapped)
+            return _Outcome(error=as_error(self.rank, error))
 
 
 def ranks_of(group: Any) -> list[int] | None:
@@ -379,6 +375,20 @@ def _others_answer() -> Iterator[None]:
             expected="all of them at the same point",
             remedy="Start the job again: it continues from its newest checkpoint",
         ) from error
+
+
+def as_error(rank: int, error: Exception) -> ResumekitError:
+    """An error of this rank in a form that can travel to the others.
+
+    Args:
+        rank: this rank.
+        error: any.
+    """
+    if isinstance(error, ResumekitError):
+        return error
+    wrapped = RankFailedError(f"rank {rank}", found=f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def from_rank(rank: int, error: ResumekitError) -> ResumekitError:

@@ -38,6 +38,9 @@ class OptionKeywords(TypedDict, total=False):
     allow_changes: Collection[str]
     resume_from: str | None
     on_save_error: str
+    async_save: bool | str
+    on_save_in_flight: str
+    grace_seconds: float
     mid_accumulation: str
     leave_on: Collection[str]
     agreement_timeout_seconds: int
@@ -75,6 +78,13 @@ class Options:
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
+        async_save: True copies the state at the safe point and writes it beside the training;
+            ``"auto"`` does so where host memory has room for the copy. A failure is raised at a
+            later safe point. See ``Checkpointer.wait``.
+        on_save_in_flight: what becomes of a save by ``save_every`` that is due while another one
+            is being written: ``"wait"`` for that, or ``"skip"``. All other saves wait.
+        grace_seconds: how long after a signal the process may live. A save in flight is always
+            completed; the save of the step in progress is made after it if it still fits.
         mid_accumulation: when a save on the clock or by ``save()`` is made that comes due inside an
             accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:
             what the window has summed up in ``.grad`` is then saved as well.
@@ -109,6 +119,9 @@ class Options:
     allow_changes: Collection[str] = field(default_factory=frozenset)
     resume_from: str | None = None
     on_save_error: str = "raise"
+    async_save: bool | str = False
+    on_save_in_flight: str = "wait"
+    grace_seconds: float = 30.0
     mid_accumulation: str = "boundary"
     leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
     agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
@@ -148,6 +161,9 @@ class Options:
         _check_step_name(self.resume_from)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        _one_of("async_save", self.async_save, (False, True, "auto"))
+        _one_of("on_save_in_flight", self.on_save_in_flight, ("wait", "skip"))
+        _check_seconds("grace_seconds", self.grace_seconds)
         _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
         _one_of("randomness", self.randomness, ("tape", "keyed"))
         _one_of("validate", self.validate, tuple(level.value for level in Validation))
@@ -230,6 +246,12 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 def _at_least(name: str, value: int | None, minimum: int) -> None:
     if value is not None:
         whole_number(name, value, minimum)
+
+
+def _check_seconds(name: str, value: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < float("inf"):
+        raise ConfigurationError(name, found=repr(value), expected="a number of seconds")
 
 
 def whole_number(name: str, value: int | None, minimum: int) -> int:

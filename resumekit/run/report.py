@@ -47,6 +47,7 @@ class Reporter:
         self._components = components
         self.start = ""
         self.cadence = str(parse_cadence(options.save_every, options.mtbf))
+        self._has_logged_skipped = False
         self._interval: SaveInterval | None = None  # the last one that was logged
         self._findings: list[Finding] = []
         self._known: set[tuple[str, Any]] = set()  # the fidelity of each part, once announced
@@ -91,6 +92,13 @@ class Reporter:
         self._interval = interval
         log = self.log if interval.is_expensive else self.detail
         log(f"saves {interval}")
+
+    def log_skipped(self, num_skipped: int) -> None:
+        """Logs once how many saves were skipped, if any."""
+        if num_skipped and not self._has_logged_skipped:
+            self._has_logged_skipped = True
+            why = "as the one before was still being written (on_save_in_flight)"
+            self.log(f"{num_skipped} save{'s' * (num_skipped > 1)} skipped, {why}")
 
     def add_finding(self, finding: Finding) -> None:
         """Asks for more lines whenever a report is made, in the order of these calls.

@@ -36,7 +36,7 @@ from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
-from resumekit.run.saving import Saver
+from resumekit.run.saving import SaveInFlight, Saver, drain
 from resumekit.run.state_origins import StateOrigins
 from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
@@ -85,6 +85,7 @@ class Run:
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
+        self.in_flight = SaveInFlight(self.world, must_fit=options.async_save == "auto")
         self._store: Store | None = None
         self._saver: Saver
         self._replicas: Replicas
@@ -192,6 +193,7 @@ class Run:
     def _open(self) -> Store:
         """Takes the directory: rank 0 owns it, the others check that they see the same one."""
         store = Store(self.directory)
+        drain()  # an abandoned run may own the directory until its save is done
 
         def acquire() -> tuple[str, str]:
             store.acquire()
@@ -234,7 +236,9 @@ class Run:
         )
         level = Validation(options.validate)
         self._replicas = Replicas(self.world, self.components, membership, level)
-        self._saver = Saver(self.world, self._store, self.components, membership, retention)
+        self._saver = Saver(
+            self.world, self._store, self.components, membership, retention, self.in_flight
+        )
         # The manifest holds rank 0's, which says nothing of what other groups have.
         alike = [each for each in self.components if not membership.recorded(each)]
         self._fingerprint = fingerprint(
@@ -343,8 +347,12 @@ class Run:
 
     # ---------------------------------------------------------------- saving
 
-    def save(self) -> None:
-        """Saves at this safe point. Collective."""
+    def save(self, *, in_background: bool) -> None:
+        """Saves at this safe point. Collective; no save is in flight.
+
+        Args:
+            in_background: return when all is copied, if the options say so.
+        """
         self._add_late_components()
         call_everywhere(self.world, self.components, ComponentState.before_save)
         self._replicas.check_before_save()
@@ -352,7 +360,7 @@ class Run:
         messages = self.counters.fold(self.world, self._data_ranks, message)
         verdict = self.journal.agree(messages, self._data_ranks.first_ranks)
         progress = self.counters.progress
-        self._saver.save(
+        in_background = self._saver.save(
             progress,
             self.reporter.captured(),
             finished=self.counters.finished,
@@ -362,14 +370,28 @@ class Run:
                 **self.reporter.details(),
                 **described(self._data_ranks),
                 **({JOURNAL: verdict} if verdict else {}),
+                **self.in_flight.details(),
             },
+            in_background=in_background and self.options.async_save is not False,
         )
-        self.reporter.detail(f"saved step {progress.step} in {self.directory}")
+        done = "saving" if in_background else "saved"
+        self.reporter.detail(f"{done} step {progress.step} in {self.directory}")
         self.trace_state("checkpoint")
         self._components.gradients_saved()
 
+    def finish_save(self) -> None:
+        """Waits until the save in flight is durable. Collective.
+
+        Raises:
+            SaveError: it has failed, on whichever rank.
+        """
+        if self.in_flight.step is not None:
+            self._saver.finish()
+
     def close(self) -> None:
-        """Gives the directory back."""
+        """Gives the directory back, once this rank has done its part of the save in flight."""
+        self.in_flight.wait_for_own()
+        self.reporter.log_skipped(self.in_flight.num_skipped)
         self._log_start()
         self.journal.close()
         if self._store is not None and self.world.is_first:
@@ -447,4 +469,5 @@ class Run:
 
     def best(self) -> tuple[StepName, float] | None:
         """The best committed checkpoint and the metric's value in it, or None."""
+        self.in_flight.wait_alone()
         return self.selection.best_step(self._store or Store(self.directory))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from signal import Signals
 from typing import Any, NoReturn
 
 from resumekit.data import Feed, Source
-from resumekit.errors import LoopError, Preempted, SaveError
+from resumekit.errors import LoopError, Preempted
+from resumekit.run.due_saves import DueSaves
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
-from resumekit.run.saving import LeaveSignals, RequestExchange, Requests, parse_cadence
+from resumekit.run.saving import Requests
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 
@@ -25,9 +25,7 @@ class StepBoundary:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._cadence = parse_cadence(run.options.save_every, run.options.mtbf)
-        self._signals = LeaveSignals(run.options.leave_on)
-        self._requests = RequestExchange(run.world)
+        self._saves = DueSaves(run)
         self._loop: str | None = None  # the outermost loop, once there is one
         self._was_finished = False  # when that loop began
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
@@ -38,7 +36,6 @@ class StepBoundary:
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
         self._warned: set[str] = set()
         self._reported: set[str] = set()  # the names of the metrics that report() got
-        self._due = False
         self._stop_reason: str | None = None
         self._steps_at_epoch_start: int | None = 0
         self._num_looked = 0
@@ -147,7 +144,7 @@ class StepBoundary:
         self._loop = loop
 
     def _take_signals(self) -> None:
-        left = self._signals.install() if self.finished is None else []
+        left = self._saves.signals.install() if self.finished is None else []
         if left:
             handled = f"{', '.join(left)}: handled by other code"
             self._run.reporter.log(f"{handled}, so this run does not save on it")
@@ -288,43 +285,39 @@ class StepBoundary:
             self._run.observe_gradients()
         if self._stepped and self._run.unsaved_state.after_step():
             self._run.reporter.announce()
-        common = self._all_requests() if self._may_save() and finished is None else Requests()
+        saves, may_save = self._saves, self._may_save()
+        common = Requests()
+        if may_save and finished is None:
+            common = saves.exchange(counters.step)
+            if common.failed:
+                saves.finish()
         if finished is not None:
             self._warn_of_metric()
             counters.finished = finished
-            self._save()
+            saves.is_ending = True
+            saves.make()
             self._run.trace_state("end")
-            self._signals.restore()
-        elif common.leave or common.save or (self._due and self._may_save()):
-            self._save()
+            saves.signals.restore()
+        elif common.leave:
+            self._in_step = False
+            self._leave(common.leave, saves.make_before_leaving())
+        elif common.save or (saves.is_due and may_save):
+            saves.make()
         elif self._num_looked < _NUM_LOOKED and self._stepped:
             self._num_looked += 1
             self._run.reporter.look()
         self._in_step = False
-        if common.leave:
-            self._leave(common.leave)
 
-    def _all_requests(self) -> Requests:
-        """The all-reduced requests at this step boundary; this rank's are sent."""
-        asks_clock = self._cadence.needs_agreement and self._run.world.is_first
-        is_clock_due = asks_clock and self._cadence.is_due(self.progress.step)
-        own_requests = Requests(self._signals.received, int(is_clock_due))
-        common = self._requests.receive(own_requests)
-        if not common.leave:
-            left = own_requests._replace(save=0) if common.save else own_requests
-            self._requests.send(left, self._run.counters.step)
-        return common
-
-    def _leave(self, signal_number: int) -> NoReturn:
-        """The run was asked to leave, and has just been saved."""
-        step, name = self.progress.step, Signals(signal_number).name
+    def _leave(self, signal_number: int, step: int) -> NoReturn:
+        """The run was asked to leave, and this step is saved."""
+        name = Signals(signal_number).name
         self._run.reporter.log(f"{name}: saved at step {step}; the same command continues")
         self._release()
         raise Preempted(signal_number, step)
 
     def _release(self) -> None:
         """Gives back what this process holds: the signals, the run directory."""
-        self._signals.restore()
+        self._saves.signals.restore()
         self._run.close()
 
     def _position(self) -> tuple[int, int]:
@@ -336,22 +329,6 @@ class StepBoundary:
     def _may_save(self) -> bool:
         """Whether this is no accumulation window, or one whose gradients can be saved."""
         return self._stepped or self._run.options.saves_gradients
-
-    def _save(self) -> None:
-        self._requests.wait()
-        self._due = False
-        began = time.monotonic()
-        try:
-            self._run.save()
-        except SaveError as error:
-            if self._run.options.on_save_error == "raise":
-                raise
-            failed = f"the save at step {self.progress.step} failed"
-            self._run.reporter.warn(f"{failed}, training continues: {error}")
-            self._cadence.restart()
-            return
-        self._cadence.saved(blocked_seconds=time.monotonic() - began)
-        self._run.reporter.log_interval(self._cadence.chosen)
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
         """Records the step that was just counted, in the journal and in a trace."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from resumekit.run.saving.background import abandon_work, drain
 from resumekit.run.saving.cadence import SaveInterval, parse_cadence
+from resumekit.run.saving.in_flight import SaveInFlight
 from resumekit.run.saving.requests import RequestExchange, Requests
 from resumekit.run.saving.saver import Saver
 from resumekit.run.saving.signals import LeaveSignals
@@ -11,7 +13,10 @@ __all__ = [
     "LeaveSignals",
     "RequestExchange",
     "Requests",
+    "SaveInFlight",
     "SaveInterval",
     "Saver",
+    "abandon_work",
+    "drain",
     "parse_cadence",
 ]

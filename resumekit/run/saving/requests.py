@@ -15,10 +15,14 @@ class Requests(NamedTuple):
     Args:
         leave: the number of a signal that asks the run to leave; 0 when there was none.
         save: 1 when a clock says that a save is due, else 0.
+        busy: 1 while a save is being written in the background, else 0.
+        failed: 1 when a save in the background has failed, else 0.
     """
 
     leave: int = 0
     save: int = 0
+    busy: int = 0
+    failed: int = 0
 
 
 class RequestExchange:
@@ -53,12 +57,17 @@ class RequestExchange:
             requests: of this rank.
             step: the optimizer step that it has done.
         """
-        if self._world.world_size > 1:
+        values = (*requests, step, -step)
+        if self._world.world_size == 1:
+            self._under_way = lambda: list(values)
+        else:
             self._step = step
-            self._under_way = self._world.start_max((*requests, step, -step))
+            self._under_way = self._world.start_max(values)
 
     def wait(self) -> Requests:
-        """Waits for the all-reduce in progress; ``receive`` gives its result.
+        """Waits for the all-reduce in progress, and gives what ``receive`` will give.
+
+        That is what was sent last, so it holds for this step boundary. None under way: no requests.
 
         Raises:
             RankLostError: another rank does not answer.
@@ -66,7 +75,7 @@ class RequestExchange:
         """
         if self._under_way is None:
             return Requests()
-        leave, save, highest, negated = self._under_way()
+        *common, highest, negated = self._under_way()
         if highest != -negated:
             raise RankDisagreementError(
                 "step()",
@@ -75,4 +84,4 @@ class RequestExchange:
                 expected="the same number on all ranks",
                 remedy="Call step() once for each optimizer step, on every rank",
             )
-        return Requests(leave, save)
+        return Requests(*common)

@@ -1,23 +1,27 @@
 """One save, from the agreement of the ranks to the commit. See docs/format.md for what it leaves.
 
-Every rank calls ``Saver.save`` at the same safe point. Any rank's failure aborts the save on all
-of them: the staging is removed and the previous checkpoint is untouched.
+Every rank calls ``Saver.save`` at the same safe point. A synchronous save writes there, and any
+rank's failure aborts it on all of them. A save in the background only copies there, and what a job
+has left to do follows beside the training. Either way a failure removes the staging directory and
+leaves the previous checkpoint untouched.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from resumekit.distributed import World
-from resumekit.errors import ResumekitError, SaveError
-from resumekit.log import logger
+from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
-from resumekit.run.saving.frozen_links import AnyPayload, FrozenLinks, with_frozen
+from resumekit.run.saving.frozen_links import FrozenLinks, with_frozen
+from resumekit.run.saving.in_flight import CopySize, SaveInFlight
+from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
 from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
 from resumekit.state import CaptureReport, SharingPattern, StateComponent
@@ -31,18 +35,35 @@ from resumekit.storage import (
     Store,
 )
 
-Payloads = Sequence[AnyPayload]
+
+class _Demand(NamedTuple):
+    """What one rank needs for a save."""
+
+    num_bytes: int
+    num_files: int
+    copy: CopySize
 
 
 @dataclass
 class Saver:
-    """Writes checkpoints of a list of components into a store. Every method is collective."""
+    """Writes checkpoints of a list of components into a store. Every method is collective.
+
+    Args:
+        world: the ranks.
+        store: where the checkpoints go.
+        components: of the run.
+        membership: the ranks that share them.
+        retention: which checkpoints are kept.
+        in_flight: the save in the background.
+        parent: the name of the checkpoint before.
+    """
 
     world: World
     store: Store
     components: Sequence[StateComponent]
     membership: ComponentGroups
     retention: RetentionPolicy
+    in_flight: SaveInFlight
     parent: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,8 +79,11 @@ class Saver:
         metric: dict[str, str] | None,
         fingerprint: dict[str, Any],
         details: dict[str, Any],
-    ) -> StepName:
+        in_background: bool = False,
+    ) -> bool:
         """Writes and commits one checkpoint, and then lets the retention policy delete old ones.
+
+        No save may be in flight, see ``finish``.
 
         Args:
             progress: of the run.
@@ -68,6 +92,11 @@ class Saver:
             metric: the manifest's record of the metric, if there is one.
             fingerprint: the settings of the run.
             details: what else the manifest holds; plain values.
+            in_background: return when all is copied, and write beside the training; if the option
+                ``async_save`` allows it, and the memory.
+
+        Returns:
+            Whether the save is in flight, and not durable yet.
 
         Raises:
             UnsupportedValueError: a value cannot be stored; nothing was written.
@@ -79,35 +108,79 @@ class Saver:
         """
         payloads = with_frozen(self._payloads())
         self._frozen_links.find(progress.step, payloads)
-        name, staging = self._stage(progress.step, payloads)
+        demands = self.world.gather(self._demand(payloads))
+        in_background = in_background and self.in_flight.accepts([each.copy for each in demands])
+        name, staging = self._stage(progress.step, demands, in_background=in_background)
+        manifest = Manifest(
+            run_id=self.store.run_id,
+            attempt=self.store.attempt,
+            step=name.step,
+            revision=name.revision,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            parent=self.parent,
+            world_size=self.world.world_size,
+            progress=progress.as_dict(),
+            finished=finished,
+            metric=metric,
+            components=tuple(self._record(each, capture) for each in self.components),
+            files=(),
+            # Values of this safe point: what is live goes on while the job is in the background.
+            capture=copy.deepcopy(capture.as_dict()),
+            fingerprint=copy.deepcopy(fingerprint),
+            details=copy.deepcopy(details),
+        )
+        number = self.in_flight.next_number()
+        job = SaveJob(self.world, self.store, staging, payloads, manifest, self.retention, number)
         try:
-            written = self.world.everywhere(lambda: self._write(staging(), payloads))
-            manifest = Manifest(
-                run_id=self.store.run_id,
-                attempt=self.store.attempt,
-                step=name.step,
-                revision=name.revision,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                parent=self.parent,
-                world_size=self.world.world_size,
-                progress=progress.as_dict(),
-                finished=finished,
-                metric=metric,
-                components=tuple(self._record(each, capture) for each in self.components),
-                files=tuple(entry for entries in written for entry in entries),
-                capture=capture.as_dict(),
-                fingerprint=fingerprint,
-                details=details,
-            )
-            self.world.on_first(lambda: str(self.store.commit(staging(), manifest)))
+            if in_background:
+                self.world.everywhere(lambda: self._copy(job))
+            else:
+                self._write(job)
         except ResumekitError:
             if self.world.is_first:
-                self.store.abandon(staging())
+                job.abandon()
             raise
+        if in_background:
+            self.in_flight.start(job)
+            return True
         self.parent = str(name)
-        self._frozen_links.committed(name, written[self.world.ranks.index(self.world.rank)])
-        self.world.on_first(self._retain)
-        return name
+        self._frozen_links.committed(name, job.files)
+        self.world.on_first(job.retain)
+        return False
+
+    def finish(self) -> None:
+        """Waits for the save in flight, until it is durable. Collective.
+
+        Raises:
+            ResumekitError: it has failed, on whichever rank; nothing was committed.
+        """
+        saved = self.in_flight.finish()
+        if saved is not None:
+            self.parent = str(saved.name)
+            self._frozen_links.committed(saved.name, saved.files)
+
+    def _demand(self, payloads: Payloads) -> _Demand:
+        return _Demand(
+            sum(payload.num_bytes for payload in payloads),
+            sum(payload.num_files for payload in payloads),
+            self.in_flight.size_of_copy(payloads),
+        )
+
+    def _copy(self, job: SaveJob) -> None:
+        self._frozen_links.link(job.staging(), job.payloads)
+        self.in_flight.copy(job.payloads)
+
+    def _write(self, job: SaveJob) -> None:
+        total = sum(payload.num_bytes for payload in job.payloads)
+        what, first = f"saving {job.name}", self.world.is_first
+
+        def write() -> Sequence[FileEntry]:
+            self._frozen_links.link(job.staging(), job.payloads)
+            with show_progress(what, total, shown=first) as advance, self.store.observed(advance):
+                return job.write()
+
+        written = self.world.everywhere(write)
+        self.world.on_first(lambda: job.commit(entry for files in written for entry in files))
 
     def _payloads(self) -> list[Payload | ShardedPayload | ExtraFiles]:
         encoded: list[Payload | ExtraFiles] = []
@@ -140,34 +213,28 @@ class Saver:
             for directory, states in by_directory.items()
         ]
 
-    def _stage(self, step: int, payloads: Payloads) -> tuple[StepName, Callable[[], Staging]]:
+    def _stage(
+        self, step: int, demands: Sequence[_Demand], *, in_background: bool
+    ) -> tuple[StepName, Callable[[], Staging]]:
         """Its name, and what looks for the staging: a rank may find that it does not see it."""
-        demands = self.world.gather(
-            (sum(p.num_bytes for p in payloads), sum(p.num_files for p in payloads))
-        )
         directories = sorted({directory_of(component) for component in self.components})
         mine: list[Staging] = []
+        store = self.store  # what looks for the staging outlives this Saver, and must not keep it
 
         def stage() -> tuple[StepName, str]:
-            name = self.store.next_name(step)
-            staging = self.store.stage(
+            name = store.next_name(step)
+            staging = store.stage(
                 name,
-                num_bytes=sum(num_bytes for num_bytes, _ in demands),
-                num_files=sum(num_files for _, num_files in demands),
+                num_bytes=sum(demand.num_bytes for demand in demands),
+                num_files=sum(demand.num_files for demand in demands),
                 directories=directories,
+                with_parts=in_background and self.world.world_size > 1,
             )
             mine.append(staging)
             return name, staging.name
 
         name, staging_name = self.world.on_first(stage)
-        return name, lambda: mine[0] if mine else self.store.attach(staging_name)
-
-    def _write(self, staging: Staging, payloads: Payloads) -> list[FileEntry]:
-        self._frozen_links.link(staging, payloads)
-        total = sum(payload.num_bytes for payload in payloads)
-        what, first = f"saving {staging.step}", self.world.is_first
-        with show_progress(what, total, shown=first) as advance, self.store.observed(advance):
-            return [entry for payload in payloads for entry in payload.write(staging)]
+        return name, lambda: mine[0] if mine else store.attach(staging_name)
 
     def _record(self, component: StateComponent, capture: CaptureReport) -> ComponentRecord:
         assert isinstance(component.sharing_pattern, SharingPattern)
@@ -182,11 +249,3 @@ class Saver:
             writers=self.membership.writers(component),
             groups=self.membership.recorded(component),
         )
-
-    def _retain(self) -> None:
-        # The new checkpoint is committed: an old one that cannot be removed does not undo that.
-        try:
-            self.store.retain(self.retention)
-            self.store.empty_trash()
-        except SaveError as error:
-            logger.warning("old checkpoints could not be removed: %s", error)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Collection
 from types import FrameType
 from typing import Any
+
+from resumekit.run.saving.background import abandon_work
 
 # What these do to a process that has not asked for them.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -23,7 +26,8 @@ class LeaveSignals:
     """Records the first signal that this process receives.
 
     The handler does nothing else: what it interrupts may be any line of the step, or of a save. A
-    second SIGINT is a KeyboardInterrupt, as ever.
+    second SIGINT is a KeyboardInterrupt, as ever, and nobody waits for a save in the background any
+    more. Other signals change nothing after the first one.
 
     Args:
         names: of the signals, e.g. ``"SIGTERM"``.
@@ -37,7 +41,13 @@ class LeaveSignals:
         self._numbers = [signal.Signals[name] for name in names]
         self.former: dict[int, Any] = {}
         self._is_listening = False
+        self._received_at = 0.0
         self.received = 0
+
+    @property
+    def seconds_since(self) -> float:
+        """How long ago the signal came; 0 while there was none."""
+        return time.monotonic() - self._received_at if self.received else 0.0
 
     def install(self) -> list[str]:
         """Takes the signals that nobody else handles.
@@ -74,9 +84,11 @@ class LeaveSignals:
             signal.signal(number, self.former[number])
             signal.raise_signal(number)
         elif self.received and number == signal.SIGINT:
+            abandon_work()
             signal.default_int_handler(number, frame)
-        else:
-            self.received = self.received or number
+        elif not self.received:
+            self._received_at = time.monotonic()
+            self.received = number
 
     def release_in_child(self) -> None:
         """A forked child, such as a loader's worker, is no run: it ends on SIGTERM.

@@ -1,0 +1,475 @@
+"""Saves in the background: what they hold, how many there are, and how a failure is raised."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failpoints import FailpointFileSystem, parse_failpoints
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.errors import ConfigurationError, Preempted, SaveError
+from resumekit.run.saving import drain
+from resumekit.run.saving.snapshot import Snapshot
+from resumekit.serialization import read_payload
+from resumekit.storage import LocalFileSystem, StepName, Store
+
+THREAD = "resumekit-save"
+
+
+class Gate(FailpointFileSystem):
+    """Lets the background thread create no file before it is opened, and fails by a plan."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalFileSystem())
+        self.opened = threading.Event()
+        self.opened.set()
+
+    def fail(self, text: str) -> None:
+        self.counts.clear()
+        self._plan = parse_failpoints(text)
+
+    def create(self, path: Path) -> int:
+        if threading.current_thread().name == THREAD:
+            assert self.opened.wait(30)
+        return super().create(path)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr("resumekit.storage.store.LocalFileSystem", lambda: gate)
+    yield gate
+    gate.fail("")
+    gate.opened.set()
+    drain()
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Training:
+    """A loop of ten steps; the weights after each one are kept."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.directory = directory
+        self.model = nn.Linear(30, 20)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
+        data = TensorDataset(torch.arange(600.0).reshape(20, 30) / 600)
+        self.loader = DataLoader(data, batch_size=2)
+        self.extras = {"notes": [0]}
+        self.reached = 0
+        self.weights: dict[int, torch.Tensor] = {}
+        settings: dict[str, Any] = {"async_save": True, "keep_latest": None, **options}
+        self.checkpointer = Checkpointer(
+            directory,
+            model=self.model,
+            optimizer=self.optimizer,
+            extras=self.extras,
+            **settings,
+        )
+
+    def steps(self) -> Iterator[int]:
+        """Trains a step, then gives its number: its safe point is not passed yet."""
+        for (batch,) in self.checkpointer.batches(self.loader, epochs=1):
+            self.model(batch).pow(2).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            step = self.checkpointer.progress.step + 1
+            self.extras["notes"][0] = step
+            self.weights[step] = self.model.weight.detach().clone()
+            self.checkpointer.step()
+            yield step
+
+    def train(self, actions: Mapping[int, Callable[[], object]]) -> None:
+        """Trains all steps; an action is done after its step, before the safe point."""
+        for step in self.steps():
+            self.reached = step
+            if step in actions:
+                actions[step]()
+
+    def saved(self) -> list[int]:
+        return sorted(name.step for name in Store(self.directory).step_names())
+
+    def weight_of(self, step: int) -> torch.Tensor:
+        reader = Store(self.directory).open_step(StepName(step))
+        weight = read_payload(reader, "model", 0, ["model"])["model"]["weight"]
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def manifest_of(self, step: int) -> dict[str, Any]:
+        text = (self.directory / f"step-{step:08d}" / "manifest.json").read_text()
+        manifest: dict[str, Any] = json.loads(text)
+        return manifest
+
+
+def staging(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / ".staging").iterdir())
+
+
+def open_later(gate: Gate, seconds: float = 0.1) -> None:
+    threading.Timer(seconds, gate.opened.set).start()
+
+
+# ---------------------------------------------------------------- what a checkpoint holds
+
+
+def test_training_continues_while_a_checkpoint_of_its_safe_point_is_written(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=3)
+    for step in training.steps():
+        if step == 3:
+            gate.opened.clear()
+        elif step == 5:  # the save is two steps old, and everything has changed since
+            assert training.saved() == []
+            training.checkpointer._run._fingerprint["changed"] = "later"
+            gate.opened.set()
+            training.checkpointer.wait()
+            assert training.saved() == [3]
+    training.checkpointer.close()
+    assert torch.equal(training.weight_of(3), training.weights[3])
+    assert not torch.equal(training.weights[3], training.weights[4])
+    manifest = training.manifest_of(3)
+    assert manifest["progress"]["step"] == 3
+    assert "changed" not in manifest["fingerprint"]
+    assert training.saved() == [3, 6, 9, 10]
+
+
+def test_a_run_that_saves_in_the_background_continues_exactly(tmp_path: Path) -> None:
+    whole = Training(tmp_path / "whole")
+    list(whole.steps())
+    first = Training(tmp_path / "run", save_every=2)
+    for step in first.steps():
+        if step == 5:
+            break
+    first.checkpointer.wait()
+    del first
+    drain()
+    second = Training(tmp_path / "run", save_every=2)
+    assert list(second.steps())
+    second.checkpointer.close()
+    assert min(second.weights) == 5
+    assert torch.equal(second.weights[10], whole.weights[10])
+
+
+def test_outside_a_loop_wait_makes_a_save_durable(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path)
+    gate.opened.clear()
+    training.checkpointer.save()
+    assert training.saved() == []
+    open_later(gate)
+    training.checkpointer.wait()
+    assert training.saved() == [0]
+    training.checkpointer.close()
+
+
+@pytest.mark.parametrize("way", ["best", "close"])
+def test_what_needs_the_checkpoint_waits_for_it(tmp_path: Path, gate: Gate, way: str) -> None:
+    training = Training(tmp_path, save_every=None, best_metric="loss")
+    for step in training.steps():
+        if step == 2:
+            training.checkpointer.report(loss=1.0)
+            gate.opened.clear()
+        elif step == 3:
+            open_later(gate)
+            if way == "close":
+                break
+            best = training.checkpointer.best()
+            assert best is not None
+            assert best.step == 2
+    training.checkpointer.close()
+    assert 2 in training.saved()
+
+
+# ---------------------------------------------------------------- at most one in flight
+
+
+def test_a_save_waits_for_the_one_in_flight_before_it_copies(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path, save_every=1)
+    for step in training.steps():
+        if step == 3:
+            training.checkpointer.wait()
+            gate.opened.clear()
+        elif step == 4:
+            open_later(gate)
+    training.checkpointer.close()
+    assert training.saved() == list(range(1, 11))
+    for step in training.saved():
+        assert torch.equal(training.weight_of(step), training.weights[step])
+
+
+def test_saves_by_cadence_are_skipped_on_request_and_counted(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "resumekit")
+    training = Training(tmp_path, save_every=1, on_save_in_flight="skip")
+    for step in training.steps():
+        if step == 2:
+            training.checkpointer.wait()
+            gate.opened.clear()
+        elif step == 6:  # those of 3, 4 and 5 were skipped; this one is explicit, and waits
+            training.checkpointer.save()
+            open_later(gate)
+        elif step in (1, 7, 8, 9):
+            training.checkpointer.wait()
+    training.checkpointer.close()
+    assert training.saved() == [1, 2, 6, 7, 8, 9, 10]
+    assert "skipped_saves" not in training.manifest_of(2)["details"]
+    assert training.manifest_of(6)["details"]["skipped_saves"] == 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("was skipped, the one before" in line for line in lines) == 3
+    assert sum("3 saves skipped" in line for line in lines) == 1
+
+
+def test_a_timer_that_is_due_during_a_save_stays_due(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path, save_every="0.001s", on_save_in_flight="skip")
+    for step in training.steps():
+        time.sleep(0.002)
+        if step == 2:
+            training.checkpointer.wait()
+            gate.opened.clear()
+        elif step == 4:
+            gate.opened.set()
+            training.checkpointer.wait()
+            break
+    training.checkpointer.close()
+    assert training.saved()[:2] == [1, 2]
+    assert training.manifest_of(training.saved()[-1])["progress"]["step"] >= 2
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_failure_is_raised_at_the_next_safe_point(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path, save_every=2)
+    actions = {
+        3: training.checkpointer.wait,  # for the save of step 2
+        4: lambda: gate.fail("fsync:1=ENOSPC"),
+        5: lambda: drain_quietly(training),
+    }
+    with pytest.raises(SaveError, match="No space left"):
+        training.train(actions)
+    assert training.reached == 5
+    assert training.saved() == [2]
+    training.checkpointer.close()
+    assert staging(tmp_path) == []
+
+
+def drain_quietly(training: Training) -> None:
+    """Lets the thread end; nothing of its outcome is looked at."""
+    training.checkpointer._run.in_flight.wait_for_own()
+
+
+def test_by_policy_a_failure_is_a_warning_and_training_continues(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=2, on_save_error="warn")
+    for step in training.steps():
+        if step == 3:
+            training.checkpointer.wait()
+        elif step == 4:
+            gate.fail("fsync:1=ENOSPC")
+        elif step == 5:
+            drain_quietly(training)
+    training.checkpointer.close()
+    assert training.saved() == [2, 6, 8, 10]
+    assert "the save at step 4 failed, training continues" in capsys.readouterr().err
+
+
+def test_wait_raises_what_failed_whatever_the_policy(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path, save_every=None, on_save_error="warn")
+    training.checkpointer.resume()
+    gate.fail("fsync:1=EIO")
+    training.checkpointer.save()
+    with pytest.raises(SaveError, match="Input/output"):
+        training.checkpointer.wait()
+    training.checkpointer.wait()
+    training.checkpointer.close()
+    assert training.saved() == []
+
+
+# ---------------------------------------------------------------- signals
+
+
+def send(*names: str) -> Callable[[], None]:
+    return lambda: [os.kill(os.getpid(), signal.Signals[name]) for name in names] and None
+
+
+def leave(training: Training, gate: Gate) -> Preempted:
+    """Saves step 2 in the background and gets SIGTERM in the next step; a second one is ignored."""
+
+    def save() -> None:
+        gate.opened.clear()
+        training.checkpointer.save()
+
+    def ask() -> None:
+        send("SIGTERM", "SIGTERM")()
+        open_later(gate)
+
+    with pytest.raises(Preempted) as left:
+        training.train({2: save, 3: ask})
+    return left.value
+
+
+def test_a_signal_completes_the_save_in_flight_and_saves_the_step(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=None)
+    assert leave(training, gate).step == 3
+    assert training.saved() == [2, 3]
+    assert torch.equal(training.weight_of(2), training.weights[2])
+
+
+def test_the_second_save_is_left_out_when_the_grace_is_too_short(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=None, grace_seconds=0.01)
+    left = leave(training, gate)
+    assert (left.step, left.code) == (2, 128 + signal.SIGTERM)
+    assert training.saved() == [2]
+    errors = capsys.readouterr().err
+    assert "no save at step 3, step 2 is saved" in errors
+    assert "grace_seconds=0.01" in errors
+
+
+def test_without_a_save_in_flight_a_signal_always_saves(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=None, grace_seconds=0)
+    with pytest.raises(Preempted):
+        training.train({3: send("SIGTERM")})
+    assert training.saved() == [3]
+
+
+def test_a_second_interrupt_abandons_the_save_in_flight_without_damage(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=1)
+
+    def close_gate() -> None:
+        training.checkpointer.wait()
+        gate.opened.clear()
+
+    with pytest.raises(KeyboardInterrupt), training.checkpointer:
+        training.train({2: close_gate, 3: send("SIGINT", "SIGINT")})
+    assert training.saved() == [1]  # nobody has waited
+    gate.opened.set()
+    again = Training(tmp_path, save_every=None)
+    assert again.checkpointer.resume().step in (1, 2)
+    again.checkpointer.close()
+    assert staging(tmp_path) == []
+
+
+# ---------------------------------------------------------------- memory and options
+
+
+def test_auto_is_synchronous_where_the_copy_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "resumekit")
+    monkeypatch.setattr(Snapshot, "fits", lambda *_: False)
+    training = Training(tmp_path, save_every=4, async_save="auto")
+    for step in training.steps():
+        if step == 5:
+            assert training.saved() == [4]
+    training.checkpointer.close()
+    lines = [r.getMessage() for r in caplog.records if "does not fit into memory" in r.getMessage()]
+    assert len(lines) == 1
+
+
+def test_the_size_of_the_copy_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "resumekit")
+    training = Training(tmp_path, save_every=2)
+    list(training.steps())
+    training.checkpointer.close()
+    lines = [r.getMessage() for r in caplog.records if "copy of the state" in r.getMessage()]
+    assert len(lines) == 1
+    assert "GB on rank 0" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"async_save": "yes"}, {"on_save_in_flight": "queue"}, {"grace_seconds": -1}],
+    ids=str,
+)
+def test_an_option_without_meaning_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Training(tmp_path, **options)
+
+
+# ---------------------------------------------------------------- who owns the save
+
+
+def test_a_run_that_is_dropped_is_still_saved_and_its_directory_is_free_then(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=2)
+    for step in training.steps():
+        if step == 2:
+            gate.opened.clear()
+        elif step == 3:
+            break
+    directory = training.directory
+    del training
+    open_later(gate)
+    again = Training(directory)  # as a notebook does whose cell is run again
+    assert again.checkpointer.resume().step == 2
+    again.checkpointer.close()
+
+
+def test_an_error_in_the_loop_flushes_the_save_in_flight_and_starts_none(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=2)
+
+    def fail() -> None:
+        open_later(gate)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), training.checkpointer:
+        training.train({2: gate.opened.clear, 4: fail})
+    assert training.saved() == [2]
+
+
+def test_no_thread_of_a_save_is_left_when_it_is_written(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=2)
+    list(training.steps())
+    training.checkpointer.close()
+    assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_forked_child_has_no_save_and_no_lock(tmp_path: Path, gate: Gate) -> None:
+    training = Training(tmp_path, save_every=2)
+    for step in training.steps():
+        if step == 2:
+            gate.opened.clear()
+        elif step == 3:
+            child = os.fork()
+            if child == 0:
+                drain()  # returns at once: nothing is in flight here
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            gate.opened.set()
+            break
+    training.checkpointer.close()
+    assert training.saved() == [2]
