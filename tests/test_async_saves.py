@@ -312,7 +312,13 @@ def test_wait_raises_what_failed_whatever_the_policy(tmp_path: Path, gate: Gate)
 
 
 def send(*names: str) -> Callable[[], None]:
-    return lambda: [os.kill(os.getpid(), signal.Signals[name]) for name in names] and None
+    """Sends these signals to this process."""
+
+    def act() -> None:
+        for name in names:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    return act
 
 
 def leave(training: Training, gate: Gate) -> Preempted:

@@ -19,7 +19,7 @@ class ProcessId:
     Args:
         node: its host among those of the job.
         pid: its number there.
-        started: when it began, in clock ticks since the boot; empty where the system does not tell.
+        started: when it began, in clock ticks since the boot; empty where the system has no /proc.
     """
 
     node: str
@@ -27,7 +27,7 @@ class ProcessId:
     started: str
 
     @classmethod
-    def own(cls, node: str) -> ProcessId:
+    def of_this_process(cls, node: str) -> ProcessId:
         """This process."""
         _, started = _look(os.getpid()) or ("", "")
         return cls(node, os.getpid(), started)
@@ -51,7 +51,7 @@ class Processes:
     """
 
     def __init__(self, node: str, by_rank: dict[int, ProcessId]) -> None:
-        # A process of another container may be on this host and yet invisible: it tells nothing.
+        # A process of another container may be on this host and yet invisible: nothing is known of it.
         self._watched = {
             rank: process
             for rank, process in by_rank.items()
@@ -61,7 +61,7 @@ class Processes:
     @classmethod
     def of(cls, world: World) -> Processes:
         """The processes of the job. Collective."""
-        every = world.gather(ProcessId.own(world.node))
+        every = world.gather(ProcessId.of_this_process(world.node))
         return cls(world.node, dict(zip(world.ranks, every, strict=True)))
 
     def ended(self, ranks: Collection[int]) -> list[int]:

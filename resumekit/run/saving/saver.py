@@ -124,7 +124,7 @@ class Saver:
             metric=metric,
             components=tuple(self._record(each, capture) for each in self.components),
             files=(),
-            # Values of this safe point: what is live goes on while the job is in the background.
+            # Values of this safe point: the run changes them while the job is in the background.
             capture=copy.deepcopy(capture.as_dict()),
             fingerprint=copy.deepcopy(fingerprint),
             details=copy.deepcopy(details),
