@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
@@ -52,12 +51,12 @@ class Record:
     begin: int
     strides: tuple[int, ...] | None = None
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """The length of its bytes."""
         return math.prod(self.shape) * self.element.num_bytes
 
-    @cached_property
+    @property
     def end(self) -> int:
         """Where its bytes end, counted from the end of the header."""
         return self.begin + self.num_bytes
