@@ -14,7 +14,6 @@ from resumekit.serialization import (
     Proposal,
     ShardedPayload,
     Source,
-    assign,
     encode_local,
     read_payload,
     read_sharded,
@@ -30,7 +29,8 @@ def payloads_of(ranks: Any, frozen: set[str]) -> list[Any]:
             rows, columns = ranks.shard(WHOLE, (2,), 0), ranks.shard(WHOLE, (2,), 1)
         states.append({"rows": rows, "columns": columns, "plain": torch.arange(5)})
     local = [encode_local("model", each) for each in states]
-    assignments = assign(local[0], [Proposal.of(each, rank) for rank, each in enumerate(local)])
+    proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
+    assignments = ranks.assigned(local, proposals)
     found: list[Any] = []
     for rank in range(2):
         payload = ShardedPayload("state", rank, local[rank], assignments[rank], frozen=frozen)
