@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from resumekit.storage import LocalFileSystem
+from resumekit.storage import LocalFileSystem, direct, pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -49,6 +49,8 @@ def main(run: Path, log: Path) -> None:
     """Two launches in one process: a fresh one, and one that resumes, retains and quarantines."""
     from crashlab.training import NEWEST, Live
 
+    # Small files as large ones: through the thread that writes, and by direct I/O.
+    pipeline.CHUNK_BYTES = direct.MIN_DIRECT_BYTES = 4096
     seam = SeamLog()
     watch: Callable[..., None] = seam
     threading.setprofile(watch)
