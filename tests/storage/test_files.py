@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -398,3 +399,20 @@ def test_a_damaged_block_of_an_image_is_found(tmp_path: Path, num_blocks: int) -
         with pytest.raises(CorruptCheckpointError, match="digest"):
             reader.verify()
         reader.read_image(image, [1], digests)
+
+
+class _SlowWrites(LocalFileSystem):
+    def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
+        time.sleep(0.02)
+        super().write(handle, buffers)
+
+
+def test_memory_of_the_ring_is_reused_only_once_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 8192)
+    content = b"".join(bytes([number]) * 8192 for number in range(12))
+    with FileWriter(_SlowWrites(), tmp_path / "x", relative="x", writer=0) as writer:
+        writer.write([memoryview(content)])
+        writer.finish()
+    assert (tmp_path / "x").read_bytes() == content
