@@ -10,8 +10,15 @@ import torch
 
 from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, retyped
 
-# Up to here a call of torch costs more than the copy; from here on it copies with several threads.
-_SMALL_BYTES = 256 << 10
+# From here on torch copies with several threads, if it has them; below, its call costs more than
+# the copy.
+_LARGE_BYTES = 256 << 10
+
+# Unlike ctypes.memmove this keeps the interpreter's lock: a thread that computes in Python would
+# hold it for 5 ms after each of many small tensors.
+_move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
 
 
 class Image:
@@ -25,6 +32,7 @@ class Image:
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._address = self._bytes.data_ptr()
+        self._num_threads = torch.get_num_threads()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(
@@ -43,7 +51,11 @@ class Image:
             for piece in buffers_of(source):
                 self._memory[begin : begin + piece.nbytes] = piece
                 begin += piece.nbytes
-        elif num_bytes < _SMALL_BYTES and source.is_cpu and _is_plain(source):
+        elif not (source.is_cpu and _is_plain(source)):
+            self._copy_tensor(source, self._bytes[begin : begin + num_bytes])
+        elif num_bytes < _LARGE_BYTES:
+            _move_small(self._address + begin, source.data_ptr(), num_bytes)
+        elif self._num_threads == 1:
             ctypes.memmove(self._address + begin, source.data_ptr(), num_bytes)
         else:
             self._copy_tensor(source, self._bytes[begin : begin + num_bytes])

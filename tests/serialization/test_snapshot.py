@@ -174,14 +174,18 @@ def test_without_the_copy_every_change_is_in_the_checkpoint(checkpoints: Any, sa
     assert same(found["extras"], expected["extras"])
 
 
-def test_a_copy_is_written_as_the_same_bytes(checkpoints: Any) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_copy_is_written_as_the_same_bytes(num_threads: int, checkpoints: Any) -> None:
     contents = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     for is_copied in (False, True):
         payload = Payload("state", 0, state())
         if is_copied:
             copied([payload])
         step = checkpoints.commit(payload.write)
         contents.append([Path(step.path, file.path).read_bytes() for file in step.manifest.files])
+    torch.set_num_threads(before)
     assert contents[0] == contents[1]
 
 
