@@ -76,8 +76,13 @@ def select_deletions(
     return frozenset(item.name for item in checkpoints) - kept
 
 
-def _name(checkpoint: Checkpoint) -> StepName:
-    return checkpoint.name
+def may_delete(names: Sequence[StepName], policy: RetentionPolicy) -> frozenset[StepName]:
+    """The most that the policy can delete, whatever their metrics are and whichever are damaged."""
+    return select_deletions([Checkpoint(name) for name in names], policy)
+
+
+def _name(checkpoint: Checkpoint) -> tuple[int, int]:
+    return checkpoint.name.step, checkpoint.name.revision
 
 
 def _rankings(current: Sequence[Checkpoint]) -> list[list[StepName]]:

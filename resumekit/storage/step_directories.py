@@ -27,8 +27,9 @@ def list_steps(file_system: FileSystem, directory: Path) -> list[StepName]:
     Raises:
         OSError: the run directory could not be listed.
     """
-    names = [StepName.parse(entry.name) for entry in file_system.list(directory)]
-    return sorted((name for name in names if name is not None), reverse=True)
+    parsed = [StepName.parse(entry.name) for entry in file_system.list(directory)]
+    names = [name for name in parsed if name is not None]
+    return sorted(names, key=lambda name: (name.step, name.revision), reverse=True)
 
 
 def read_manifest(file_system: FileSystem, directory: Path, name: StepName) -> Manifest:

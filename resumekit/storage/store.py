@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from resumekit.errors import (
@@ -34,7 +33,6 @@ from resumekit.errors import (
     CorruptCheckpointError,
     DirectoryInUseError,
     ForeignCheckpointError,
-    LoopError,
     SharedDirectoryError,
 )
 from resumekit.storage.commit import Staging, check_space
@@ -55,6 +53,7 @@ from resumekit.storage.io import (
     save_errors,
 )
 from resumekit.storage.manifest import Manifest
+from resumekit.storage.one_thread import OneThread
 from resumekit.storage.ownership import (
     POLL_SECONDS,
     DirectoryLock,
@@ -66,7 +65,7 @@ from resumekit.storage.ownership import (
     unrelated_names,
     write_owner,
 )
-from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, may_delete, select_deletions
 from resumekit.storage.step_directories import (
     StepReader,
     list_quarantined,
@@ -105,7 +104,7 @@ class Store:
         self._in_flight: set[str] = set()
         self._trash = Trash(self._file_system, self.directory)
         self._pins: Counter[StepName] = Counter()
-        self._changes = threading.Lock()  # never waited for: a forked child cannot hang on it
+        self._one_thread = OneThread(self.directory)
         self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
 
@@ -136,7 +135,7 @@ class Store:
         if not locked:
             raise self._in_use()
         try:
-            with self._changing(), directory_errors(self.directory, "be used"):
+            with self._one_thread, directory_errors(self.directory, "be used"):
                 self._take_over()
         except BaseException:
             self._lock.release()
@@ -224,25 +223,6 @@ class Store:
             )
         return self._owner
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Excludes another thread from changing the directory during the body.
-
-        Raises:
-            LoopError: another thread is at it.
-        """
-        if not self._changes.acquire(blocking=False):
-            raise LoopError(
-                str(self.directory),
-                found="another thread is changing it",
-                expected="one at a time",
-                remedy="Call wait() before",
-            )
-        try:
-            yield
-        finally:
-            self._changes.release()
-
     # What is in it
 
     def step_names(self) -> list[StepName]:
@@ -287,7 +267,7 @@ class Store:
             DirectoryError: it could not be moved.
         """
         owner = self._require_owner()
-        with self._changing(), directory_errors(self.directory, f"put {name} into quarantine"):
+        with self._one_thread, directory_errors(self.directory, f"put {name} into quarantine"):
             check_owner(self._file_system, self.directory, owner)
             target = quarantine_step(self._file_system, self.directory, name, error)
         self._verified.pop(name, None)
@@ -333,7 +313,7 @@ class Store:
             SaveError: names the path and the cause.
         """
         owner = self._require_owner()
-        with self._changing():
+        with self._one_thread:
             with save_errors(self.directory):
                 check_owner(self._file_system, self.directory, owner)
             self._trash.sweep(frozenset(self._in_flight))
@@ -380,7 +360,7 @@ class Store:
             UnsupportedValueError: the manifest holds a value that could not be read back.
         """
         owner = self._require_owner()
-        with self._changing():
+        with self._one_thread:
             try:
                 path = staging.commit(manifest, owner)
             except BaseException:
@@ -393,7 +373,7 @@ class Store:
 
     def abandon(self, staging: Staging) -> None:
         """Removes a staging directory as far as it goes; the next save removes the rest. Rank 0."""
-        with self._changing():
+        with self._one_thread:
             self._abandon(staging)
 
     def _abandon(self, staging: Staging) -> None:
@@ -427,11 +407,15 @@ class Store:
             SaveError: something could not be renamed; all checkpoints that stay are untouched.
         """
         owner = self._require_owner()
-        with self._changing():
+        with self._one_thread:
             if self._committed is None:
                 return []
             kept = {self._committed, *self._pins.copy()}
-            deletions = sorted(select_deletions(self._list_verified(), policy) - kept)
+            names = self.step_names()
+            if not may_delete(names, policy) - kept:
+                return []
+            verified = self._list_verified(names)
+            deletions = sorted(select_deletions(verified, policy) - kept)
             if not deletions:
                 return []
             with save_errors(self.directory):
@@ -450,13 +434,13 @@ class Store:
             SaveError: something could not be removed; no checkpoint is affected.
         """
         self._require_owner()
-        with self._changing():
+        with self._one_thread:
             self._trash.empty()
 
-    def _list_verified(self) -> list[Checkpoint]:
-        """The verified checkpoints of this run; each is looked into once."""
-        names = set(self.step_names())
-        for name in names - set(self._verified):
-            with suppress(CheckpointError):
-                self._verified[name] = Checkpoint(name, self.open_step(name).manifest.metric)
-        return [checkpoint for name, checkpoint in self._verified.items() if name in names]
+    def _list_verified(self, names: Sequence[StepName]) -> list[Checkpoint]:
+        """Those of these checkpoints that verify and are of this run; each is opened once."""
+        for name in names:
+            if name not in self._verified:
+                with suppress(CheckpointError):
+                    self._verified[name] = Checkpoint(name, self.open_step(name).manifest.metric)
+        return [self._verified[name] for name in names if name in self._verified]

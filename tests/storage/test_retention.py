@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from resumekit.errors import ConfigurationError
 from resumekit.storage import Checkpoint, RetentionPolicy, StepName, select_deletions
+from resumekit.storage.retention import may_delete
 
 NAMES = st.builds(StepName, st.integers(0, 12).map(lambda n: n * 5), st.integers(0, 2))
 METRICS = st.none() | st.fixed_dictionaries(
@@ -45,6 +46,15 @@ def test_the_order_of_the_list_does_not_matter(
     shuffled = list(checkpoints)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert select_deletions(shuffled, policy) == select_deletions(checkpoints, policy)
+
+
+@given(CHECKPOINTS, POLICIES, st.sets(st.integers(0, 11)))
+def test_what_may_be_deleted_is_known_without_metrics_and_with_damage(
+    checkpoints: list[Checkpoint], policy: RetentionPolicy, damaged: set[int]
+) -> None:
+    verified = [item for index, item in enumerate(checkpoints) if index not in damaged]
+    names = [item.name for item in checkpoints]
+    assert select_deletions(verified, policy) <= may_delete(names, policy)
 
 
 @given(CHECKPOINTS, POLICIES)

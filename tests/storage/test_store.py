@@ -455,6 +455,25 @@ def test_retention_waits_for_a_commit(store: Store, save: Save, open_store: Open
     assert _names(second) == ["step-00000004"]
 
 
+def test_retention_opens_no_checkpoint_while_it_deletes_none_and_each_once_later(
+    store: Store, save: Save, open_store: OpenStore
+) -> None:
+    policy = RetentionPolicy(keep_latest=6)
+    for step in range(4):
+        save(store, step)
+    store.release()
+    counting = FailpointFileSystem(LocalFileSystem())
+    second = open_store(file_system=counting)
+    second.acquire()
+    num_opened = []
+    for step in (10, 11, 12, 13):
+        save(second, step)
+        before = counting.counts["open"]
+        second.retain(policy)
+        num_opened.append(counting.counts["open"] - before)
+    assert num_opened == [0, 0, 4 + 1, 1]  # and the owner record before each deletion
+
+
 def test_retention_keeps_the_best_over_attempts(
     store: Store, save: Save, open_store: OpenStore, run_directory: Path
 ) -> None:
