@@ -213,18 +213,26 @@ class Trace:
         components: Mapping[str, Any],
         *,
         micro_step: int | None = None,
+        is_durable: bool = True,
     ) -> None:
         """Records the state of every component, leaf by leaf.
 
         Args:
-            event: ``"checkpoint"`` after a commit, ``"resumed"`` when all was restored and before
+            event: ``"checkpoint"`` after a save, ``"resumed"`` when all was restored and before
                 the first fetch, ``"end"`` at the horizon.
             step: the optimizer step that the state belongs to.
             components: states (what ``state_dict()`` gives) by component key.
             micro_step: distinguishes several states of one step.
+            is_durable: whether a checkpoint survives a kill here; if not, ``durable`` follows.
         """
         record = {"kind": event, "step": step, "components": _component_digests(components)}
+        if not is_durable:
+            record["is_durable"] = False
         self._write(record if micro_step is None else {**record, "micro_step": micro_step})
+
+    def durable(self, step: int) -> None:
+        """Records that the checkpoint of a step, saved in the background, is durable now."""
+        self._write({"kind": "durable", "step": step})
 
     def close(self) -> None:
         """Closes the file. Nothing is buffered, so a process need not call it."""

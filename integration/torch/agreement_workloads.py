@@ -66,6 +66,7 @@ def save_and_lose(
     after_seconds: float = 0.0,
     stopped_seconds: int = 0,
     rank: int = 0,
+    async_save: bool = False,
 ) -> None:
     """Saves after every step; one rank gets a signal so long after the first save.
 
@@ -75,6 +76,7 @@ def save_and_lose(
         after_seconds: from the first save to the signal.
         stopped_seconds: after which a rank that was stopped continues.
         rank: that gets it.
+        async_save: as the option.
     """
     torch.distributed.init_process_group("gloo")
     own_rank = torch.distributed.get_rank()
@@ -89,6 +91,7 @@ def save_and_lose(
         optimizer=torch.optim.AdamW(model.parameters()),
         save_every=1,
         agreement_timeout_seconds=3,
+        async_save=async_save,
     )
     loader = DataLoader(TensorDataset(torch.ones(20, 64)), batch_size=1)
     if name and own_rank == rank:

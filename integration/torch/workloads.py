@@ -115,6 +115,7 @@ def train(
     save_every: int = 3,
     report: bool = False,
     annealed: bool = False,
+    async_save: bool = False,
 ) -> None:
     """Trains a small classifier; see the module's docstring."""
     torch.manual_seed(0)
@@ -155,6 +156,7 @@ def train(
         extras=extras,
         save_every=save_every,
         best_metric="loss" if report else None,
+        async_save=async_save,
     )
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(amp)
     micro = 0

@@ -29,6 +29,7 @@ from resumekit.prove.trace_records import (
     STEP,
     Attempt,
     Record,
+    durable_steps,
     read_trace,
     records_of,
     steps_of,
@@ -228,7 +229,7 @@ def _missing_parts(
             found = f"a fresh start at step {trained[0]}"
             expected = f"a resume from the checkpoint of step {max(saved)}"
             yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, attempt.launch)
-        saved += steps_of([attempt], CHECKPOINT)
+        saved += durable_steps([attempt])
 
 
 def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:

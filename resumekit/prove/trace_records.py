@@ -14,6 +14,7 @@ from typing import Any
 from resumekit.errors import TraceError
 
 START, STEP, CHECKPOINT, RESUMED, END = "start", "step", "checkpoint", "resumed", "end"
+DURABLE = "durable"
 
 STATE_KINDS = (CHECKPOINT, RESUMED, END)
 
@@ -23,7 +24,7 @@ class Record:
     """One line of a trace.
 
     Args:
-        kind: ``start``, ``step``, ``checkpoint``, ``resumed`` or ``end``.
+        kind: ``start``, ``step``, ``checkpoint``, ``durable``, ``resumed`` or ``end``.
         step: the optimizer step it is about; 0 for ``start``.
         time_ns: when it was written (Unix time).
         fields: everything else, as written.
@@ -75,6 +76,15 @@ def records_of(attempts: Iterable[Attempt], *kinds: str) -> Iterator[Record]:
 def steps_of(attempts: Iterable[Attempt], kind: str) -> list[int]:
     """The optimizer steps of the records of one kind."""
     return [record.step for record in records_of(attempts, kind)]
+
+
+def durable_steps(attempts: Iterable[Attempt]) -> list[int]:
+    """The steps whose checkpoints a resume must find."""
+    return [
+        record.step
+        for record in records_of(attempts, CHECKPOINT, DURABLE)
+        if record.fields.get("is_durable", True)
+    ]
 
 
 def read_trace(directory: Path) -> dict[int, tuple[Attempt, ...]]:
@@ -170,7 +180,7 @@ def _parse(path: Path, number: int, line: bytes) -> Record:
         raise TraceError(
             f"{path}, line {number}", found=f"not a record ({error})", expected="one JSON object"
         ) from error
-    if kind not in (START, STEP, *STATE_KINDS) or not isinstance(step, int):
+    if kind not in (START, STEP, DURABLE, *STATE_KINDS) or not isinstance(step, int):
         raise TraceError(
             f"{path}, line {number}", found=f"kind {kind!r}, step {step!r}", expected="a record"
         )

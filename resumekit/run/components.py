@@ -218,6 +218,10 @@ class RunComponents:
         given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
         return [each for each in given if hasattr(each, "param_groups")]
 
+    def learning_rates(self) -> list[Any]:
+        """The learning rate of every param group of every optimizer."""
+        return [group["lr"] for each in self.optimizers() for group in each.param_groups]
+
     def recorded_generators(self) -> dict[str, Any]:
         """The generators that the journal digests; those of loaders depend on prefetching."""
         sources = self.position.sources.values()

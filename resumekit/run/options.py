@@ -13,7 +13,7 @@ from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
 from resumekit.run.saving import parse_cadence
 from resumekit.state import Slot, StateComponent, Validation
-from resumekit.storage import StepName
+from resumekit.storage import RetentionPolicy, StepName
 
 CHANGES = ("batch_size", "horizon", "world_size")
 
@@ -135,6 +135,11 @@ class Options:
     def saves_gradients(self) -> bool:
         """Whether a save may be made inside an accumulation window."""
         return self.mid_accumulation == "gradients"
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """Which checkpoints are kept."""
+        return RetentionPolicy(self.keep_latest, self.keep_best, self.keep_every)
 
     def as_plain(self) -> dict[str, Any]:
         """The options by name, in plain values that two ranks can compare."""

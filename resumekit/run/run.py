@@ -36,11 +36,11 @@ from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming import Finder, Found
-from resumekit.run.saving import SaveInFlight, Saver, drain
+from resumekit.run.saving import SaveInFlight, Saver, open_store
 from resumekit.run.state_origins import StateOrigins
 from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
-from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
+from resumekit.storage import Manifest, StepName, Store
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
@@ -132,7 +132,7 @@ class Run:
         if self._looked:
             return self._found is not None
         self.world.require_equal("options", self.options.as_plain())
-        store = self._open()
+        self._store = store = open_store(self.directory, self.world)
         left_out = frozenset(self.options.exclude) | injected_components()
         self._data_ranks = agreed_data_ranks(self.world, self._data_parallel_group, self._groups)
         known = () if callable(self._given) else self.components
@@ -190,21 +190,6 @@ class Run:
         unrelated = f", beside {others}" if others else ""
         self.reporter.start = f"starting in {self.directory}{unrelated}"
 
-    def _open(self) -> Store:
-        """Takes the directory: rank 0 owns it, the others check that they see the same one."""
-        store = Store(self.directory)
-        drain()  # an abandoned run may own the directory until its save is done
-
-        def acquire() -> tuple[str, str]:
-            store.acquire()
-            return store.run_id, store.attempt
-
-        run_id, attempt = self.world.on_first(acquire)
-        is_first = self.world.is_first
-        self.world.everywhere(lambda: None if is_first else store.join(run_id, attempt))
-        self._store = store
-        return store
-
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
         may_change = "world_size" in self.options.allow_changes
         return StateOrigins(self.world, self._data_ranks, membership, may_change=may_change)
@@ -229,15 +214,10 @@ class Run:
         assert self._store is not None
         self._membership = membership = self._agree_on_components(self.components)
         options = self.options
-        retention = RetentionPolicy(
-            keep_latest=options.keep_latest,
-            keep_best=options.keep_best,
-            keep_every=options.keep_every,
-        )
         level = Validation(options.validate)
         self._replicas = Replicas(self.world, self.components, membership, level)
         self._saver = Saver(
-            self.world, self._store, self.components, membership, retention, self.in_flight
+            self.world, self._store, self.components, membership, options.retention, self.in_flight
         )
         # The manifest holds rank 0's, which says nothing of what other groups have.
         alike = [each for each in self.components if not membership.recorded(each)]
@@ -385,8 +365,11 @@ class Run:
         Raises:
             SaveError: it has failed, on whichever rank.
         """
-        if self.in_flight.step is not None:
+        step = self.in_flight.step
+        if step is not None:
             self._saver.finish()
+            if self.trace is not None:
+                self.trace.durable(step)
 
     def close(self) -> None:
         """Gives the directory back, once this rank has done its part of the save in flight."""
@@ -403,9 +386,7 @@ class Run:
 
     def learning_rates(self) -> list[Any]:
         """The learning rate of every param group of every optimizer."""
-        return [
-            group["lr"] for each in self._components.optimizers() for group in each.param_groups
-        ]
+        return self._components.learning_rates()
 
     def record_step(self, epoch: int, loss: Any) -> None:
         """Records the step that was just counted in the journal.
@@ -465,7 +446,13 @@ class Run:
             counted = self.counters.progress.as_dict()
             progress = counted if resumed_from is None else resumed_from.progress
             states = {each.key: each.state.comparable_state() for each in self.components}
-            self.trace.state(event, progress["step"], states, micro_step=progress["micro_step"])
+            self.trace.state(
+                event,
+                progress["step"],
+                states,
+                micro_step=progress["micro_step"],
+                is_durable=self.in_flight.step is None,
+            )
 
     def best(self) -> tuple[StepName, float] | None:
         """The best committed checkpoint and the metric's value in it, or None."""

@@ -51,7 +51,7 @@ class Processes:
     """
 
     def __init__(self, node: str, by_rank: dict[int, ProcessId]) -> None:
-        # A process of another container may be invisible here: nothing is known of it.
+        # A process of another container may be on this node and yet invisible.
         self._watched = {
             rank: process
             for rank, process in by_rank.items()
