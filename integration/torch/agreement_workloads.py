@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import resumekit
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
+from resumekit.run.saving import cadence
 
 
 def disagree(directory: str, *, about: str) -> None:
@@ -57,6 +59,30 @@ def disagree(directory: str, *, about: str) -> None:
         if about == "silence" and is_odd and checkpointer.progress.step == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
     checkpointer.close()
+
+
+def save_by_two_clocks(directory: str, *, seconds: list[float]) -> None:
+    """Trains on two ranks, by whose clocks a step takes so many seconds."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    cadence.time = clock  # type: ignore[assignment]
+    model = nn.Linear(2, 1)
+    checkpointer = Checkpointer(
+        Path(directory) / "run",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        save_every="auto",
+        keep_latest=None,
+    )
+    with checkpointer:
+        for (batch,) in checkpointer.batches(
+            DataLoader(TensorDataset(torch.randn(6, 2))), epochs=1
+        ):
+            model(batch).sum().backward()
+            clock.now += seconds[torch.distributed.get_rank()]
+            checkpointer.step()
 
 
 def save_and_lose(

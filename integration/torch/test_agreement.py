@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from agreement_workloads import disagree, save_slowly
+from agreement_workloads import disagree, save_by_two_clocks, save_slowly
 from preloads import TORCH
 
 from resumekit.testing import Cell, Kit, Run
@@ -38,6 +38,18 @@ def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit)
     run = kit.run_again(kit.new_run(Cell(disagree, {"about": "silence"}, world_size=2)))
     assert 10 < time.monotonic() - began < 40
     assert "RankLostError: the ranks: one of them does not answer" in logs(run)[0]
+
+
+@pytest.mark.parametrize(("seconds", "first"), [([100.0, 1e4], 3), ([1e4, 100.0], 2)])
+def test_the_clock_of_rank_0_says_when_all_ranks_save(
+    kit: Kit, seconds: list[float], first: int
+) -> None:
+    """The first save is due after 180 s; what rank 0 requests is known to all one step later."""
+    run = kit.run_again(kit.new_run(Cell(save_by_two_clocks, {"seconds": seconds}, world_size=2)))
+    assert not run.failure, run.failure
+    names = sorted(path.name for path in run.directory.glob("training/run/step-*"))
+    assert names[0] == f"step-{first:08d}"
+    assert names[-1] == "step-00000006"
 
 
 @pytest.mark.full
