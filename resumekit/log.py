@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 logger = logging.getLogger("resumekit")
 
@@ -16,25 +17,50 @@ def show_messages() -> None:
     """
     if logger.handlers or logger.level != logging.NOTSET:
         return
-    handler = _StandardError()
+    handler = StandardError()
     handler.setFormatter(_Format())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # a root handler would show each message a second time
 
 
-def is_shown_on_terminal() -> bool:
-    """Whether INFO goes to a terminal by our own handler, which a progress bar may then use."""
-    is_ours = any(isinstance(handler, _StandardError) for handler in logger.handlers)
-    return is_ours and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()
+def terminal() -> StandardError | None:
+    """Our own handler if INFO goes to a terminal by it, which a progress bar may then use."""
+    ours = [handler for handler in logger.handlers if isinstance(handler, StandardError)]
+    is_shown = logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()
+    return ours[0] if ours and is_shown else None
 
 
-class _StandardError(logging.Handler):
+_ERASE_LINE = "\r\033[K"
+
+
+class StandardError(logging.Handler):
     """Writes to ``sys.stderr`` as it is now: notebooks and tests replace it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_bar = False
+
     def emit(self, record: logging.LogRecord) -> None:
+        self.erase()
         sys.stderr.write(f"{self.format(record)}\n")
         sys.stderr.flush()
+
+    def draw(self, bar: str) -> None:
+        """Replaces the bar in the terminal's last line, which the next message erases."""
+        self.erase()
+        self._has_bar = True
+        with suppress(OSError, ValueError):  # a terminal that is gone must not stop a resume
+            sys.stderr.write(f"{bar}\r")
+            sys.stderr.flush()
+
+    def erase(self) -> None:
+        """Removes the bar, if there is one."""
+        if self._has_bar:
+            self._has_bar = False
+            with suppress(OSError, ValueError):
+                sys.stderr.write(_ERASE_LINE)
+                sys.stderr.flush()
 
 
 class _Format(logging.Formatter):

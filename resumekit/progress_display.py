@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeAlias
 
-from resumekit.log import is_shown_on_terminal, logger
+from resumekit.log import logger, terminal
 
 # Takes how much was done since the last call, by any thread.
 Advance: TypeAlias = Callable[[int], None]
@@ -25,7 +25,6 @@ _BAR_SECONDS = 2.0  # until the bar is shown
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = 10.0  # until the first log line; the next ones follow at ten times as long
 _BAR_WIDTH = 30
-_ERASE_LINE = "\r\033[K"
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -63,8 +62,8 @@ class _Display:
         self._unit = unit
         self._count = 0
         self._began = time.monotonic()
-        self._on_terminal = is_shown_on_terminal()
-        self._next_seconds = _BAR_SECONDS if self._on_terminal else _LINE_SECONDS
+        self._terminal = terminal()
+        self._next_seconds = _LINE_SECONDS if self._terminal is None else _BAR_SECONDS
         self._was_shown = False
         self._lock = threading.Lock()  # of this object, which no forked child uses
 
@@ -78,13 +77,12 @@ class _Display:
 
     def _show(self, seconds: float) -> None:
         self._was_shown = True
-        if self._on_terminal:
-            with suppress(OSError, ValueError):  # a terminal that is gone must not stop a resume
-                self._draw(seconds)
-            self._next_seconds = seconds + _REDRAW_SECONDS
-        else:
+        if self._terminal is None:
             logger.info("%s: %s", self._what, self._state(seconds))
             self._next_seconds = 10 * seconds
+        else:
+            self._terminal.draw(self._bar(seconds))
+            self._next_seconds = seconds + _REDRAW_SECONDS
 
     def finish(self) -> None:
         """The work is done."""
@@ -95,10 +93,8 @@ class _Display:
 
     def erase(self) -> None:
         """Removes the bar."""
-        if self._was_shown and self._on_terminal:
-            with suppress(OSError, ValueError):
-                sys.stderr.write(_ERASE_LINE)
-                sys.stderr.flush()
+        if self._terminal is not None:
+            self._terminal.erase()
 
     def _state(self, seconds: float) -> str:
         text = amount(self._count, self._total, self._unit)
@@ -107,7 +103,7 @@ class _Display:
         left = seconds / self._count * (self._total - self._count)
         return f"{text}, about {_rounded(left)} left"
 
-    def _draw(self, seconds: float) -> None:
+    def _bar(self, seconds: float) -> str:
         from rich.console import Console  # most runs show nothing, and need not load it
         from rich.progress_bar import ProgressBar
         from rich.segment import Segments
@@ -123,10 +119,9 @@ class _Display:
         bar = ProgressBar(total=total, completed=done, width=_BAR_WIDTH if self._total else 0)
         row.add_row(Text(self._what), bar, Text(self._state(seconds), no_wrap=True))
         options = console.options.update(width=console.width - 1)
-        sys.stderr.write(_ERASE_LINE)
-        console.print(Segments(console.render_lines(row, options)[0]), end="")
-        sys.stderr.write("\r")  # a log line replaces the bar
-        sys.stderr.flush()
+        with console.capture() as capture:
+            console.print(Segments(console.render_lines(row, options)[0]), end="")
+        return capture.get()
 
 
 def amount(count: int, total: int | None, unit: str) -> str:
