@@ -82,7 +82,7 @@ def _packed(ids: Any) -> bytes | None:
         ids = (ids,)
     try:
         return struct.pack(f"{len(ids)}q", *ids)
-    except struct.error:
+    except (struct.error, TypeError):  # arrays of several indices raise TypeError
         words = [_word(each) for each in ids]
     if None in words:
         return None

@@ -56,7 +56,7 @@ def test_ids_of_many_kinds_have_a_digest(ids: Any) -> None:
     assert ids_of(ids).ordered == ids_of(ids).ordered != 0
 
 
-@pytest.mark.parametrize("ids", [None, [object()]])
+@pytest.mark.parametrize("ids", [None, [object()], [np.arange(2)], [torch.arange(2)]])
 def test_a_batch_without_ids_leaves_the_step_without_a_digest(ids: Any) -> None:
     assert not ids_of([1, 2], ids).is_complete
 
