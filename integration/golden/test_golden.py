@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 TRAINING = HERE / "golden_training.py"
 STEP = "step-00000008"
 NAMES = ("torch", "sharded", "accelerate", "transformers", "lightning", "deepspeed")
+# Checkpoints of former formats, with the training that wrote each: indices of version 1.
+FORMER = {"sharded-1": "sharded", "deepspeed-1": "deepspeed"}
 NUM_RANKS = {"sharded": 2}
 
 # Fields of a manifest that differ between two runs of one program, and prose.
@@ -63,7 +65,7 @@ def steps_of(records: Path) -> dict[int, Any]:
 def resumed(kit: Kit, name: str, folder: Path, inject: str | None = None) -> dict[int, Any]:
     """The steps of a run that begins from the stored checkpoint."""
     shutil.copytree(HERE / "checkpoints" / name / STEP, folder / "run" / STEP)
-    return launch(kit, name, folder, inject=inject)
+    return launch(kit, FORMER.get(name, name), folder, inject=inject)
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def content_of(folder: Path) -> dict[str, Any]:
     return {**files, "manifest.json": manifest}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FORMER])
 def test_an_earlier_checkpoint_resumes_exactly(kit: Kit, name: str, tmp_path: Path) -> None:
     whole = steps_of(HERE / "checkpoints" / name / "records.jsonl")
     assert resumed(kit, name, tmp_path) == {step: whole[step] for step in range(9, 13)}
