@@ -221,7 +221,7 @@ def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float
             local = {key: encode_local(key, state) for key, state in states.items()}
             assert all(each.layout for each in local.values())  # compared with the last save
         with clock.timed("plan"):
-            for key, each in local.items():
+            for each in local.values():
                 Proposal.of(each, 0)
             proposals = [pickle.loads(each) for each in sent]  # noqa: S301 - made above
             plans = {

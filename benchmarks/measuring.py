@@ -237,7 +237,7 @@ class Line:
 
 def slope_of(points: Sequence[tuple[float, float]]) -> float:
     """The fitted slope of log against log: 1 is linear, 0 flat."""
-    across, up = ([math.log(max(value, 1e-12)) for value in each] for each in zip(*points))
+    across, up = ([math.log(max(value, 1e-12)) for value in each] for each in zip(*points, strict=True))
     return statistics.linear_regression(across, up).slope
 
 
@@ -256,7 +256,7 @@ def plot(name: str, across: str, lines: Mapping[str, Sequence[Line]]) -> Path:
         figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True
     ):
         for line in several:
-            axes.loglog(*zip(*line.points), marker="o", label=line.name)
+            axes.loglog(*zip(*line.points, strict=True), marker="o", label=line.name)
         axes.set(xlabel=across, ylabel=what)
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend(fontsize="small")
