@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 ADAPTERS = ("torch", "accelerate", "transformers", "lightning", "deepspeed")
-FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed-1", "deepspeed-2")
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed-3")
 VERDICTS = {"", "met", "not met", "not measurable", "not built", "does not apply"}
 RAW_WRITE, RAW_COPY = "raw write + fsync", "one warm copy in memory"
 
