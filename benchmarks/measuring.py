@@ -237,8 +237,8 @@ class Line:
 
 def slope_of(points: Sequence[tuple[float, float]]) -> float:
     """The fitted slope of log against log: 1 is linear, 0 flat."""
-    across, up = ([math.log(max(value, 1e-12)) for value in each] for each in zip(*points, strict=True))
-    return statistics.linear_regression(across, up).slope
+    logs = [[math.log(max(value, 1e-12)) for value in each] for each in zip(*points, strict=True)]
+    return statistics.linear_regression(*logs).slope
 
 
 def plot(name: str, across: str, lines: Mapping[str, Sequence[Line]]) -> Path:
