@@ -67,8 +67,9 @@ def steps(directory: Path) -> list[StepName]:
     return [name for name in names if name is not None]
 
 
-def test_two_copies_are_written_and_linked_in_turn(tmp_path: Path) -> None:
-    train(tmp_path, 5)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_two_copies_are_written_and_linked_in_turn(async_save: bool, tmp_path: Path) -> None:
+    train(tmp_path, 5, async_save=async_save)
     assert copies(tmp_path)[:5] == [0, 1, 0, 1, 0]
 
 
@@ -96,13 +97,14 @@ def test_every_checkpoint_verifies_and_is_resumed(tmp_path: Path) -> None:
         assert torch.equal(other.state_dict()[name], value) == (not name.startswith("2"))
 
 
-def test_changed_tensors_are_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+def test_changed_tensors_are_written_again(async_save: bool, tmp_path: Path) -> None:
     def change(step: int, model: Any) -> None:
         if step == 5:
             with torch.no_grad():
                 model[1].weight[7, 8] += 1
 
-    train(tmp_path, 8, before_step=change)
+    train(tmp_path, 8, before_step=change, async_save=async_save)
     assert copies(tmp_path)[:8] == [0, 1, 0, 1, 2, 3, 2, 3]
 
 

@@ -210,16 +210,26 @@ class FrozenFiles(_Files):
             self._equal = _Equal(source, entry, digests)
             self.num_bytes -= self._data_bytes
 
+    @property
+    def image_bytes(self) -> int:
+        """As of every payload; 0 for a file that will be linked, which is not copied."""
+        return 0 if self._equal is not None else super().image_bytes
+
     def link(self, staging: Staging) -> None:
         """Links the data file where ``compare`` has found it; else it will be written.
 
         Args:
             staging: of the new checkpoint.
         """
-        if self._equal is not None and staging.link(self.path, self._equal.source):
-            self._linked = self._equal.entry, self._equal.block_digests
+        equal, self._equal = self._equal, None
+        if equal is None:
+            return
+        if staging.link(self.path, equal.source):
+            self._linked = equal.entry, equal.block_digests
             self._data_bytes = 0
             self._leaves = {}
+        else:
+            self.num_bytes += self._data_bytes
 
 
 class Payload(_Files):

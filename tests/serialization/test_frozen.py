@@ -89,6 +89,7 @@ def test_an_equal_file_is_linked_and_needs_no_memory(
     announced = frozen.num_bytes
     frozen.compare(step.name, entry)
     assert frozen.num_bytes == announced - entry.size
+    assert frozen.image_bytes == 0
 
     def write(staging: Any) -> list[Any]:
         frozen.link(staging)
@@ -106,6 +107,28 @@ def test_an_equal_file_is_linked_and_needs_no_memory(
     assert found["model"]["tied"][7] == 5
     assert found["model"]["part"][2] == 5
     linked.verify()
+
+
+def test_a_file_that_cannot_be_linked_is_copied_and_written(checkpoints: Any, same: Any) -> None:
+    first = Payload("state", 0, state(), frozen={"w"})
+    step = checkpoints.commit(
+        lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
+    )
+    (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
+    payload = Payload("state", 0, state(), frozen={"w"})
+    frozen = frozen_of(payload)
+    announced = frozen.num_bytes
+    frozen.compare(step.name, entry)
+    Path(step.path, frozen.path).unlink()
+
+    def write(staging: Any) -> list[Any]:
+        frozen.link(staging)
+        assert frozen.num_bytes == announced
+        assert frozen.image_bytes > 0
+        frozen.copy_into(memoryview(bytearray(frozen.image_bytes)))
+        return [*payload.write(staging), *frozen.write(staging)]
+
+    assert same(read_payload(checkpoints.commit(write), "state", 0), state())
 
 
 def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
