@@ -236,22 +236,22 @@ def _read(
     for fetch in _fetches(where, index, wanted):
         fetches.setdefault(fetch.chunk.writer, []).append(fetch)
     divided = [
-        (file, own)
+        (file, its_fetches)
         for writer in sorted(fetches)
-        for file, own in files[writer].divide(fetches[writer])
-        if own or (check_headers and file.index.records)
+        for file, its_fetches in files[writer].divide(fetches[writer])
+        if its_fetches or (check_headers and file.index.records)
     ]
     # Before memory is allocated: the index may promise more than the files hold.
-    for file, own in divided:
-        file.require(own, index.tensors)
+    for file, its_fetches in divided:
+        file.require(its_fetches, index.tensors)
     memory = {
         name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
         for name, box in wanted.items()
     }
     strides: dict[str, tuple[int, ...] | None] = {}
-    for file, own in divided:
+    for file, its_fetches in divided:
         parts: list[ByteRange] = []
-        for fetch in own:
+        for fetch in its_fetches:
             parts += file.parts(fetch, memory[fetch.name])
             if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
                 strides[fetch.name] = file.strides(fetch.name)

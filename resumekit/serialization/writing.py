@@ -343,12 +343,12 @@ def _without_frozen(
     frozen: Collection[str],
 ) -> tuple[dict[str, Leaf], FrozenFiles | None]:
     """The leaves of the rank's first data file, and the files of the frozen ones."""
-    own = {name: leaf for name, leaf in leaves.items() if name in frozen}
-    if not own:
+    frozen_leaves = {name: leaf for name, leaf in leaves.items() if name in frozen}
+    if not frozen_leaves:
         return leaves, None
-    own_ties = {name: other for name, other in ties.items() if other in own}
-    kept = {name: leaf for name, leaf in leaves.items() if name not in own}
-    return kept, FrozenFiles(directory, rank, own, own_ties)
+    frozen_ties = {name: other for name, other in ties.items() if other in frozen_leaves}
+    kept = {name: leaf for name, leaf in leaves.items() if name not in frozen_leaves}
+    return kept, FrozenFiles(directory, rank, frozen_leaves, frozen_ties)
 
 
 def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
