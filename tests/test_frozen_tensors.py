@@ -108,13 +108,16 @@ def test_changed_tensors_are_written_again(async_save: bool, tmp_path: Path) -> 
     assert copies(tmp_path)[:8] == [0, 1, 0, 1, 2, 3, 2, 3]
 
 
-def test_no_copy_is_shared_where_one_checkpoint_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_every", [None, 2])
+def test_no_copy_is_shared_where_one_checkpoint_is_kept(
+    keep_every: int | None, tmp_path: Path
+) -> None:
     seen = []
 
     def note(step: int, model: Any) -> None:
         seen.extend(path.stat().st_nlink for path in tmp_path.glob(f"step-*/{FILE}"))
 
-    train(tmp_path, 5, keep_latest=1, before_step=note)
+    train(tmp_path, 5, keep_latest=1, keep_every=keep_every, before_step=note)
     assert set(seen) == {1}
 
 
