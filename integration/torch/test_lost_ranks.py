@@ -23,13 +23,14 @@ NUM_TRIALS, ALL_TRIALS = 2, 20
 STOPPED_SECONDS, ALL_STOPPED_SECONDS = 6, 60  # the others wait for 3
 
 
-@pytest.mark.quick("SIGKILL")
+@pytest.mark.quick("SIGKILL-*")
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_the_others_end_with_an_error_and_the_run_continues_exactly(
-    request: pytest.FixtureRequest, kit: Kit, name: str
+    request: pytest.FixtureRequest, kit: Kit, name: str, async_save: bool
 ) -> None:
     chance = random.Random(name)
-    plain = Cell(save_and_lose, world_size=2)
+    plain = Cell(save_and_lose, {"async_save": async_save}, world_size=2)
     whole = kit.run_uninterrupted(plain)
     assert not whole.failure, whole.failure
     all_of_it = request.config.getoption("--full-matrix")
@@ -41,6 +42,7 @@ def test_the_others_end_with_an_error_and_the_run_continues_exactly(
             "after_seconds": chance.uniform(0.0, 0.3),
             "stopped_seconds": stopped_seconds,
             "rank": rank,
+            "async_save": async_save,
         }
         run = kit.run_again(kit.new_run(replace(plain, options=options)))
         what = f"trial {trial}: {options}"
