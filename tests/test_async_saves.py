@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, SaveError
-from resumekit.run.saving import drain
+from resumekit.prove.trace_records import durable_steps, read_trace
+from resumekit.run.saving import RequestExchange, drain
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import read_payload
 from resumekit.storage import LocalFileSystem, StepName, Store
+from resumekit.tracing import TRACE_VARIABLE
 
 THREAD = "resumekit-save"
 
@@ -201,6 +204,31 @@ def test_what_needs_the_checkpoint_waits_for_it(tmp_path: Path, gate: Gate, way:
     assert 2 in training.saved()
 
 
+def test_a_trace_tells_when_a_checkpoint_is_durable(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path / "trace"))
+    training = Training(tmp_path / "run", save_every=None)
+    durable: list[list[int]] = []
+
+    def look() -> None:
+        durable.append(durable_steps(read_trace(tmp_path / "trace")[0]))
+
+    def save() -> None:
+        gate.opened.clear()
+        training.checkpointer.save()
+
+    def finish() -> None:
+        open_later(gate)
+        training.checkpointer.wait()
+        look()
+
+    training.train({2: save, 3: look, 4: finish})
+    training.checkpointer.close()
+    assert durable == [[], [2]]
+    assert durable_steps(read_trace(tmp_path / "trace")[0]) == [2, 10]
+
+
 # ---------------------------------------------------------------- at most one in flight
 
 
@@ -239,6 +267,16 @@ def test_saves_by_cadence_are_skipped_on_request_and_counted(
     lines = [record.getMessage() for record in caplog.records]
     assert sum("was skipped, the one before" in line for line in lines) == 3
     assert sum("3 saves skipped" in line for line in lines) == 1
+
+
+def test_a_save_is_skipped_while_any_rank_is_busy(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=2, on_save_in_flight="skip")
+    other = SimpleNamespace(world_size=2, rank=0)
+    other.start_max = lambda values: lambda: [*values[:2], 1, *values[3:]]  # it is always busy
+    training.checkpointer._saves._requests = RequestExchange(other)  # type: ignore[arg-type]
+    training.train(dict.fromkeys(range(11), training.checkpointer._run.in_flight.wait_for_own))
+    training.checkpointer.close()
+    assert training.saved() == [2, 10]
 
 
 def test_a_timer_that_is_due_during_a_save_stays_due(tmp_path: Path, gate: Gate) -> None:
@@ -344,6 +382,27 @@ def test_a_signal_completes_the_save_in_flight_and_saves_the_step(
     assert leave(training, gate).step == 3
     assert training.saved() == [2, 3]
     assert torch.equal(training.weight_of(2), training.weights[2])
+
+
+def test_a_signal_saves_the_step_also_when_the_save_in_flight_fails(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=None)
+
+    def save() -> None:
+        gate.opened.clear()
+        gate.fail("fsync:1=EIO")
+        training.checkpointer.save()
+
+    def ask() -> None:
+        send("SIGTERM")()
+        open_later(gate)
+
+    with pytest.raises(Preempted) as left:
+        training.train({2: save, 3: ask})
+    assert left.value.step == 3
+    assert training.saved() == [3]
+    assert "the save at step 2 failed" in capsys.readouterr().err
 
 
 def test_the_second_save_is_left_out_when_the_grace_is_too_short(

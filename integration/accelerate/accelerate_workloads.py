@@ -80,6 +80,7 @@ def train(
     allow: list[str] | None = None,
     epochs: int = 2,
     save_every: int = 3,
+    async_save: bool = False,
 ) -> None:
     """Trains a small classifier with dropout, AdamW and averaged weights."""
     set_seed(0)
@@ -125,6 +126,7 @@ def train(
         best_metric="loss" if report else None,
         allow_changes=allow or (),
         strict=True,
+        async_save=async_save,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -122,6 +122,7 @@ def train(
     epochs: int = 2,
     save_every: int = 3,
     resume_from: str | None = None,
+    async_save: bool = False,
 ) -> None:
     """Trains a small classifier with dropout, AdamW and averaged weights."""
     is_fp16, is_bf16 = precision.startswith("fp16"), precision.startswith("bf16")
@@ -180,6 +181,7 @@ def train(
         best_metric="loss" if report else None,
         strict=loader != "own",
         resume_from=resume_from,
+        async_save=async_save,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -214,6 +214,7 @@ def train(
     epochs: int = 2,
     max_steps: int = -1,
     save_every: int | None = 3,
+    async_save: bool = False,
 ) -> None:
     """Trains the classifier, on as many ranks as the environment says."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -228,6 +229,7 @@ def train(
         ema=average if ema == "given" else None,
         extras=extras,
         best_metric="val_loss" if validate else None,
+        async_save=async_save,
         # What persistent workers of the validation draw would be lost; these draw nothing.
         strict=not (validate and workers == "persistent"),
     )

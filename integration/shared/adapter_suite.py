@@ -46,6 +46,21 @@ class AdapterSuite(ConformanceSuite):
     ) -> None:
         super().test_the_identical_command_starts_resumes_and_then_does_nothing(kit, world_size)
 
+    # A kill earlier in the run may come before the first save is written.
+    @pytest.mark.quick("1 rank-mid-epoch 1")
+    @pytest.mark.parametrize("kill", ["mid-epoch 1", "on the last step", "after the last save"])
+    def test_a_run_that_saves_in_the_background_continues_exactly(
+        self, kit: Kit, kill: str, world_size: int
+    ) -> None:
+        kit.assert_exact(self.cell(kill, {"async_save": True}, world_size=world_size))
+
+    @pytest.mark.full
+    def test_everything_together_saved_in_the_background_continues_exactly(
+        self, kit: Kit, world_size: int
+    ) -> None:
+        options = {**self.everything, "async_save": True}
+        kit.assert_exact(self.cell("mid-epoch 1", options, world_size=world_size))
+
     @pytest.mark.full
     def test_a_cold_start_continues_exactly(self, tmp_path: Path) -> None:
         super().test_a_cold_start_continues_exactly(tmp_path)

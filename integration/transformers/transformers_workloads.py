@@ -78,6 +78,7 @@ def train(
     logging_steps: int = 7,
     epochs: int = 2,
     max_steps: int = -1,
+    async_save: bool = False,
 ) -> None:
     """Trains with dropout, AdamW and averaged weights."""
     set_seed(0)
@@ -144,6 +145,7 @@ def train(
             save_every=save_every,
             best_metric=None if evaluate == "no" else "eval_loss",
             strict=True,
+            async_save=async_save,
         )
     )
     torch.manual_seed(trainer.accelerator.process_index + 1)  # ranks draw different dropout masks

@@ -72,7 +72,6 @@ class _Queue:
     """The work of this process, the oldest first; the first one is in progress."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
         self._change = threading.Lock()  # held for a few instructions
         self._waiting: deque[Work] = deque()
         self._unreported: list[Work] = []
@@ -122,8 +121,6 @@ class _Queue:
 
     def drain(self, *, abandoned: bool) -> None:
         """Waits for all work; logs the errors that nobody was given."""
-        if self._pid != os.getpid():
-            return
         for work in list(self._unreported):
             if work.is_abandoned and not abandoned:
                 continue
