@@ -225,7 +225,8 @@ def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> lis
 @pytest.mark.parametrize(
     ("options", "cadence"),
     [
-        ({}, "every 10 min"),
+        ({}, "automatically, first after 3 min"),
+        ({"save_every": "10min"}, "every 10 min"),
         ({"save_every": "90s"}, "every 90 s"),
         ({"save_every": "2h"}, "every 2 h"),
         ({"save_every": 500}, "every 500 steps"),
@@ -253,7 +254,8 @@ def test_a_resume_and_a_finished_run_are_one_line_each(
     caplog.clear()
     train(make(tmp_path))
     resumed, verdict = messages(caplog)
-    assert resumed == f"resuming at step 2 from {tmp_path}/step-00000002; saves every 10 min"
+    where = f"resuming at step 2 from {tmp_path}/step-00000002"
+    assert resumed == f"{where}; saves automatically, first after 3 min"
     assert verdict.startswith("1 repeated step: ")
     train(make(tmp_path))
     (line,) = messages(caplog)
@@ -280,7 +282,7 @@ def test_a_finished_run_with_a_longer_horizon_is_resumed_in_one_line(
     run(1)
     assert run(2, allow_changes={"horizon"}) == [
         "horizon: was epochs=1 in the checkpoint, the script's epochs=2 is used",
-        f"resuming at step 4 from {tmp_path}/step-00000004; saves every 10 min",
+        f"resuming at step 4 from {tmp_path}/step-00000004; saves automatically, first after 3 min",
     ]
     (line,) = run(2, allow_changes={"horizon"})
     assert line.startswith(f"nothing to do, the run finished at step 8 (epochs=2): {tmp_path}")
@@ -310,7 +312,7 @@ def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
     warnings = [each for each in records if each.levelno == logging.WARNING]
     assert [each.getMessage()[: len(expected)] for each in warnings] == [expected]
     (start,) = [each.getMessage() for each in records if each.levelno == logging.INFO]
-    assert start.endswith("; saves every 10 min; 1 part not exact:")
+    assert start.endswith("; saves automatically, first after 3 min; 1 part not exact:")
     table = [each.getMessage() for each in records if each.levelno == logging.DEBUG]
     assert "in each checkpoint: model: exact" in table
     assert "in each checkpoint: ema: none (no ema was given)" in table

@@ -60,7 +60,7 @@ END = 2 * STEPS_PER_EPOCH
         ({"save_strategy": "steps", "save_steps": 7}, [7, 14, 21, END], "every 7 steps"),
         ({"save_strategy": "steps", "save_steps": 0.25}, [6, 12, 18, END], "every 6 steps"),
         ({"save_strategy": "epoch"}, [STEPS_PER_EPOCH, END], "at the end of each epoch"),
-        ({"save_strategy": "no"}, [END], "every 10 min"),
+        ({"save_strategy": "no"}, [END], "automatically, first after 3 min"),
     ],
     ids=str,
 )

@@ -105,7 +105,7 @@ class Options:
             like secrets are replaced by ``***``.
     """
 
-    save_every: int | str | None = "10min"
+    save_every: int | str | None = "auto"
     mtbf: str = "24h"
     keep_latest: int | None = 2
     keep_best: int = 1
