@@ -239,7 +239,7 @@ HEADINGS = (
     "median CPU µs",
     "added, min",
     "added, median",
-    "spread",
+    "quartile range",
     "target",
     "result",
 )
@@ -251,14 +251,14 @@ def rows_of(name: str, batch_size: int, rounds: Sequence[Round]) -> list[tuple[s
     differences = [each.tracked - each.bare for each in rounds]
     added = min(tracked) - min(bare)
     quartiles = statistics.quantiles(differences, n=4)
-    spread = quartiles[2] - quartiles[0]
+    scatter = quartiles[2] - quartiles[0]
     target = KINDS[name].target
     margin = target - added
     verdict = "met" if margin >= 0 else "missed"
-    if spread > abs(margin):
+    if scatter > abs(margin):
         verdict = "not measurable"
     middle = [f"{statistics.median(each):.1f}" for each in (bare, tracked, differences)]
-    numbers = (f"{added:.1f}", middle[2], f"{spread:.1f}", f"{target:g}", verdict)
+    numbers = (f"{added:.1f}", middle[2], f"{scatter:.1f}", f"{target:g}", verdict)
     return [
         (name, str(batch_size), "bare", f"{min(bare):.1f}", middle[0], *[""] * len(numbers)),
         (name, str(batch_size), "tracked", f"{min(tracked):.1f}", middle[1], *numbers),
@@ -292,9 +292,9 @@ def main() -> None:
             f"{arguments.batches:,} batches of each loop, in turns of {BATCHES_PER_TURN}, in one "
             "process. Samples are",
             "ready and not collated. Added, min: the smallest round of the tracked loop less that",
-            "of the bare one, which the target is for. Added, median, and spread (between the",
-            "quartiles): of the rounds' differences. A spread that is larger than the margin to",
-            "the target makes the result not measurable.",
+            "of the bare one, which the target is for. Added, median, and quartile range: of the",
+            "rounds' differences. A quartile range that is larger than the margin to the target",
+            "makes the result not measurable.",
         ],
         title=f"CPU of a batch, tracked and not saved, {arguments.rounds} rounds",
         headings=HEADINGS,
