@@ -15,6 +15,7 @@ its loader is left out. See ``overheads.py`` for steps that train, whose caches 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -250,7 +251,7 @@ def rows_of(name: str, batch_size: int, rounds: Sequence[Round]) -> list[tuple[s
     bare, tracked = ([each[which] for each in rounds] for which in (0, 1))
     differences = [each.tracked - each.bare for each in rounds]
     added = min(tracked) - min(bare)
-    quartiles = statistics.quantiles(differences, n=4)
+    quartiles = statistics.quantiles(differences, n=4) if len(rounds) > 1 else (0.0, 0.0, math.inf)
     scatter = quartiles[2] - quartiles[0]
     target = KINDS[name].target
     margin = target - added
