@@ -122,8 +122,8 @@ class Model:
         """The local shape of a weight and its offsets."""
         placements, coordinate = self._placements(kind), []
         for length in reversed(self._mesh_shape):
-            rank, place = divmod(rank, length)
-            coordinate.insert(0, place)
+            rank, along = divmod(rank, length)
+            coordinate.insert(0, along)
         mesh_shape = self._mesh_shape
         if isinstance(placements[0], _StridedShard):  # torch lists all rows for these
             mesh_shape, coordinate = mesh_shape[::-1], coordinate[::-1]
@@ -198,14 +198,21 @@ def playing(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 class Clock(dict[str, float]):
-    """Seconds by what was done."""
+    """Seconds by what was done.
+
+    Attributes:
+        cpu_seconds: what this process computed in all, whatever else the machine does.
+    """
+
+    cpu_seconds = 0.0
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Adds the time of a block."""
-        begin = time.perf_counter()
+        begin, computed = time.perf_counter(), time.process_time()
         yield
         self[what] = self.get(what, 0.0) + time.perf_counter() - begin
+        self.cpu_seconds += time.process_time() - computed
 
 
 def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float]:
@@ -273,6 +280,7 @@ def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float
         **{f"{what} s": seconds for what, seconds in clock.items()},
         **{f"{what} bytes": size for what, size in sizes.items()},
         "save s": save,
+        "save CPU s": clock.cpu_seconds,
         "memory MB": (peak + sizes["proposals"]) / 1e6,
         **resumed,
         "indices opened": sum(map(len, needed.values())),
@@ -401,9 +409,11 @@ def _resume(store: Store, name: Any, live: Mapping[str, Any]) -> dict[str, float
             for each, tensor in _flat(key, found).items():
                 assert local_part(tensor).shape == local_part(wanted[each]).shape
     seconds = {"open s": clock["open"], "resume s": clock["open"] + clock["resume plan"]}
+    seconds["resume CPU s"] = clock.cpu_seconds
     return {**seconds, "resume MB": (reset_peak(peak=True) - before) / 1e6}
 
 
+PLOTTED = ("save s", "save CPU s", "memory MB", "resume s", "resume CPU s")
 FIELDS = {
     "encode ms": ("encode s", 1e3),
     "plan ms": ("plan s", 1e3),
@@ -411,8 +421,10 @@ FIELDS = {
     "write ms": ("write s", 1e3),
     "commit ms": ("commit s", 1e3),
     "save s": ("save s", 1),
+    "save CPU s": ("save CPU s", 1),
     "memory MB": ("memory MB", 1),
     "resume s": ("resume s", 1),
+    "resume CPU s": ("resume CPU s", 1),
     "resume MB": ("resume MB", 1),
     "writers read": ("indices opened", 1),
     "proposals KB": ("proposals bytes", 1e-3),
@@ -434,7 +446,7 @@ def main() -> None:
         sharding, num_ranks, num_tensors = arguments.child
         print(json.dumps(measured(sharding, int(num_ranks), int(num_tensors))))
         return
-    rows, lines = [], {"save s": [], "memory MB": [], "resume s": []}
+    rows, lines = [], {what: [] for what in PLOTTED}
     after = []
     for sharding in [arguments.only] if arguments.only else SHARDINGS:
         found: dict[int, dict[str, float]] = {}

@@ -237,8 +237,9 @@ class Line:
 
 def slope_of(points: Sequence[tuple[float, float]]) -> float:
     """The fitted slope of log against log: 1 is linear, 0 flat."""
-    logs = [[math.log(max(value, 1e-12)) for value in each] for each in zip(*points, strict=True)]
-    return statistics.linear_regression(*logs).slope
+    across = [math.log(value) for value, _ in points]
+    up = [math.log(max(value, 1e-12)) for _, value in points]
+    return statistics.linear_regression(across, up).slope
 
 
 def plot(name: str, across: str, lines: Mapping[str, Sequence[Line]]) -> Path:

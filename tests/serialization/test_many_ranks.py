@@ -25,7 +25,7 @@ from resumekit.serialization import (
 from resumekit.serialization import planning as plan_module
 from resumekit.serialization.layouts import Layout
 from resumekit.serialization.planning import LocalState
-from resumekit.serialization.sharding import Box, box_of, local_part
+from resumekit.serialization.sharding import Box, FlatPart, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))
 
@@ -110,6 +110,32 @@ def test_proposals_grow_with_ranks_and_with_tensors_but_not_with_both(ranks: Any
     assert more_tensors - small == 60 * 2 * 4  # one rank says which tensors are of which kind
     assert num_bytes(8, 120) == more_ranks + (more_tensors - small)
     assert more_ranks < 2 * small
+
+
+def test_ranks_whose_tensors_are_of_other_kinds_say_so(ranks: Any) -> None:
+    """Ranks that are cut without regard to rows have no kinds in common."""
+    whole = {name: torch.arange(12.0).reshape(4, 3) for name in "abc"}
+    ends = {"a": (0, 12, 12, 12), "b": (0, 5, 12, 12), "c": (0, 5, 7, 12)}
+    local = [
+        encode_local(
+            "model",
+            {
+                name: FlatPart(tensor.shape, begin, tensor.reshape(-1)[begin:end].clone())
+                for name, tensor in whole.items()
+                for begin, end in [ends[name][rank : rank + 2]]
+            },
+        )
+        for rank in range(3)
+    ]
+    proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
+    digests = [each.kinds_digest for each in proposals]
+    assert len(set(digests)) > 1
+    sent = [each.sent_by(rank, digests) for rank, each in enumerate(proposals)]
+    assert [each.names for each in ranks.assigned(local, sent)] == [
+        ("a", "b", "c"),
+        ("b", "c"),
+        ("c",),
+    ]
 
 
 def test_what_a_rank_receives_grows_with_kinds_and_not_with_tensors(ranks: Any) -> None:
