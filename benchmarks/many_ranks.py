@@ -348,7 +348,9 @@ def _needed(plans: Mapping[str, Plan], live: Mapping[str, Any]) -> dict[str, set
         found[key] = {
             chunk.writer
             for name, tensor in _flat(key, live[key]).items()
-            for chunk in plan.tensors[name].chunks.near(reading.box_of(tensor, name))
+            for box in [reading.box_of(tensor, name)]
+            if box is not None
+            for chunk in plan.tensors[name].chunks.near(box)
         }
     return found
 
