@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +25,7 @@ OPTIONS = frozenset(option.name for option in fields(Options))
 HAS_ASYNC_SAVES = "async_save" in OPTIONS
 NUM_TOKENS = 8  # of a sample: the shorter, the sooner a step is over
 _ALWAYS = 10**9
+_DELETION_SECONDS = 30
 
 
 def gpt2(*, tiny: bool = False) -> GPT2LMHeadModel:
@@ -138,6 +140,9 @@ class SavingRun:
     def finish(self) -> None:
         """Waits until nothing of a save is left to do, in this process and on the disk."""
         self.checkpointer.wait()
+        deadline = time.monotonic() + _DELETION_SECONDS
+        while any(self.directory.glob(".staging/trash-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a deletion in the background would slow down what follows
         os.sync()
 
     def newest(self) -> Path:
