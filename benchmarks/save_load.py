@@ -21,6 +21,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,20 @@ class Savers:
         self._retaining = SavingRun(directory / "retaining", training, keep_latest=2)
         self._keeping = SavingRun(directory / "keeping", training, keep_latest=None)
         self._async: SavingRun | None = None
+        self._snapshot_bytes = 0
         if HAS_ASYNC_SAVES:
-            options: dict[str, Any] = ASYNC
-            self._async = SavingRun(directory / "async", training, keep_latest=2, **options)
+            self._snapshot_bytes = cost_of(self._begin_async_saves).kept_bytes
         for _ in range(2):  # from now on, each save has an old one to delete
             self._retaining.save()
         self._retaining.finish()
+
+    def _begin_async_saves(self) -> None:
+        """From the first one on, a copy of the state stays in memory."""
+        options: dict[str, Any] = ASYNC
+        self._async = SavingRun(self._directory / "async", self.training, keep_latest=2, **options)
+        for _ in range(2):
+            self._async.save()
+        self._async.finish()
 
     @property
     def num_bytes(self) -> int:
@@ -135,12 +144,11 @@ class Savers:
 
         whole = cost_of(partial(save, self._async))
         self._async.finish()
-        return Cost(
-            blocked[0],
-            whole.cpu_seconds,
-            whole.extra_bytes,
-            whole.kept_bytes,
+        return replace(
+            whole,
+            seconds=blocked[0],
             durable_seconds=whole.seconds,
+            kept_bytes=self._snapshot_bytes,
         )
 
     def save_by_torch(self, *, is_flushed: bool) -> Cost:
@@ -243,7 +251,7 @@ def rows_of(costs: dict[str, list[Cost]], num_bytes: int) -> list[tuple[str, ...
     seconds = {name: [cost.seconds for cost in found] for name, found in costs.items()}
 
     def row(name: str, against: str, target: Target | None) -> tuple[str, ...]:
-        memory = memory_of(costs.get(name, []))
+        memory = memory_of(costs.get(name, []), is_kept=name == BLOCKED)
         return compared(
             name, seconds.get(name, []), against, seconds[against], target, memory=memory
         )
@@ -291,11 +299,12 @@ def async_rows(
     return rows
 
 
-def memory_of(costs: Sequence[Cost]) -> str:
-    """The most that was needed in any round, and what stayed."""
+def memory_of(costs: Sequence[Cost], *, is_kept: bool = False) -> str:
+    """The most that was needed in any round; where asked for, with what stays between saves."""
     if not costs:
         return ""
-    return f"{max(cost.extra_bytes for cost in costs) / 1e6:.0f} MB"
+    extra = f"{max(cost.extra_bytes for cost in costs) / 1e6:.0f} MB"
+    return f"{extra}, keeps {costs[0].kept_bytes / 1e6:.0f} MB" if is_kept else extra
 
 
 def main() -> None:
@@ -319,7 +328,8 @@ def main() -> None:
             "the page cache. The raw rows use no code of resumekit: O_DIRECT from and into huge",
             "pages; the copy goes from ordinary memory into huge pages, by torch or numpy,",
             f"whichever is faster, {torch.get_num_threads()} threads of torch. Extra memory is the",
-            "peak above what is resident before and after, the most of all rounds.",
+            "peak above what is resident before and after, the most of all rounds; what async",
+            "saves keep is by how much the first two of them make the process larger.",
         ],
         title=f"GPT-2 124M with AdamW, {num_bytes / 1e9:.2f} GB, {arguments.rounds} rounds",
         headings=HEADINGS,
