@@ -204,7 +204,7 @@ def test_what_needs_the_checkpoint_waits_for_it(tmp_path: Path, gate: Gate, way:
     assert 2 in training.saved()
 
 
-def test_a_trace_tells_when_a_checkpoint_is_durable(
+def test_a_trace_records_when_a_checkpoint_is_durable(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path / "trace"))

@@ -160,7 +160,7 @@ def test_a_process_that_ended_after_its_part_is_not_missed(
     assert ranks.is_committed
 
 
-def test_rank_0_gives_up_when_it_is_told_of_an_error_elsewhere(tmp_path: Path) -> None:
+def test_rank_0_gives_up_after_an_error_on_another_rank(tmp_path: Path) -> None:
     ranks = TwoRanks(tmp_path, timeout_seconds=1000)
     save = ranks.save()
     save.give_up(SaveError("rank 1", found="no staging directory"))
@@ -217,10 +217,10 @@ def test_work_is_done_in_order_by_one_thread_that_signals_do_not_reach() -> None
 
 
 def test_the_queue_of_a_forked_child_is_empty() -> None:
-    go_on = threading.Event()
+    released = threading.Event()
 
     def act() -> None:
-        go_on.wait(30)
+        released.wait(30)
 
     add_work(Work("long", act))
     child = os.fork()
@@ -230,7 +230,7 @@ def test_the_queue_of_a_forked_child_is_empty() -> None:
     try:
         assert _status_of(child) == 0
     finally:
-        go_on.set()
+        released.set()
         drain()
 
 
