@@ -36,12 +36,19 @@ def launch(directory: str, **options: Any) -> None:
     os._exit(status)
 
 
-def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1) -> None:
+def train(
+    directory: str,
+    *,
+    on_save_error: str = "raise",
+    keep_latest: int = 1,
+    async_save: bool = False,
+) -> None:
     """Trains seven steps and saves at the third, the sixth and the last.
 
     Args:
         directory: the run directory.
         on_save_error: see ``resumekit.run.options.Options``.
+        async_save: the same.
         keep_latest: the same; 1 lets every save delete the checkpoint before it.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -67,6 +74,7 @@ def train(directory: str, *, on_save_error: str = "raise", keep_latest: int = 1)
         save_every=SAVE_EVERY,
         keep_latest=keep_latest,
         on_save_error=on_save_error,
+        async_save=async_save,
     )
     with checkpointer:
         for inputs, labels in checkpointer.batches(loader, steps=NUM_STEPS):

@@ -7,6 +7,7 @@ older checkpoint go, and of the last save; each one gets each fault in turn.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -219,6 +220,77 @@ def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
     assert ended.statuses[1 - rank] != 0  # the other one does not train on alone
     assert trial.newest_complete() == StepName(newest)
     _finish(pairs, trial, world_size=2)
+
+
+@pytest.mark.quick("1-write:1")
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [
+        (0, "create:2"),
+        (0, "fsync:2"),
+        (0, "write:4"),
+        (0, "rename:3"),
+        (1, "create:1"),
+        (1, "write:1"),
+        (1, "fsync:1"),
+        (1, "write:3"),  # its part
+        (1, "rename:1"),  # the same
+    ],
+)
+def test_a_rank_that_is_killed_in_the_background_takes_no_checkpoint_with_it(
+    rank: int, call: str, pairs: Trials
+) -> None:
+    trial = pairs.new()
+    ended = trial.launch(failpoints=f"{call}=kill", on_rank=rank, world_size=2, async_save=True)
+    assert ended.statuses[rank] == KILLED
+    assert ended.statuses[1 - rank] != 0
+    assert trial.newest_complete() in (StepName(3), StepName(6))
+    _finish(pairs, trial, world_size=2)
+
+
+@pytest.mark.full
+def test_a_kill_at_every_call_of_a_run_that_saves_in_the_background(
+    trials: Trials, record_property: RecordProperty
+) -> None:
+    def kill(call: int) -> StepName | None:
+        trial = trials.new()
+        if not trial.launch(failpoints=f"{call}=kill", async_save=True).was_killed:
+            return None
+        newest = trial.newest_complete()
+        assert newest is not None
+        _finish(trials, trial)
+        return newest
+
+    newest = list(iter(map(kill, itertools.count(1)).__next__, None))
+    assert set(newest) == {StepName(3), StepName(6), StepName(7)}
+    assert len(newest) > 80
+    _count(record_property, "kills in the background, one at every call", len(newest))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("fault", "policy"), [("{}=EIO", "raise"), ("{}+=ENOSPC", "warn")])
+def test_an_error_at_every_call_in_the_background_is_reported(
+    fault: str,
+    policy: str,
+    trials: Trials,
+    calls_of_a_save: range,
+    record_property: RecordProperty,
+) -> None:
+    def fail(call: int) -> str:
+        trial = trials.new()
+        ended = trial.launch(failpoints=fault.format(call), on_save_error=policy, async_save=True)
+        newest = trial.newest_complete()
+        assert newest is not None, "the old checkpoint is gone"
+        how = _reported(ended)
+        assert how != "nothing" or newest == StepName(7), ended.output
+        _finish(trials, trial)
+        return how
+
+    counts = Counter(map(fail, calls_of_a_save))
+    _count(
+        record_property, f"errors in the background, {fault.format('n')}, {policy}", dict(counts)
+    )
+    assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
 
 @pytest.mark.full

@@ -33,9 +33,13 @@ def trials(request: pytest.FixtureRequest) -> int:
     return ALL_TRIALS if request.config.getoption("--full-matrix") else NUM_TRIALS
 
 
-def test_a_signal_at_any_instant_to_any_rank_loses_nothing(kit: Kit, trials: int) -> None:
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_signal_at_any_instant_to_any_rank_loses_nothing(
+    kit: Kit, trials: int, async_save: bool
+) -> None:
     chance = random.Random(0)
     options = {"dropout": True, "save_every": 2, "epochs": 6, "workers": "0"}
+    options["async_save"] = async_save
     plain = asked(options)
     whole = kit.run_uninterrupted(plain)
     assert not whole.failure
