@@ -199,6 +199,18 @@ def test_a_process_that_was_never_seen_is_never_reported() -> None:
     assert Processes("node", {0: unseen, 1: here}).ended([0, 1, 2]) == []
 
 
+def test_no_rank_ends_before_the_others_have_seen_it(process: subprocess.Popen[bytes]) -> None:
+    def gather(value: ProcessId | None) -> list[Any]:
+        if value is None:  # the exchange is over: whatever follows may kill a rank
+            process.kill()
+            process.wait()
+            return [None, None]
+        return [value, _id_of(process)]
+
+    world: Any = SimpleNamespace(node="node", ranks=(0, 1), gather=gather)
+    assert Processes.of(world).ended([0, 1]) == [1]
+
+
 # ---------------------------------------------------------------- the thread
 
 

@@ -62,7 +62,9 @@ class Processes:
     def of(cls, world: World) -> Processes:
         """The processes of the job. Collective."""
         every = world.gather(ProcessId.of_this_process(world.node))
-        return cls(world.node, dict(zip(world.ranks, every, strict=True)))
+        processes = cls(world.node, dict(zip(world.ranks, every, strict=True)))
+        world.gather(None)  # all have looked while all were alive: from now on a rank may end
+        return processes
 
     def ended(self, ranks: Collection[int]) -> list[int]:
         """Those of some ranks whose process has ended; of other nodes' nothing is known."""
