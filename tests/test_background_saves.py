@@ -160,7 +160,7 @@ def test_a_process_that_ended_after_its_part_is_not_missed(
     assert ranks.is_committed
 
 
-def test_rank_0_gives_up_after_an_error_on_another_rank(tmp_path: Path) -> None:
+def test_rank_0_gives_up_on_an_error_that_another_rank_reports(tmp_path: Path) -> None:
     ranks = TwoRanks(tmp_path, timeout_seconds=1000)
     save = ranks.save()
     save.give_up(SaveError("rank 1", found="no staging directory"))
@@ -229,10 +229,10 @@ def test_work_is_done_in_order_by_one_thread_that_signals_do_not_reach() -> None
 
 
 def test_the_queue_of_a_forked_child_is_empty() -> None:
-    released = threading.Event()
+    release = threading.Event()
 
     def act() -> None:
-        released.wait(30)
+        release.wait(30)
 
     add_work(Work("long", act))
     child = os.fork()
@@ -242,7 +242,7 @@ def test_the_queue_of_a_forked_child_is_empty() -> None:
     try:
         assert _status_of(child) == 0
     finally:
-        released.set()
+        release.set()
         drain()
 
 
