@@ -62,21 +62,36 @@ def clean_name(module: nn.Module, raw_name: str) -> str:
         raw_name: a dotted name as ``named_parameters`` or ``state_dict`` gives it, with or without
             the wrappers' attributes.
     """
-    # torch 2.13 nn/modules/module.py Module._modules; named_children() leaves shared modules out.
-    parts = raw_name.split(".")
-    clean: list[str] = []
-    here: nn.Module | None = module
-    position = 0
-    while here is not None and position < len(parts):
-        attribute = wrapped_attribute(here)
-        if attribute is not None:
-            position += parts[position] == attribute
+    return _Cleaner(module).clean(raw_name)
+
+
+class _Cleaner:
+    """Cleans names that start from one root; looks at each module on their way once.
+
+    Args:
+        module: the root, wrapped or not. It must not change while names are cleaned.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reached: dict[str, tuple[str, nn.Module | None]] = {"": ("", module)}
+
+    def clean(self, raw_name: str) -> str:
+        """The wrapper-free name."""
+        return self._step(raw_name)[0]
+
+    def _step(self, raw_name: str) -> tuple[str, nn.Module | None]:
+        """The clean name, and the module of this name if it is one of a module."""
+        above, _, part = raw_name.rpartition(".")
+        reached = self._reached.get(above)
+        if reached is None:
+            reached = self._reached[above] = self._step(above)
+        clean, here = reached
+        # torch 2.13 nn/modules/module.py Module._modules; named_children() leaves shared ones out.
+        while here is not None and (attribute := wrapped_attribute(here)) is not None:
             here = here._modules.get(attribute)
-            continue
-        clean.append(parts[position])
-        here = here._modules.get(parts[position])
-        position += 1
-    return ".".join(clean + parts[position:])
+            if part == attribute:
+                return clean, here
+        return (f"{clean}.{part}" if clean else part), here and here._modules.get(part)
 
 
 def by_clean_name(module: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
@@ -95,7 +110,8 @@ def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigurationError: two raw names become one.
     """
-    names = {raw: clean_name(module, raw) for raw in raw_names}
+    cleaner = _Cleaner(module)
+    names = {raw: cleaner.clean(raw) for raw in raw_names}
     owner: dict[str, str] = {}
     for raw, clean in names.items():
         first = owner.setdefault(clean, raw)
@@ -118,8 +134,9 @@ def parameter_names(modules: Mapping[str, nn.Module], parameters: Iterable[Tenso
     """
     homes: dict[int, tuple[str, str]] = {}
     for home, module in modules.items():
+        cleaner = _Cleaner(module)
         for raw, parameter in module.named_parameters():
-            homes.setdefault(id(parameter), (home, clean_name(module, raw)))
+            homes.setdefault(id(parameter), (home, cleaner.clean(raw)))
     found = [homes.get(id(parameter)) for parameter in parameters]
     is_shared = len({entry[0] for entry in found if entry}) > 1
     return [(".".join(entry) if is_shared else entry[1]) if entry else "" for entry in found]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from resumekit.capture.averages import ObjectState
 from resumekit.capture.model import ModelState, NamedTensors, address_of
-from resumekit.capture.naming import clean_name
+from resumekit.capture.naming import clean_names
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.serialization import is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
@@ -48,7 +49,7 @@ def parameter_components(components: Sequence[StateComponent]) -> tuple[StateCom
     found: list[StateComponent] = []
     contained = _Contained(components)
     for component in _optimizers(components):
-        missing = contained.missing(_parameters_of(component.stateful))
+        missing = contained.missing_of(component.stateful)
         if missing:
             found.append(_component(component, components, missing.values()))
     return tuple(found)
@@ -66,7 +67,7 @@ def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[Capt
         key = f"{component.key}/{OPTIMIZER_PARAMETERS}"
         if key in keys:
             continue
-        missing = contained.missing(_parameters_of(component.stateful))
+        missing = contained.missing_of(component.stateful)
         if isinstance(component.stateful, ComponentState):
             missing = {**missing, **component.stateful.lost_parameters()}
         if missing:
@@ -79,7 +80,7 @@ def _component(
     optimizer: StateComponent, components: Sequence[StateComponent], missing: Iterable[Tensor]
 ) -> StateComponent:
     def named() -> Named:
-        return _Contained(components).missing(_parameters_of(optimizer.stateful))
+        return _Contained(components).missing_of(optimizer.stateful)
 
     key = f"{optimizer.key}/{OPTIMIZER_PARAMETERS}"
     sharded = optimizer.process_group is not None or any(map(is_sharded, missing))
@@ -105,12 +106,23 @@ def _parameters_of(stateful: Any) -> Named:
     named = stateful.named_parameters() if isinstance(stateful, ComponentState) else None
     if named is not None:
         return dict(named)
-    groups = getattr(getattr(stateful, "optimizer", stateful), "param_groups", None)
     return {
         f"group{g}.param{p}": parameter
-        for g, group in enumerate(groups if isinstance(groups, list) else ())
+        for g, group in enumerate(_groups_of(stateful))
         for p, parameter in enumerate(group["params"])
     }
+
+
+def _names_its_groups(stateful: Any) -> bool:
+    """Whether its named parameters are those of its param groups."""
+    is_ours = isinstance(stateful, OptimizerState)
+    return is_ours and type(stateful).named_parameters is OptimizerState.named_parameters
+
+
+def _groups_of(stateful: Any) -> list[Any]:
+    """The param groups of an optimizer, or of the one that a component saves; empty without any."""
+    groups = getattr(getattr(stateful, "optimizer", stateful), "param_groups", None)
+    return groups if isinstance(groups, list) else []
 
 
 class _Contained:
@@ -124,40 +136,59 @@ class _Contained:
             for parameter in _saved_parameters(component.stateful)
         }
 
-    def missing(self, named: Named) -> Named:
-        """The parameters that no component saves."""
+    def missing_of(self, optimizer: Any) -> Named:
+        """The parameters of an optimizer, by its names, that no component saves."""
+        if _names_its_groups(optimizer):
+            groups = _groups_of(optimizer)
+            if all(id(each) in self._identities for group in groups for each in group["params"]):
+                return {}  # the usual case, for which no names are needed
+        named = _parameters_of(optimizer)
         missing = {n: p for n, p in named.items() if id(p) not in self._identities}
-        if not missing:
-            return {}
         # A model component may be a user object, whose state shares memory with the parameters.
         saved = {_memory(each) for each in self._saved_by_objects()} - {None}
         return {n: p for n, p in missing.items() if _memory(p) not in saved}
 
     def _saved_by_objects(self) -> Iterator[Any]:
         for component in self._components:
-            if component.slot == Slot.MODEL.value and _holder(component.stateful) is None:
+            if component.slot == Slot.MODEL.value and _module_of(component.stateful) is None:
                 state = component.stateful.state_dict()
                 yield from state.values() if isinstance(state, Mapping) else ()
 
 
 def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
     """The parameters of a component's module that its ``state_dict`` contains."""
-    holder = _holder(stateful)
-    if holder is None:
+    module = _module_of(stateful)
+    if module is None:
         return
-    module, state = holder
-    for raw, parameter in module.named_parameters(remove_duplicate=False):
-        if clean_name(module, raw) in state or raw in state:
-            yield parameter
+    named = dict(module.named_parameters(remove_duplicate=False))
+    state = _raw_state_of(stateful)
+    if named.keys() - state.keys():  # the names differ, or the state leaves some out
+        state = _state_of(stateful)
+        clean = clean_names(module, named)
+        named = {raw: each for raw, each in named.items() if clean[raw] in state or raw in state}
+    yield from named.values()
 
 
-def _holder(stateful: Any) -> tuple[nn.Module, Mapping[str, Any]] | None:
-    """The module that a component saves, and its state."""
+def _module_of(stateful: Any) -> nn.Module | None:
+    """The module that a component saves."""
     if isinstance(stateful, ObjectState):
-        return _holder(stateful.weights)
+        return _module_of(stateful.weights)
     if isinstance(stateful, ModelState):
-        return stateful.module, stateful.state_dict()
-    return (stateful, stateful.state_dict()) if isinstance(stateful, nn.Module) else None
+        return stateful.module
+    return stateful if isinstance(stateful, nn.Module) else None
+
+
+def _state_of(stateful: Any) -> Mapping[str, Any]:
+    """The state of such a component."""
+    holder: Any = stateful.weights if isinstance(stateful, ObjectState) else stateful
+    state: Mapping[str, Any] = holder.state_dict()
+    return state
+
+
+def _raw_state_of(stateful: Any) -> Mapping[str, Any]:
+    """The same, by the names that the module gives where that takes less time."""
+    is_plain = type(stateful) is ModelState
+    return _state_of(stateful.module if is_plain else stateful)
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
