@@ -106,6 +106,7 @@ class Encoder:
         self._arrays: dict[int, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
         self._namedtuples: dict[tuple[str, ...], bool] = {}
         self._num_enums = 0
+        self._is_in_key = False
         self._by_type: dict[type, Callable[[Any, StatePath, int], Any]] = {
             type(None): _as_it_is,
             bool: _as_it_is,
@@ -123,6 +124,8 @@ class Encoder:
             Counter: lambda *given: {"$counter": self._pairs(*given)},
             defaultdict: self._default_dict,
             np.ndarray: self._array,
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
         }
 
     def encode(self, value: Any, *, where: str) -> Any:
@@ -148,7 +151,7 @@ class Encoder:
         if known is not None:
             return known(value, path, depth)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return self._tensor(value, path, depth)
         if isinstance(value, Enum):
             self._num_enums += 1
             return self._encode(value.value, path, depth)
@@ -175,11 +178,14 @@ class Encoder:
         return name
 
     def _name(self, path: StatePath) -> str:
-        name, root = path.name, str(path.root.part)
+        name = path.name
+        if name and not self._prefix_names:
+            return self._names.take(name)
+        root = str(path.root.part)
         if not name:
             return self._names.take(root)
         separator = "" if name.startswith("[") else "."
-        return self._names.take(f"{root}{separator}{name}" if self._prefix_names else name)
+        return self._names.take(f"{root}{separator}{name}")
 
     # Containers. Their own tag costs a level of JSON, so their elements are two levels down.
 
@@ -217,7 +223,7 @@ class Encoder:
         return {"$namedtuple": [kind, fields, *items]}
 
     def _dict(self, value: dict[Any, Any], path: StatePath, depth: int) -> Any:
-        if all(type(key) is str and _is_plain_key(key) for key in value):
+        if _are_plain_keys(value):
             return {
                 key: self._encode(item, path.key(key), depth + 1) for key, item in value.items()
             }
@@ -244,14 +250,10 @@ class Encoder:
 
     def _keys(self, keys: Iterable[Any], path: StatePath, depth: int) -> list[Any]:
         originals = list(keys)
-        num_tensors, num_enums = len(self._found), self._num_enums
+        num_enums, is_in_key = self._num_enums, self._is_in_key
+        self._is_in_key = True
         trees = [self._encode(key, path.key(key), depth + 2) for key in originals]
-        if len(self._found) > num_tensors:
-            raise UnsupportedValueError(
-                str(self._found[num_tensors].path),
-                found="a tensor as a key, which is looked up by its address in memory",
-                remedy="Use a name as the key",
-            )
+        self._is_in_key = is_in_key
         if self._num_enums > num_enums and len(set(map(_without_enums, originals))) < len(trees):
             raise UnsupportedValueError(
                 str(path), found="an enum as a key beside a key that equals the enum's value"
@@ -272,9 +274,20 @@ class Encoder:
             self._arrays[id(value)] = (value, node)  # the array too: its id must stay its own
         return self._arrays[id(value)][1]
 
-    def _tensor(self, value: torch.Tensor, path: StatePath) -> Any:
-        self._found.append(FoundTensor(value, path, self._name(path)))
-        return self._found[-1].node
+    def _tensor(self, value: torch.Tensor, path: StatePath, _: int) -> Any:
+        found = self._examined(value, path)
+        self._found.append(found)
+        return found.node
+
+    def _examined(self, value: torch.Tensor, path: StatePath) -> FoundTensor:
+        found = FoundTensor(value, path, self._name(path))
+        if self._is_in_key:
+            raise UnsupportedValueError(
+                str(path),
+                found="a tensor as a key, which is looked up by its address in memory",
+                remedy="Use a name as the key",
+            )
+        return found
 
 
 def _as_it_is(value: Any, _: StatePath, __: int) -> Any:
@@ -336,8 +349,15 @@ def described_dtype(dtype: np.dtype[Any], path: StatePath) -> Any:
         ) from error
 
 
-def _is_plain_key(key: str) -> bool:
-    return not key.startswith("$") and not _has_surrogates(key)
+def _are_plain_keys(keys: Iterable[Any]) -> bool:
+    for key in keys:
+        if type(key) is not str or key[:1] == "$" or not (key.isascii() or _is_text(key)):
+            return False
+    return True
+
+
+def _is_text(key: str) -> bool:
+    return not _has_surrogates(key)
 
 
 def _has_surrogates(text: str) -> bool:

@@ -65,9 +65,9 @@ class LocalState:
 
     def leaves_of(self, name: str) -> Iterator[tuple[str, Leaf]]:
         """This rank's parts of a tensor, each with the name that it is stored under."""
-        found = self.found[name]
+        path = StatePath(name)
         for number, piece in enumerate(pieces_of(self.tensors[name])):
-            yield part_name(name, number), FoundTensor(piece, found.path, name).leaf()
+            yield part_name(name, number), FoundTensor(piece, path, name).leaf()
 
 
 def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
@@ -109,13 +109,12 @@ class _LocalEncoder(Encoder):
         )
 
     def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
-        found = FoundTensor(value.local, path, self._name(path))
+        found = self._examined(value.local, path)
         # A tie is the same object twice, which ranks with an empty part see too.
         return self._note(value, found, id(value))
 
-    def _tensor(self, value: Tensor, path: StatePath) -> Any:
-        found = FoundTensor(local_part(value), path, self._name(path))
-        self._found.append(found)  # where a tensor as a key is noticed
+    def _tensor(self, value: Tensor, path: StatePath, _: int) -> Any:
+        found = self._examined(local_part(value), path)
         view = (found.view, tuple(value.shape), sharding_of(value))
         return self._note(value, found, None if found.is_unaliased else view)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 _MAX_KEY_CHARACTERS = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: a state has a path for each value
 class StatePath:
     """A position in nested state; ``str`` gives it as an expression: ``extras['a'][3].b``.
 
@@ -22,6 +22,7 @@ class StatePath:
     part: Any
     kind: Literal["key", "index", "attribute"] = "key"
     parent: StatePath | None = None
+    _name: str | None = field(default=None, init=False)  # once asked for, as each child asks
 
     def key(self, part: Any) -> StatePath:
         """The path of the value under this key; an enum is stored as its value."""
@@ -47,9 +48,11 @@ class StatePath:
 
         A flat dict of tensors by FQN gives the FQNs. Empty for the root.
         """
-        if self.parent is None:
-            return ""
-        above = self.parent.name
+        if self._name is None:
+            self._name = self._below(self.parent.name) if self.parent else ""
+        return self._name
+
+    def _below(self, above: str) -> str:
         if self.kind == "attribute" or type(self.part) is str:
             return f"{above}.{self.part}" if above else str(self.part)
         return f"{above}[{_short(self.part)}]"
@@ -74,7 +77,8 @@ class UniqueNames:
     def take(self, wanted: str) -> str:
         """The wanted name, or the first free one after it."""
         # The header of a file is UTF-8, which has no lone surrogates.
-        wanted = wanted.encode("utf-8", "replace").decode("utf-8")
+        if not wanted.isascii():
+            wanted = wanted.encode("utf-8", "replace").decode("utf-8")
         name, number = wanted, 1
         while name in self._taken:
             number += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -182,53 +183,58 @@ def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memo
         yield bytes_of(source[begin : begin + num_rows])
 
 
-@dataclass(eq=False, slots=True)
 class FoundTensor:
     """A tensor met in a state.
 
+    A state may have a million of them, so there are no tuples in it: the garbage collector visits
+    every object of a container type, again and again.
+
     Args:
         tensor: the live tensor.
-        path: its path in the state.
+        path: its path in the state, for errors.
         name: the name that it is stored under if it gets bytes of its own.
-        node: what stands for it in the tree; ``store`` fills it in.
 
     Attributes:
-        memory: the device and the address of its storage.
-        span: the addresses of its first byte and of the byte after its last.
+        node: what stands for it in the tree; ``store`` fills it in.
+        memory: the address of its storage; with the device where that is not the host's memory.
+        begin: the address of its first byte.
+        end: the address of the byte after its last.
         element: the type of its elements.
 
     Raises:
         UnsupportedValueError: it cannot be stored bit for bit; names the path.
     """
 
-    tensor: torch.Tensor
-    path: StatePath
-    name: str
-    node: dict[str, Any] = field(default_factory=dict)
-    memory: tuple[str, int] = field(init=False)
-    span: tuple[int, int] = field(init=False)
-    element: ElementType = field(init=False)
+    __slots__ = ("begin", "element", "end", "memory", "name", "node", "storage", "tensor")
 
-    def __post_init__(self) -> None:
-        tensor = self.tensor
-        self.element, storage, self.span = _examine(tensor, self.path)
-        self.memory = ("cpu" if tensor.is_cpu else str(tensor.device), storage)
+    def __init__(self, tensor: torch.Tensor, path: StatePath, name: str) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.node: dict[str, Any] = {}
+        self.element, self.storage, self.begin, self.end = _examine(tensor, path)
+        self.memory: object = self.storage if tensor.is_cpu else (str(tensor.device), self.storage)
 
     @property
     def view(self) -> tuple[Any, ...]:
         """Equal for tensors that are the same view of the same memory."""
-        return (self.memory, self.span, self.tensor.dtype, self.tensor.shape, self.tensor.stride())
+        tensor = self.tensor
+        return (self.memory, self.begin, self.end, tensor.dtype, tensor.shape, tensor.stride())
 
     @property
     def is_row_major(self) -> bool:
         """Whether its strides are those of a new tensor of its shape."""
-        return self.tensor.stride() == dense_strides(tuple(self.tensor.shape))
+        expected = 1
+        tensor = self.tensor
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+            if stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
 
     @property
     def overlaps_itself(self) -> bool:
         """Whether some of its elements share their memory, as those of an expanded tensor do."""
-        begin, end = self.span
-        return self.tensor.numel() * self.element.num_bytes > end - begin
+        return self.tensor.numel() * self.element.num_bytes > self.end - self.begin
 
     @property
     def is_unaliased(self) -> bool:
@@ -260,7 +266,7 @@ class FoundTensor:
             "dtype": self.element.name,
             "shape": list(self.tensor.shape),
             "strides": list(self.tensor.stride()),
-            "offset": self.span[0] - begin,
+            "offset": self.begin - begin,
         }
 
 
@@ -269,7 +275,7 @@ def check_tensor(tensor: torch.Tensor, path: StatePath) -> None:
     _examine(tensor, path)
 
 
-def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, tuple[int, int]]:
+def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, int, int]:
     """The type of its elements, the address of its storage, and its own first and last address.
 
     Raises:
@@ -279,10 +285,10 @@ def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, t
     element = element_type(tensor.dtype)
     if reason is None and element is not None:
         storage = tensor.untyped_storage()
-        begin = storage.data_ptr()
-        span = _span(tensor, begin)
-        if span[1] <= begin + storage.nbytes():
-            return element, begin, span
+        address = storage.data_ptr()
+        begin, end = _span(tensor, address)
+        if end <= address + storage.nbytes():
+            return element, address, begin, end
         reason = "a tensor whose memory has been freed", "Gather or restore it first"
     found, remedy = reason or (
         f"a tensor of the unknown type {tensor.dtype}",
@@ -293,14 +299,15 @@ def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, t
 
 def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
-    if kind.__name__ in ("DTensor", "ShardedTensor"):
+    is_plain = kind is torch.Tensor or kind is torch.nn.Parameter
+    if not is_plain and kind.__name__ in ("DTensor", "ShardedTensor"):
         return f"a sharded tensor ({kind.__name__})", "Sharded tensors need the sharded path"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype})", "Store its int_repr() and its scales"
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"a tensor of layout {layout}", "Store its parts, or to_dense()"
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    if not is_plain:
         return f"a tensor of class {kind.__module__}.{kind.__qualname__}", "Store a plain tensor"
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values", "Materialise it first"
@@ -342,36 +349,53 @@ def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
         names: for memory that no single tensor covers.
     """
     stored = StoredTensors()
-    for indices in _clusters(found):
-        cluster = [found[index] for index in indices]
-        if len(cluster) == 1 and not cluster[0].overlaps_itself:
-            _store_alone(cluster[0], stored)
-            continue
-        base = _base(cluster)
-        if base is None:
-            _store_span(cluster, stored, names)
-        else:
-            _store_base(base, cluster, stored)
+    clusters = _clusters(found)
+    for item in found:
+        cluster = clusters.get(id(item), (item,))
+        if len(cluster) == 1 and not item.overlaps_itself:
+            _store_alone(item, stored)
+        elif cluster[0] is item:
+            _store_cluster(cluster, stored, names)
     return stored
 
 
-def _clusters(found: Sequence[FoundTensor]) -> list[list[int]]:
-    """The tensors' indices, those that overlap in memory together, in the order met."""
-    clusters = [[index] for index, item in enumerate(found) if item.is_unaliased]
-    spans = sorted(
-        (*item.memory, *item.span, index)
-        for index, item in enumerate(found)
-        if not item.is_unaliased
-    )
-    reached = ("", 0, 0)
-    for device, storage, begin, end, index in spans:
-        if (device, storage) == reached[:2] and begin < reached[2]:
-            clusters[-1].append(index)
-            end = max(end, reached[2])
+def _store_cluster(
+    cluster: Sequence[FoundTensor], stored: StoredTensors, names: UniqueNames
+) -> None:
+    base = _base(cluster)
+    if base is None:
+        _store_span(cluster, stored, names)
+    else:
+        _store_base(base, cluster, stored)
+
+
+def _clusters(found: Sequence[FoundTensor]) -> dict[int, list[FoundTensor]]:
+    """The tensors that overlap in memory with each of those that do, by id, in the order met."""
+    first: dict[object, FoundTensor] = {}
+    sharing: dict[object, list[FoundTensor]] = {}  # a storage, which most have for themselves
+    for item in found:
+        if not item.is_unaliased and (other := first.setdefault(item.memory, item)) is not item:
+            sharing.setdefault(item.memory, [other]).append(item)
+    clusters: dict[int, list[FoundTensor]] = {}
+    for items in sharing.values():
+        order = {id(item): number for number, item in enumerate(items)}
+        for cluster in _overlapping(items):
+            cluster.sort(key=lambda item: order[id(item)])
+            clusters.update((id(item), cluster) for item in cluster)
+    return clusters
+
+
+def _overlapping(items: Sequence[FoundTensor]) -> list[list[FoundTensor]]:
+    """Tensors of one storage, those that overlap together."""
+    clusters: list[list[FoundTensor]] = []
+    reached = 0
+    for item in sorted(items, key=attrgetter("begin", "end")):
+        if clusters and item.begin < reached:
+            clusters[-1].append(item)
         else:
-            clusters.append([index])
-        reached = (device, storage, end)
-    return sorted(sorted(cluster) for cluster in clusters)
+            clusters.append([item])
+        reached = max(reached, item.end)
+    return clusters
 
 
 def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
@@ -381,11 +405,11 @@ def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
         return first
     if all(item.view == first.view for item in items) and not first.overlaps_itself:
         return first
-    begin = min(item.span[0] for item in items)
-    end = max(item.span[1] for item in items)
-    if any((item.span[0] - begin) % item.element.num_bytes for item in items):
+    begin = min(item.begin for item in items)
+    end = max(item.end for item in items)
+    if any((item.begin - begin) % item.element.num_bytes for item in items):
         return None  # a view begins at a whole element of its type, counted from the base
-    whole = (item for item in items if item.span == (begin, end) and item.is_row_major)
+    whole = (item for item in items if (item.begin, item.end) == (begin, end) and item.is_row_major)
     return next(whole, None)
 
 
@@ -398,7 +422,7 @@ def _store_base(base: FoundTensor, items: Sequence[FoundTensor], stored: StoredT
     stored.leaves[base.name] = base.leaf()
     for item in items:
         if item.view != base.view:
-            item.node["$tensor"] = item.view_of(base.name, base.span[0])
+            item.node["$tensor"] = item.view_of(base.name, base.begin)
             continue
         item.node["$tensor"] = base.name
         if item is not base:
@@ -409,9 +433,9 @@ def _store_span(items: Sequence[FoundTensor], stored: StoredTensors, names: Uniq
     """Stores the memory that they span, and every member as a view of it."""
     # Two storages may begin at one address (torch.from_numpy twice): the longer one has all of it.
     longest = max(items, key=lambda item: item.tensor.untyped_storage().nbytes())
-    storage = longest.memory[1]
-    offset = (min(item.span[0] for item in items) - storage) // _ALIGNMENT * _ALIGNMENT
-    num_bytes = max(item.span[1] for item in items) - storage - offset
+    storage = longest.storage
+    offset = (min(item.begin for item in items) - storage) // _ALIGNMENT * _ALIGNMENT
+    num_bytes = max(item.end for item in items) - storage - offset
     span = retyped(longest.tensor, torch.uint8, offset, (num_bytes,), (1,))
     name = names.take(f"{items[0].name}.storage")
     stored.leaves[name] = Leaf(span, ELEMENT_TYPES["uint8"], (num_bytes,))
