@@ -1,14 +1,16 @@
 """What do a save, a load and a resume cost, against everything that can grow? Linear or flat.
 
-    python benchmarks/scaling.py [--only size ...] [--rounds 2] [--record]
+    python benchmarks/scaling.py [--only size ...] [--rounds 1] [--record]
 
-* size: a state of 10 MB to 4 GB in ten tensors;
-* tensors: 10 to 100,000 of them with 64 bytes each;
+* size: a model of 10 MB to 4 GB in ten tensors, under the adapter for plain torch;
+* tensors: 10 to 100,000 of them with 64 bytes each, likewise;
 * ranks: 1 to 4 real ones under FSDP2, started by torchrun with gloo, with one model;
 * kept: 1 to 1,000 checkpoints in the run directory;
 * stock: a dataset of 10^3 to 10^7 samples with a stock shuffle, resumed in the middle of an epoch;
 * sampler: one of 10^3 to 10^9 samples with ``ResumableSampler``, likewise;
 * journal: 10^3 to 10^6 recorded steps.
+
+An async save has two figures: for how long it blocks the training, and when it is durable.
 
 Each value is the least of the rounds, each in a fresh process. The slope is fitted to log against
 log over the upper half of the values, where what is fixed no longer hides what grows: about 1 is
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,13 +29,21 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from measuring import Findings, Line, parser_for, plot, run_child, slope_of, timed
-from save_load import load_resumekit, save_resumekit
+from measuring import (
+    Findings,
+    Line,
+    MachineLoad,
+    in_fresh_process,
+    parser_for,
+    plot,
+    slope_of,
+    timed,
+)
 from seek import BATCH_SIZE, make_resumable, make_stock, middle, position_of_ours, seek_ours
 from torch import nn
+from workload import SavingRun, Training
 
 from resumekit.journal import Header, JournalFile, Record, compared, find_attempts, name_of
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
@@ -40,32 +51,48 @@ from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 SUPERLINEAR = 1.2
 LEAST_SECONDS = 1e-3
 MEGABYTE = 10**6
+SAVE, BLOCKED, DURABLE, LOAD = "save", "async save, blocked", "async save, durable", "load"
 
 
 def of_size(num_megabytes: int) -> dict[str, float]:
-    """Save and load of a state of that size."""
-    each = torch.ones(num_megabytes * MEGABYTE // 40)
-    state = {"model": {str(number): each.clone() for number in range(10)}}
-    return _saved_and_loaded(state)
+    """Saves and a load of a model of that size."""
+    return _saved_and_loaded(10, num_megabytes * MEGABYTE // 40)
 
 
 def of_tensors(num_tensors: int) -> dict[str, float]:
-    """Save and load of so many small tensors."""
-    state = {"model": {f"layers.{n}.weight": torch.full((16,), n) for n in range(num_tensors)}}
-    return _saved_and_loaded(state)
+    """Saves and a load of so many small tensors."""
+    return _saved_and_loaded(num_tensors, 16)
 
 
-def _saved_and_loaded(state: dict[str, Any]) -> dict[str, float]:
+def _saved_and_loaded(num_tensors: int, num_elements: int) -> dict[str, float]:
+    """The second save each: the first one allocates and plans."""
+    parameters = [nn.Parameter(torch.full((num_elements,), float(n))) for n in range(num_tensors)]
+    model = nn.ParameterList(parameters)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seconds: dict[str, float] = {}
+    logging.getLogger("resumekit").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-        saving, _ = timed(lambda: save_resumekit(state, Path(folder, "run")))
-        loading, found = timed(lambda: load_resumekit(Path(folder, "run")))
-        last = next(reversed(state["model"]))
-        assert torch.equal(found["model"][last], state["model"][last])
-    return {"save": saving, "load": loading}
+        for is_async, figure in ((False, SAVE), (True, BLOCKED)):
+            directory = Path(folder, figure)
+            run = SavingRun(directory, training, keep_latest=1, async_save=is_async)
+            run.save()
+            run.finish()
+            seconds[figure], _ = timed(run.save)
+            if is_async:
+                waited, _ = timed(run.checkpointer.wait)
+                seconds[DURABLE] = seconds[figure] + waited
+            run.finish()
+            run.leave()
+        with torch.no_grad():
+            parameters[-1].zero_()
+        seconds[LOAD], run = timed(lambda: SavingRun(Path(folder, SAVE), training))
+        assert parameters[-1][0] == num_tensors - 1, "not what was saved"
+        run.leave()
+    return seconds
 
 
 def of_ranks(num_ranks: int) -> dict[str, float]:
-    """The second save, whose plan is known, and a resume, of real ranks."""
+    """Saves, whose plan is known from the first one, and a resume, of real ranks."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(num_ranks), __file__, "--rank", folder]
@@ -90,7 +117,7 @@ class Numbered(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def train(folder: str) -> None:
-    """A launch of the job whose ranks are measured; the first saves, the second resumes."""
+    """A launch of the job whose ranks are measured; the second one resumes, and saves async."""
     from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
@@ -106,17 +133,22 @@ def train(folder: str) -> None:
     run = Path(folder, "run")
     is_new = not run.exists()
     torch.distributed.barrier()
-    ckpt = Checkpointer(run, model=model, optimizer=optimizer, save_every=None)
+    ckpt = Checkpointer(
+        run, model=model, optimizer=optimizer, save_every=None, async_save=not is_new
+    )
     batches = iter(ckpt.batches(DataLoader(Numbered(), batch_size=2), epochs=100))
-    times = {}
-    times["resume"], batch = timed(lambda: next(batches))
-    for _ in range(3 if is_new else 0):
+    began, batch = timed(lambda: next(batches))
+    times = {} if is_new else {"resume": began}
+    for _ in range(3):
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         ckpt.step()
         ckpt.save()  # made at the safe point, before the next batch
-        times["save"], batch = timed(lambda: next(batches))
+        times[SAVE if is_new else BLOCKED], batch = timed(lambda: next(batches))
+        waited, _ = timed(ckpt.wait)
+        if not is_new:
+            times[DURABLE] = times[BLOCKED] + waited
     if torch.distributed.get_rank() == 0:
         Path(folder, f"times-{1 if is_new else 2}.json").write_text(json.dumps(times))
     torch.distributed.barrier()
@@ -124,18 +156,25 @@ def train(folder: str) -> None:
 
 
 def of_kept(num_kept: int) -> dict[str, float]:
-    """A save with retention, and finding the newest, beside so many checkpoints."""
+    """A new attempt beside so many checkpoints: it finds the newest, saves and deletes one."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-        store = Store(Path(folder, "run"))
-        store.acquire()
-        policy = RetentionPolicy(keep_latest=num_kept)
+        store = _acquired(folder)
         for step in range(1, num_kept + 1):
             _commit(store, step)
-        saving, _ = timed(lambda: _commit(store, num_kept + 1))
-        retaining, _ = timed(lambda: store.retain(policy))
-        finding, _ = timed(lambda: store.open_step(max(store.step_names())))
         store.release()
-    return {"save": saving, "retention": retaining, "find the newest": finding}
+        store = _acquired(folder)
+        finding, _ = timed(lambda: store.open_step(max(store.step_names())))
+        saving, _ = timed(lambda: _commit(store, num_kept + 1))
+        retaining, deleted = timed(lambda: store.retain(RetentionPolicy(keep_latest=num_kept)))
+        assert deleted == [StepName(1)]
+        store.release()
+    return {SAVE: saving, "retention": retaining, "find the newest": finding}
+
+
+def _acquired(folder: str) -> Store:
+    store = Store(Path(folder, "run"))
+    store.acquire()
+    return store
 
 
 def _commit(store: Store, step: int) -> None:
@@ -230,21 +269,18 @@ def verdict_of(points: Sequence[tuple[float, float]]) -> tuple[str, str]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = parser_for(__doc__, rounds=2)
+    parser = parser_for(__doc__, rounds=1, has_tiny=True)
     parser.add_argument("--only", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
         train(arguments.rank)
         return
-    if arguments.child:
-        name, value = arguments.child
-        print(json.dumps(AXES[name].measure(int(value))))
-        return
+    machine_load = MachineLoad()
     rows, lines = [], {}
     for name in arguments.only:
-        found = {value: least(name, value, arguments.rounds) for value in AXES[name].values}
+        values = AXES[name].values[: 2 if arguments.tiny else None]
+        found = {value: least(name, value, arguments.rounds) for value in values}
         figures = list(next(iter(found.values())))
         lines[f"seconds, against {AXES[name].what}"] = several = []
         for figure in figures:
@@ -253,17 +289,26 @@ def main() -> None:
             ends = (f"{points[0][1]:.4f}", f"{points[-1][1]:.4f}")
             across = f"{points[0][0]:,} to {points[-1][0]:,} {AXES[name].what}"
             rows.append((name, across, figure, *ends, *verdict_of(points)))
-    _publish(arguments, rows, lines)
+    _publish(arguments, rows, lines, machine_load)
 
 
 def least(name: str, value: int, num_rounds: int) -> dict[str, float]:
     """The least seconds of each figure over the rounds."""
-    rounds = [run_child(__file__, "--child", name, str(value)) for _ in range(num_rounds)]
-    print(f"{name} {value:,}: {rounds[0]}", file=sys.stderr)
+    rounds = [
+        in_fresh_process(AXES[name].measure, value, preload=("workload", "seek"))
+        for _ in range(num_rounds)
+    ]
+    shown = ", ".join(f"{figure} {seconds:.4f} s" for figure, seconds in rounds[0].items())
+    print(f"{name} {value:,}: {shown}", file=sys.stderr)
     return {figure: min(each[figure] for each in rounds) for figure in rounds[0]}
 
 
-def _publish(arguments: Any, rows: Any, lines: dict[str, list[Line]]) -> None:
+def _publish(
+    arguments: argparse.Namespace,
+    rows: Sequence[Sequence[str]],
+    lines: dict[str, list[Line]],
+    machine_load: MachineLoad,
+) -> None:
     if arguments.record:
         print(f"written to {plot('scaling', 'how much', lines)}")
     Findings(
@@ -271,14 +316,16 @@ def _publish(arguments: Any, rows: Any, lines: dict[str, list[Line]]) -> None:
         heading="What a save, a load and a resume cost, against what can grow",
         before=[
             "`python benchmarks/scaling.py --record`: each value is the least of",
-            f"{arguments.rounds} rounds, each in a fresh process. Saves are synchronous: training",
-            "is blocked for all of them. The slope is that of log against log over the upper half",
-            f"of the values; above {SUPERLINEAR} a figure is called superlinear.",
+            f"{arguments.rounds} rounds, each in a fresh process. A save is durable when it",
+            "returns; an async save blocks the training first, and is durable later. The slope is",
+            "that of log against log over the upper half of the values; above",
+            f"{SUPERLINEAR} a figure is called superlinear.",
         ],
         title=f"cost against size, {arguments.rounds} rounds",
         headings=("", "from, to", "figure", "first s", "last s", "slope", ""),
         rows=rows,
         packages=("torch", "numpy"),
+        load=machine_load,
     ).publish(arguments.record)
 
 
