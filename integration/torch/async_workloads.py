@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -115,6 +116,7 @@ def fork_workers(directory: str, *, num_rounds: int) -> None:
     data = TensorDataset(torch.arange(8.0)[:, None])
     most = in_flight = 0
     for number in range(num_rounds):
+        faulthandler.dump_traceback_later(60, exit=True)  # a round that hangs ends with this
         extras["state"].fill_(number)
         checkpointer.save()
         in_flight += bool(list(Path(directory).glob(".staging/step-*")))
@@ -122,6 +124,7 @@ def fork_workers(directory: str, *, num_rounds: int) -> None:
         assert len(list(workers)) == 4
         most = max(most, *map(_private_bytes, _children()), 0)
         del workers
+    faulthandler.cancel_dump_traceback_later()
     checkpointer.close()
     assert most < STATE_BYTES // 2, f"a worker has {most / 1e6:.0f} MB of its own"
     assert in_flight >= num_rounds // 2, f"{in_flight} of {num_rounds} saves were in flight"

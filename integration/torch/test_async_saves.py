@@ -76,7 +76,13 @@ def server() -> Iterator[ForkServer]:
 
 
 def launch(
-    server: ForkServer, directory: Path, target: str, *, world_size: int = 1, **options: object
+    server: ForkServer,
+    directory: Path,
+    target: str,
+    *,
+    world_size: int = 1,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    **options: object,
 ) -> tuple[list[int], str]:
     """The exit status of each rank, and what they wrote."""
     port = free_port()
@@ -96,7 +102,7 @@ def launch(
     statuses: dict[int, int] = {}
     while len(statuses) < world_size:
         running = [pid for pid in pids if pid not in statuses]
-        ended = server.wait_any(running, TIMEOUT_SECONDS)
+        ended = server.wait_any(running, timeout_seconds)
         if ended is None:
             for pid in running:
                 os.killpg(pid, signal.SIGKILL)
@@ -128,7 +134,13 @@ def test_the_save_in_flight_is_completed_however_the_process_ends(
 def test_workers_that_are_forked_during_a_save_neither_hang_nor_double_the_memory(
     server: ForkServer, tmp_path: Path, num_rounds: int
 ) -> None:
-    statuses, output = launch(server, tmp_path, target_of(fork_workers), num_rounds=num_rounds)
+    statuses, output = launch(
+        server,
+        tmp_path,
+        target_of(fork_workers),
+        timeout_seconds=60.0 * num_rounds,  # each round has a limit of its own
+        num_rounds=num_rounds,
+    )
     assert statuses == [0], output
     (name,) = Store(tmp_path / "run").step_names()
     Store(tmp_path / "run").open_step(name).verify()
