@@ -297,6 +297,7 @@ def test_a_timer_that_is_due_during_a_save_stays_due(tmp_path: Path, gate: Gate)
     training.checkpointer.close()
     assert 3 not in training.saved()  # step 2 was in flight then
     assert {2, 4} <= set(training.saved())
+    assert "skipped_saves" not in training.manifest_of(4)["details"]  # they were delayed
 
 
 # ---------------------------------------------------------------- failures

@@ -83,12 +83,16 @@ class DueSaves:
             SaveError: the save has failed, or the one in flight; unless a failure is only logged.
         """
         if not self._is_requested and not self.is_ending and self._must_skip():
+            if self._is_due:  # a clock stays due, its save is made later
+                self._note_skipped()
             self._is_due = False
-            self._run.in_flight.num_skipped += 1
-            skipped = "skipped, the one before is still being written"
-            self._run.reporter.detail(f"the save at step {self._run.counters.step} was {skipped}")
             return
         self._save()
+
+    def _note_skipped(self) -> None:
+        self._run.in_flight.num_skipped += 1
+        skipped = "skipped, the one before is still being written"
+        self._run.reporter.detail(f"the save at step {self._run.counters.step} was {skipped}")
 
     def _must_skip(self) -> bool:
         """Whether the save in flight is still being written on any rank. Collective."""

@@ -196,7 +196,7 @@ class FoundTensor:
 
     Attributes:
         node: what stands for it in the tree; ``store`` fills it in.
-        memory: the address of its storage; with the device where that is not the host's memory.
+        memory: the address of its storage; with the device where that is not the CPU.
         begin: the address of its first byte.
         end: the address of the byte after its last.
         element: the type of its elements.
