@@ -49,6 +49,11 @@ class Gate(FailpointFileSystem):
             assert self.opened.wait(30)
         return super().create(path)
 
+    def unlink(self, path: Path) -> None:
+        if threading.current_thread().name == THREAD:
+            assert self.opened.wait(30)
+        super().unlink(path)
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
@@ -298,6 +303,24 @@ def test_a_timer_that_is_due_during_a_save_stays_due(tmp_path: Path, gate: Gate)
     assert 3 not in training.saved()  # step 2 was in flight then
     assert {2, 4} <= set(training.saved())
     assert "skipped_saves" not in training.manifest_of(4)["details"]  # they were delayed
+
+
+def test_a_synchronous_save_does_not_wait_for_the_removal_of_old_files(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, async_save=False, save_every=1, keep_latest=1)
+    steps = training.steps()
+    for _ in range(2):
+        next(steps)
+    gate.opened.clear()
+    next(steps)
+    assert training.saved() == [2]
+    assert [name for name in staging(tmp_path) if name.startswith("trash-")]
+    gate.opened.set()
+    next(steps)  # its save waits for the removal: two threads never change a run directory
+    training.checkpointer.close()
+    assert training.saved() == [4]
+    assert staging(tmp_path) == []
 
 
 # ---------------------------------------------------------------- failures

@@ -111,6 +111,7 @@ class BackgroundSave:
     def _commit(self, job: SaveJob) -> None:
         job.commit(self.files if self._world.world_size == 1 else self._files_of_all(job))
         job.retain()
+        job.empty_trash()
 
     def _files_of_all(self, job: SaveJob) -> tuple[FileEntry, ...]:
         parts, pause = job.parts(), _FIRST_PAUSE_SECONDS

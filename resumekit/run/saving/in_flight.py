@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from resumekit.distributed import World, from_rank
 from resumekit.log import logger
-from resumekit.run.saving.background import add_work
+from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.background_save import BackgroundSave
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.processes import Processes
@@ -46,6 +46,7 @@ class SaveInFlight:
         self._world = world
         self._must_fit = must_fit
         self._save: BackgroundSave | None = None
+        self._deletion: Work | None = None
         self._processes: Processes | None = None  # known from the first save on
         self._snapshot = Snapshot()
         self._sizes: list[int] | None = None  # of the copies of all ranks, once accepted or not
@@ -139,6 +140,17 @@ class SaveInFlight:
         self._save = BackgroundSave(job, self._processes)
         add_work(self._save.work)
 
+    def empty_trash(self, job: SaveJob) -> None:
+        """Removes the files of old checkpoints in the background. Rank 0 only."""
+        self._deletion = Work("the removal of old checkpoints", job.empty_trash)
+        add_work(self._deletion)
+
+    def wait_for_deletion(self) -> None:
+        """Waits until the store may be changed again."""
+        deletion, self._deletion = self._deletion, None
+        if deletion is not None:
+            deletion.wait()
+
     def finish(self) -> BackgroundSave | None:
         """Waits for the save in flight on all ranks. Collective.
 
@@ -168,6 +180,7 @@ class SaveInFlight:
 
     def wait_for_own(self) -> None:
         """Waits until this rank has done its part, on rank 0 all; raises nothing."""
+        self.wait_for_deletion()
         if self._save is not None and not self._save.work.is_abandoned:
             self._save.work.wait()
 

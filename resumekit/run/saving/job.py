@@ -102,13 +102,19 @@ class SaveJob:
         """Removes what was written. Rank 0 only."""
         self.store.abandon(self.staging())
 
-    def retain(self) -> None:
-        """Deletes old checkpoints. Rank 0 only.
+    # The new checkpoint is committed: an old one that cannot be removed does not undo that.
 
-        The new checkpoint is committed: an old one that cannot be removed does not undo that.
-        """
-        try:
-            self.store.retain(self.retention)
-            self.store.empty_trash()
-        except SaveError as error:
-            logger.warning("old checkpoints could not be removed: %s", error)
+    def retain(self) -> None:
+        """Renames old checkpoints away; ``empty_trash`` frees their space. Rank 0 only."""
+        _logged(lambda: self.store.retain(self.retention))
+
+    def empty_trash(self) -> None:
+        """Removes the files of old checkpoints, which may take long. Rank 0 only."""
+        _logged(self.store.empty_trash)
+
+
+def _logged(removal: Callable[[], object]) -> None:
+    try:
+        removal()
+    except SaveError as error:
+        logger.warning("old checkpoints could not be removed: %s", error)

@@ -106,6 +106,7 @@ class Saver:
             SaveError: writing failed; nothing was committed.
             OwnershipLostError: another attempt owns the directory now.
         """
+        self.in_flight.wait_for_deletion()
         payloads = with_frozen(self._payloads())
         self._frozen_links.find(progress.step, payloads)
         demands = self.world.gather(self._demand(payloads))
@@ -146,6 +147,8 @@ class Saver:
         self.parent = str(name)
         self._frozen_links.committed(name, job.files)
         self.world.on_first(job.retain)
+        if self.world.is_first:
+            self.in_flight.empty_trash(job)
         return False
 
     def finish(self) -> None:
