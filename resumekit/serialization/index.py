@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
@@ -33,8 +33,7 @@ from resumekit.storage import parse_json
 _HEADER_ALIGNMENT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One tensor of the data file.
 
     Args:
