@@ -88,9 +88,7 @@ class Content:
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
             self.is_plain = type(value) in SCALARS
-            if self._ignore_floats and isinstance(value, (float, np.floating)):
-                return "float"
-            return type(value).__name__, repr(value)
+            return number_digest(value, ignore_floats=self._ignore_floats)
         before = self._left, self._left_memory
         hasher = xxhash.xxh3_128()
         try:
@@ -261,6 +259,18 @@ class Content:
         self._left_memory -= num_bytes
         if self._left_memory < 0:
             raise OverLimitError
+
+
+def number_digest(value: Any, *, ignore_floats: bool) -> Any:
+    """What is equal for equal scalars that are no text.
+
+    Args:
+        value: the scalar.
+        ignore_floats: see ``walk``.
+    """
+    if ignore_floats and isinstance(value, (float, np.floating)):
+        return "float"
+    return type(value).__name__, repr(value)
 
 
 def _packed(column: list[Any]) -> Any:

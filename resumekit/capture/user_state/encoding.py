@@ -76,12 +76,16 @@ class LiveClasses:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        self._by_name: dict[str, type] = {}
-        modules = {type(each).__module__: type(each) for each in objects}
-        for name in modules:
+        self._objects = objects
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, type]:
+        found: dict[str, type] = {}
+        for name in {type(each).__module__: None for each in self._objects}:
             for value in vars(sys.modules.get(name, object)).values():
                 if isinstance(value, type):
-                    self._by_name.setdefault(class_name_of(value), value)
+                    found.setdefault(class_name_of(value), value)
+        return found
 
     def get(self, name: str) -> type | None:
         """The class of this full name; None where no live object's module has one."""

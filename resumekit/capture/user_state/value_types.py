@@ -216,6 +216,7 @@ def _is_read(file: io.IOBase) -> bool:
 # ---------------------------------------------------------------- attributes of library code
 
 
+@functools.cache
 def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
     """The names of the attributes that the code of some libraries sets in objects of a class.
 

@@ -23,7 +23,13 @@ from resumekit.capture.user_state.attributes import (
     tensors_in_state_dict,
     without_wrappers,
 )
-from resumekit.capture.user_state.digests import Content, OverLimitError, UncapturedError, size_of
+from resumekit.capture.user_state.digests import (
+    Content,
+    OverLimitError,
+    UncapturedError,
+    number_digest,
+    size_of,
+)
 from resumekit.capture.user_state.value_types import (
     LIBRARIES,
     Kind,
@@ -34,6 +40,9 @@ from resumekit.capture.user_state.value_types import (
     top_package,
 )
 from resumekit.state import CaptureLine, Fidelity, Stateful
+
+# None of these is a secret, or entered, or large.
+_NUMBERS = frozenset({bool, int, float, complex, type(None)})
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 
@@ -97,8 +106,9 @@ class Seen(NamedTuple):
     @property
     def is_unsaved(self) -> bool:
         """Whether it has no visible content."""
-        is_opaque = not self.is_ignored and kind_of(self.value) is Kind.OPAQUE
-        return self.problem is not None or is_opaque
+        if self.problem is not None:
+            return True
+        return not (self.is_ignored or self.is_plain) and kind_of(self.value) is Kind.OPAQUE
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,7 @@ class _Walker:
             scope.memory_bytes,
             ignore_floats=ignore_floats,
         )
+        self._ignores_floats = ignore_floats
         self._holder = Holder(None)
         for name, holder in holders.items():
             value = without_wrappers(holder.value)
@@ -223,8 +234,9 @@ class _Walker:
         while self._waiting:
             path, value, self._holder = self._waiting.popleft()
             in_component = id(value) in self._foreign.of_components
+            bookkeeping = _bookkeeping_of(value)
             for slot in slots(value, self._holder, in_component=in_component):
-                if not self._is_bookkeeping(slot):
+                if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
                     self._look_at(slot, path)
             if isinstance(value, nn.Module):
                 for name, each in submodules(value):
@@ -249,18 +261,13 @@ class _Walker:
             self._found.read_ahead.add(path)
         self._waiting.append((path, value, holder))
 
-    def _is_bookkeeping(self, slot: Slot) -> bool:
-        """Whether a framework keeps it in the user's modules; its adapter saves what counts."""
-        is_attribute = slot.role is Role.ATTRIBUTE and isinstance(slot.owner, nn.Module)
-        return is_attribute and slot.name in attributes_set_by(_LIGHTNING, type(slot.owner))
-
     def _is_data_only(self, slot: Slot) -> bool:
         """Whether plain values are no state: those that library code sets, caches and counters."""
-        kind = class_of(slot.owner)
         if self._holder.data_only:
             return True
         if slot.role is not Role.ATTRIBUTE or isinstance(slot.owner, nn.Module):
             return False
+        kind = class_of(slot.owner)
         is_derived = top_package(kind) not in LIBRARIES
         return is_derived and slot.name in attributes_set_by(LIBRARIES, kind)
 
@@ -270,8 +277,16 @@ class _Walker:
             value = slot.get()
         except (AttributeError, KeyError):
             return
-        if is_secret(slot.name, value) or self._scope.is_transient(path):
+        if self._scope.is_transient(path):
             return
+        if type(value) in _NUMBERS:  # most of them
+            if not self._is_data_only(slot):
+                number = number_digest(value, ignore_floats=self._ignores_floats)
+                self._found.seen[path] = Seen(slot, owner, value, number, True, False, None)
+        elif not is_secret(slot.name, value):
+            self._look_into(value, slot, path, owner)
+
+    def _look_into(self, value: Any, slot: Slot, path: str, owner: str) -> None:
         if self._is_ignored(value):
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
@@ -300,6 +315,13 @@ class _Walker:
             return not self._holder.has_generators
         is_computed = kind is Kind.TENSOR and value.grad_fn is not None
         return is_computed and value.numel() > _MAX_COMPUTED_ELEMENTS
+
+
+def _bookkeeping_of(owner: Any) -> Collection[str]:
+    """What a framework keeps in the user's modules; its adapter saves what counts."""
+    if not isinstance(owner, nn.Module):
+        return ()
+    return attributes_set_by(_LIGHTNING, class_of(owner))
 
 
 class Foreign:
