@@ -1,0 +1,169 @@
+"""Any training function, with something that happens while a save is written in the background.
+
+The functions here get the training function as a target, so that one of them serves all adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from overwriting import overwrite_everything
+
+from resumekit.run.saving import drain
+from resumekit.run.saving.saver import Saver
+from resumekit.serialization import leaf_digests, writing
+from resumekit.state import StateComponent
+from resumekit.storage import LocalFileSystem, store
+from resumekit.testing.task import load_function
+
+CHANGED = "changed-{rank}.json"  # the values that were overwritten, by component
+_POLL_SECONDS = 0.0005
+_SLOW_SECONDS = 0.01
+
+
+def in_background() -> bool:
+    """Whether this thread is the one that writes saves."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+# ---------------------------------------------------------------- overwritten
+
+
+def save_once(
+    directory: str,
+    *,
+    function: str,
+    options: dict[str, Any],
+    step: int,
+    mode: str,
+) -> None:
+    """Trains up to the save of one step, and ends the process when that is durable.
+
+    Args:
+        directory: the run directory.
+        function: the target of the training function.
+        options: of it, but for ``async_save``.
+        step: at which the save is made.
+        mode: ``"synchronous"``; ``"background"``: everything that the process holds is overwritten
+            as soon as the save has returned, and nothing is written before that; ``"not copied"``:
+            the same without the copy.
+    """
+    may_write = threading.Event()
+
+    class Held(LocalFileSystem):
+        """Writes nothing in the background before it may."""
+
+        def create(self, path: Path) -> int:
+            if in_background():
+                may_write.wait(60)
+            return super().create(path)
+
+    store.LocalFileSystem = Held  # type: ignore[misc]
+    if mode == "not copied":
+        writing._Files.copy_into = lambda self, memory: None  # type: ignore[method-assign]
+    save = Saver.save
+
+    def save_and_end(self: Saver, progress: Any, *arguments: Any, **named: Any) -> bool:
+        is_in_flight = save(self, progress, *arguments, **named)
+        if progress.step != step:
+            return is_in_flight
+        try:
+            if mode != "synchronous":
+                assert is_in_flight, "the save was synchronous"
+                changed = overwritten(self.components)
+                rank = os.environ.get("RANK", "0")
+                Path(directory, CHANGED.format(rank=rank)).write_text(json.dumps(changed))
+                may_write.set()
+                drain()
+            os._exit(0)
+        finally:  # after an error there is nothing left that could be saved
+            traceback.print_exc()
+            os._exit(1)
+
+    Saver.save = save_and_end  # type: ignore[method-assign]
+    load_function(function)(directory, **options, async_save=mode != "synchronous")
+    raise AssertionError(f"no save was made at step {step}")
+
+
+def overwritten(components: Sequence[StateComponent]) -> dict[str, list[str]]:
+    """Overwrites everything; the names of the values of each component that changed."""
+    keys = [each.key for each in components]
+    before = [_digests_of(each) for each in components]
+    overwrite_everything(components)
+    after = [_digests_of(each) for each in components]
+    return {
+        key: [name for name, digest in values.items() if now.get(name) != digest]
+        for key, values, now in zip(keys, before, after, strict=True)
+        if values
+    }
+
+
+def _digests_of(component: StateComponent) -> dict[str, str]:
+    try:
+        return dict(leaf_digests(component.stateful.state_dict()))
+    except Exception as error:  # noqa: BLE001 - of objects that make no sense any more
+        return {"": repr(error)}
+
+
+# ---------------------------------------------------------------- killed
+
+
+class SlowFileSystem(LocalFileSystem):
+    """Takes long for the files that the background thread writes."""
+
+    def create(self, path: Path) -> int:
+        if in_background():
+            time.sleep(_SLOW_SECONDS)
+        return super().create(path)
+
+    def fsync(self, handle: int) -> None:
+        if in_background():
+            time.sleep(_SLOW_SECONDS)
+        super().fsync(handle)
+
+
+def train_until_killed(
+    directory: str,
+    *,
+    function: str,
+    options: dict[str, Any],
+    after_seconds: float,
+    rank: int,
+) -> None:
+    """Trains; one rank is killed, with its workers, while a later save than the first is written.
+
+    Args:
+        directory: the run directory.
+        function: the target of the training function.
+        options: of it.
+        after_seconds: from the beginning of that save to SIGKILL.
+        rank: that is killed.
+    """
+    store.LocalFileSystem = SlowFileSystem  # type: ignore[misc]
+    if int(os.environ.get("RANK", "0")) == rank:
+        arguments = (Path(directory), after_seconds)
+        threading.Thread(target=_kill, args=arguments, daemon=True).start()
+    load_function(function)(directory, **options)
+
+
+def committed(where: Path) -> list[Path]:
+    """The checkpoints of all run directories below a directory."""
+    found = where.glob("**/step-*/manifest.json")
+    return [path.parent for path in found if path.parents[1].name != ".staging"]
+
+
+def _kill(where: Path, after_seconds: float) -> None:
+    while not committed(where):
+        time.sleep(_POLL_SECONDS)
+    while not any(where.glob("**/.staging/step-*")):
+        time.sleep(_POLL_SECONDS)
+    time.sleep(after_seconds)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
