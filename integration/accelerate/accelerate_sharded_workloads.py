@@ -14,6 +14,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlu
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import set_seed
 from digits import Digits
+from frozen_backbone import frozen_backbone
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -91,6 +92,8 @@ def train(
     states: bool = False,
     mid_accumulation: str = "boundary",
     width: int = 33,
+    frozen: bool = False,
+    async_save: bool = False,
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:
@@ -100,14 +103,17 @@ def train(
     model: Any = nn.Sequential(
         nn.Linear(64, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
-    optimizer: Any = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if frozen:
+        model.insert(0, frozen_backbone())
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer: Any = AdamW(trained, lr=1e-2, foreach=False)
     scheduler: Any = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
     loader: Any = DataLoader(
         Digits(NUM_SAMPLES, augment=augment), batch_size=BATCH_SIZE, shuffle=True
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if sharding == "FSDP1":
-        assert isinstance(model[0], FullyShardedDataParallel)
+        assert isinstance(model[-1], FullyShardedDataParallel)
     elif sharding == "FSDP2":
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     else:
@@ -122,6 +128,8 @@ def train(
         mid_accumulation=mid_accumulation,
         allow_changes={"world_size"},
         strict=True,
+        async_save=async_save,
+        keep_latest=None if frozen else 2,
     )
     folder = Path(directory, "state")
     if states and folder.is_dir():

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from annealed import Annealed
 from digits import Digits
+from frozen_backbone import frozen_backbone
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
@@ -81,6 +82,7 @@ def train(
     epochs: int = 2,
     save_every: int = 3,
     async_save: bool = False,
+    frozen: bool = False,
 ) -> None:
     """Trains a small classifier with dropout, AdamW and averaged weights."""
     set_seed(0)
@@ -103,7 +105,9 @@ def train(
     bare = nn.Sequential(
         nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 10)
     )
-    optim = AdamW(bare.parameters(), lr=1e-2)
+    if frozen:
+        bare.insert(0, frozen_backbone())
+    optim = AdamW([each for each in bare.parameters() if each.requires_grad], lr=1e-2)
     schedule: Any = OneCycleLR(optim, max_lr=0.02, total_steps=100)
     curriculum = Curriculum()
     batches = make_loader(augment, loader, workers)
@@ -127,6 +131,7 @@ def train(
         allow_changes=allow or (),
         strict=True,
         async_save=async_save,
+        keep_latest=None if frozen else 2,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from adapter_suite import AdapterSuite
+from frozen_backbone import require_exact_and_linked
 from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
@@ -134,3 +135,12 @@ class TestAccelerate(AdapterSuite):
         cell = self.cell("mid-epoch 1", {"annealed": True}, world_size=world_size)
         kit.assert_exact(cell)
         kit.assert_caught(cell, "model/attributes")
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("async_save", [False, True])
+    def test_a_frozen_backbone_is_linked_and_continues_exactly(
+        self, kit: Kit, async_save: bool, world_size: int
+    ) -> None:
+        options = {"frozen": True, "save_every": 1, "async_save": async_save}
+        kills = (KillPoint.step(4), KillPoint.step(8))
+        require_exact_and_linked(kit, self.cell(kills, options, world_size=world_size))

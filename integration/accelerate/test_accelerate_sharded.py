@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frozen_backbone import require_exact_and_linked
 from preloads import ALL
 
 pytest.importorskip("accelerate")
@@ -49,6 +50,16 @@ def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> N
 )
 def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any]) -> None:
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_frozen_parameters_are_linked_and_continue_exactly(
+    kit: Kit, sharding: str, async_save: bool
+) -> None:
+    options = {"sharding": sharding, "frozen": True, "async_save": async_save, "save_every": 1}
+    require_exact_and_linked(kit, Cell(train, options, 2, (KillPoint.step(4), KillPoint.step(8))))
 
 
 @pytest.mark.full

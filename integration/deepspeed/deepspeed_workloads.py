@@ -182,6 +182,7 @@ def train(
         strict=loader != "own",
         resume_from=resume_from,
         async_save=async_save,
+        keep_latest=None if frozen else 2,
     )
 
     def one_batch(images: torch.Tensor, labels: torch.Tensor) -> None:

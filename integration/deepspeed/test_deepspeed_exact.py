@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from adapter_suite import AdapterSuite
+from frozen_backbone import require_exact_and_linked
 from preloads import DEEPSPEED
 
 pytest.importorskip("deepspeed")
@@ -21,6 +22,7 @@ from deepspeed_workloads import OVERFLOWS, train
 
 from resumekit.testing import KillPoint, Kit
 
+WIDE = 17_000  # the first layer, which is frozen, takes up more than 4 MiB
 KILLS = ["mid-epoch 1", "on the boundary", "twice in one epoch"]
 STAGES: dict[str, tuple[int, int]] = {  # the ZeRO stage, and the ranks
     "no ZeRO on 1 rank": (0, 1),
@@ -125,6 +127,18 @@ class TestDeepSpeed(AdapterSuite):
     def test_every_way_to_train_continues_exactly(self, kit: Kit, style: str) -> None:
         world_size, options = STYLES[style]
         kit.assert_exact(self.cell("mid-epoch 1", options, world_size=world_size))
+
+    @pytest.mark.quick("stage 3 on 2 ranks-True")
+    @pytest.mark.parametrize("async_save", [False, True])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_frozen_parameters_are_linked_and_continue_exactly(
+        self, kit: Kit, stage: str, async_save: bool
+    ) -> None:
+        number, world_size = STAGES[stage]
+        options = {"stage": number, "frozen": True, "width": WIDE, "async_save": async_save}
+        kills = (KillPoint.step(4),) if async_save else (KillPoint.step(4), KillPoint.step(8))
+        cell = self.cell(kills, {**options, "save_every": 1}, world_size=world_size)
+        require_exact_and_linked(kit, cell)
 
     @pytest.mark.quick("stage 0")
     @pytest.mark.parametrize("stage", [0, 2], ids="stage {}".format)

@@ -314,6 +314,7 @@ def train(
     epochs: int = 2,
     save_every: int = 3,
     precision: Any = "32-true",
+    async_save: bool = False,
 ) -> None:
     """Trains the classifier, on as many ranks as the environment says."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -322,7 +323,7 @@ def train(
     model: Any = MODULES[module]()
     validates = val_check_interval is not None
     callbacks: list[Any] = [
-        ResumeCallback(folder / "run", save_every=save_every, strict=True),
+        ResumeCallback(folder / "run", save_every=save_every, strict=True, async_save=async_save),
         LearningRateMonitor("step", log_momentum=True),
         Validated(folder / VALIDATED, kill_in_validation),
     ]

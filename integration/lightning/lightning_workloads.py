@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from digits import Digits
+from frozen_backbone import frozen_backbone
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     Callback,
@@ -43,9 +44,10 @@ QUIET: dict[str, Any] = {
 class Classifier(LightningModule):
     """A small classifier with dropout and batch norm."""
 
-    def __init__(self, scheduler: str = "none") -> None:
+    def __init__(self, scheduler: str = "none", *, frozen: bool = False) -> None:
         super().__init__()
         self.scheduler = scheduler
+        self.backbone = frozen_backbone() if frozen else nn.Identity()
         self.layers = nn.Sequential(
             nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10)
         )
@@ -56,7 +58,7 @@ class Classifier(LightningModule):
         np.random.random()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        images, labels = batch
+        images, labels = self.backbone(batch[0]), batch[1]
         outputs = self.layers(images).float()
         loss = nn.functional.cross_entropy(outputs, labels)
         self.hardest_loss = max(self.hardest_loss, loss.item())
@@ -72,7 +74,8 @@ class Classifier(LightningModule):
         self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = AdamW(self.parameters(), lr=1e-2)
+        trained = [each for each in self.parameters() if each.requires_grad]
+        optimizer = AdamW(trained, lr=1e-2)
         if self.scheduler == "step":
             schedule = OneCycleLR(optimizer, max_lr=0.02, total_steps=100)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -215,11 +218,12 @@ def train(
     max_steps: int = -1,
     save_every: int | None = 3,
     async_save: bool = False,
+    frozen: bool = False,
 ) -> None:
     """Trains the classifier, on as many ranks as the environment says."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     seed_everything(0)
-    module = TwoOptimizers() if manual else Classifier(scheduler)
+    module = TwoOptimizers() if manual else Classifier(scheduler, frozen=frozen)
     average = AveragedModel(module.layers, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     extras = {"num_batches": 0}
     saving = ResumeCallback(
@@ -230,6 +234,7 @@ def train(
         extras=extras,
         best_metric="val_loss" if validate else None,
         async_save=async_save,
+        keep_latest=None if frozen else 2,
         # What persistent workers of the validation draw would be lost; these draw nothing.
         strict=not (validate and workers == "persistent"),
     )

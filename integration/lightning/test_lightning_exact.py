@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from adapter_suite import AdapterSuite
+from frozen_backbone import require_exact_and_linked
 from preloads import LIGHTNING
 
 pytest.importorskip("lightning")
@@ -140,3 +141,12 @@ class TestLightning(AdapterSuite):
         assert (run.failure, run.missed_kills) == ("", ())
         assert verdict.divergence is not None
         assert verdict.is_reproducible
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("async_save", [False, True])
+    def test_a_frozen_backbone_is_linked_and_continues_exactly(
+        self, kit: Kit, async_save: bool, world_size: int
+    ) -> None:
+        options = {"frozen": True, "save_every": 1, "async_save": async_save}
+        kills = (KillPoint.step(4), KillPoint.step(8))
+        require_exact_and_linked(kit, self.cell(kills, options, world_size=world_size))

@@ -103,6 +103,10 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
         {"own_saving": True, "val_check_interval": 4},
         (KillPoint.step(7), KillPoint.step(14)),
     ),
+    "Lightning's own saving beside saves in the background": (
+        {"own_saving": True, "val_check_interval": 4, "async_save": True},
+        (KillPoint.step(7), KillPoint.step(14)),
+    ),
     "Lightning's own saving of a stateful loader": (
         {"own_saving": True, "val_check_interval": 4, "loader": "stateful"},
         (KillPoint.step(14),),

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from background_workloads import CHANGED, committed, save_once, train_until_killed
+from background_workloads import CHANGED, committed, save_once, train_until_interrupted
 from checkpoint_files import differences, tensors_of
 
 from resumekit.prove import compare
-from resumekit.testing import Cell, ConformanceSuite, Kit
+from resumekit.testing import Cell, ConformanceSuite, Kit, Run
 from resumekit.testing.task import target_of
 
 MODES = ("synchronous", "background", "not copied")
-NUM_KILLS, ALL_KILLS = 1, 10
+NUM_TRIALS, ALL_TRIALS = 1, 10
 
 
 class AdapterSuite(ConformanceSuite):
@@ -70,18 +71,27 @@ class AdapterSuite(ConformanceSuite):
     ) -> None:
         plain = self.cell(options={"async_save": True}, world_size=world_size)
         whole = kit.run_uninterrupted(plain)
-        chance = random.Random(world_size)
-        for _ in range(ALL_KILLS if request.config.getoption("--full-matrix") else NUM_KILLS):
-            when = {"after_seconds": chance.uniform(0, 0.05), "rank": chance.randrange(world_size)}
-            given = {"function": target_of(self.function), "options": dict(plain.options)}
-            killed = Cell(train_until_killed, {**given, **when}, world_size)
-            run = kit.run_again(kit.new_run(killed))
-            assert "killed by SIGKILL" in run.failure, f"{when}: {run.failure}"
-            assert committed(run.directory), f"{when}: no checkpoint"
+        for run in self.interrupted(request, kit, plain, "SIGKILL"):
+            assert "killed by SIGKILL" in run.failure, run.failure
+            assert committed(run.directory)
             run = kit.run_again(replace(run, cell=plain))
-            assert not run.launches[-1].failure, f"{when}: {run.launches[-1].failure}"
+            assert not run.launches[-1].failure, run.launches[-1].failure
             verdict = compare(whole.trace, run.trace, expect_resume=True)
-            assert verdict.exact, f"{when}: {verdict}"
+            assert verdict.exact, f"{verdict}"
+
+    def interrupted(
+        self, request: pytest.FixtureRequest, kit: Kit, plain: Cell, name: str
+    ) -> Iterator[Run]:
+        """Runs whose first launch gets a signal while a save is written, at random instants."""
+        chance = random.Random(plain.world_size)
+        given = {"function": target_of(self.function), "options": dict(plain.options)}
+        for _ in range(ALL_TRIALS if request.config.getoption("--full-matrix") else NUM_TRIALS):
+            when = {"after_seconds": chance.uniform(0, 0.05), "name": name}
+            when["rank"] = chance.randrange(plain.world_size)
+            print(when)
+            cell = Cell(train_until_interrupted, {**given, **when}, plain.world_size)
+            leaves_on = None if name == "SIGKILL" else name
+            yield kit.run_again(kit.new_run(cell), leaves_on=leaves_on)
 
     @pytest.mark.quick("1 rank")
     def test_what_changes_after_a_save_in_the_background_returned_is_not_in_the_checkpoint(
@@ -109,6 +119,29 @@ class AdapterSuite(ConformanceSuite):
             assert not same, f"{path.name}: nothing of {same} was overwritten"
         (step,) = committed(training)
         return step
+
+    @pytest.mark.quick("1 rank")
+    def test_a_signal_while_a_save_is_written_in_the_background_loses_nothing(
+        self, request: pytest.FixtureRequest, kit: Kit, world_size: int
+    ) -> None:
+        plain = self.cell(options={"async_save": True}, world_size=world_size)
+        whole = kit.run_uninterrupted(plain)
+        for run in self.interrupted(request, kit, plain, "SIGTERM"):
+            (left,) = run.launches
+            assert left.was_killed, left.failure or "the signal came too late"
+            newest = max(path.name for path in committed(run.directory))
+            run = kit.run_again(replace(run, cell=plain))
+            verdict = compare(whole.trace, run.trace, expect_resume=True)
+            assert verdict.exact, f"{run.failure} {verdict}"
+            (resume,) = verdict.resumes
+            assert (f"step-{resume.step:08d}", resume.num_repeated_steps) == (newest, 0)
+
+    @pytest.mark.full
+    def test_a_component_left_out_is_caught_where_saves_are_in_the_background(
+        self, kit: Kit, component: str, world_size: int
+    ) -> None:
+        options = {**self.everything, "async_save": True}
+        kit.assert_caught(self.cell("mid-epoch 1", options, world_size=world_size), component)
 
     @pytest.mark.full
     def test_everything_together_saved_in_the_background_continues_exactly(

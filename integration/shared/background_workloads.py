@@ -113,7 +113,7 @@ def _digests_of(component: StateComponent) -> dict[str, str]:
         return {"": repr(error)}
 
 
-# ---------------------------------------------------------------- killed
+# ---------------------------------------------------------------- interrupted
 
 
 class SlowFileSystem(LocalFileSystem):
@@ -130,27 +130,29 @@ class SlowFileSystem(LocalFileSystem):
         super().fsync(handle)
 
 
-def train_until_killed(
+def train_until_interrupted(
     directory: str,
     *,
     function: str,
     options: dict[str, Any],
     after_seconds: float,
     rank: int,
+    name: str,
 ) -> None:
-    """Trains; one rank is killed, with its workers, while a later save than the first is written.
+    """Trains; one rank gets a signal while a later save than the first is written.
 
     Args:
         directory: the run directory.
         function: the target of the training function.
         options: of it.
-        after_seconds: from the beginning of that save to SIGKILL.
-        rank: that is killed.
+        after_seconds: from the beginning of that save to the signal.
+        rank: that gets it.
+        name: of the signal; SIGKILL is for the workers of that rank too.
     """
     store.LocalFileSystem = SlowFileSystem  # type: ignore[misc]
     if int(os.environ.get("RANK", "0")) == rank:
-        arguments = (Path(directory), after_seconds)
-        threading.Thread(target=_kill, args=arguments, daemon=True).start()
+        arguments = (Path(directory), after_seconds, signal.Signals[name])
+        threading.Thread(target=_interrupt, args=arguments, daemon=True).start()
     load_function(function)(directory, **options)
 
 
@@ -160,10 +162,12 @@ def committed(where: Path) -> list[Path]:
     return [path.parent for path in found if path.parents[1].name != ".staging"]
 
 
-def _kill(where: Path, after_seconds: float) -> None:
+def _interrupt(where: Path, after_seconds: float, number: signal.Signals) -> None:
     while not committed(where):
         time.sleep(_POLL_SECONDS)
     while not any(where.glob("**/.staging/step-*")):
         time.sleep(_POLL_SECONDS)
     time.sleep(after_seconds)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    if number is signal.SIGKILL:
+        os.killpg(os.getpgrp(), number)
+    os.kill(os.getpid(), number)

@@ -35,12 +35,15 @@ def continued(directory: Path, **arguments: Any) -> Trainer:
 
 
 def with_the_best(
-    directory: Path, *callbacks: TrainerCallback, limit: int | None = None
+    directory: Path,
+    *callbacks: TrainerCallback,
+    limit: int | None = None,
+    async_save: bool = False,
 ) -> Trainer:
     """One that loads the best model of the run at the end, and saves nothing by itself."""
     trainer = make_trainer(directory, *callbacks, save_total_limit=limit, **EVALUATED)
     trainer.args.load_best_model_at_end = True  # TrainingArguments() takes it with its saving only
-    attach(trainer, directory, save_every=3)
+    attach(trainer, directory, save_every=3, async_save=async_save)
     return trainer
 
 
@@ -160,7 +163,9 @@ def test_without_its_own_saving_the_best_is_that_of_the_run(tmp_path: Path) -> N
     require_equal(trainer, AutoModelForCausalLM.from_pretrained(folder))
 
 
-def test_the_best_model_of_the_run_is_loaded_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_model_of_the_run_is_loaded_at_the_end(tmp_path: Path, async_save: bool) -> None:
     first, moved = tmp_path / "first", tmp_path / "moved"
     make_trainer(first, save_strategy="steps", save_steps=5, max_steps=10).train()
     whole = with_the_best(tmp_path / "whole")
@@ -170,13 +175,13 @@ def test_the_best_model_of_the_run_is_loaded_at_the_end(tmp_path: Path) -> None:
     interrupted(first, 17, **EVALUATED)
     first.rename(moved)
     seen = Seen()
-    trainer = with_the_best(moved, seen, limit=1)
+    trainer = with_the_best(moved, seen, limit=1, async_save=async_save)
     trainer.train()
     best = str(moved / "run" / "step-00000004" / "model")
     assert set(seen.folders.values()) == {best}
     assert trainer.state.best_model_checkpoint == best
     require_equal(trainer, whole.model)
-    again = with_the_best(moved)
+    again = with_the_best(moved, async_save=async_save)
     again.train()  # nothing is left to train
     require_equal(again, whole.model)
     # What a run before has left there is not in the way of the limit.

@@ -12,10 +12,18 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from trainer_workloads import causal, make
+from frozen_backbone import require_exact_and_linked
+from preloads import TRAINER
+from safetensors.torch import load_file
+from trainer_workloads import LARGE, causal, make, train
 from transformers import PreTrainedModel, set_seed
 
 from resumekit.adapters.transformers import ResumeCallback
+from resumekit.export import export_model
+from resumekit.storage import Store
+from resumekit.testing import Cell, KillPoint, Kit
+
+PRELOAD = TRAINER
 
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="pip install peft")
 # peft 0.21 asks for what transformers 5.23 has given another name.
@@ -105,3 +113,49 @@ def test_the_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
     set_seed(0)
     require_equal(peft.PeftModel.from_pretrained(causal(), folder), trainer.model)
     assert not list(tmp_path.glob("output/checkpoint-*"))
+
+
+@needs_peft
+@of_peft
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_frozen_base_is_linked_and_continues_exactly(kit: Kit, async_save: bool) -> None:
+    import peft
+
+    newest = require_exact_and_linked(kit, frozen("large lora", async_save=async_save))
+    set_seed(0)
+    base = causal(LARGE)
+    expected = {name: weight.clone() for name, weight in base.state_dict().items()}
+    opened = peft.PeftModel.from_pretrained(base, newest / "model")
+    found = opened.get_base_model().state_dict()
+    assert all(
+        torch.equal(found[key.replace("c_attn", "c_attn.base_layer")], expected[key])
+        if "c_attn" in key
+        else torch.equal(found[key], expected[key])
+        for key in expected
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("async_save", [False, True])
+def test_frozen_blocks_are_linked_and_opened_by_from_pretrained(
+    kit: Kit, tmp_path: Path, async_save: bool
+) -> None:
+    newest = require_exact_and_linked(kit, frozen("frozen blocks", async_save=async_save))
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
+        newest / "model", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    store = Store(newest.parent)
+    export_model(store.open_step(store.step_names()[0]), tmp_path / "model.safetensors")
+    exported, found = load_file(tmp_path / "model.safetensors"), opened.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in exported.items())
+    set_seed(0)
+    begun = make("frozen blocks")[0].state_dict()
+    same = {name for name, weight in begun.items() if torch.equal(weight, found[name])}
+    assert same == {name for name in begun if name.startswith("transformer.h.")}
+
+
+def frozen(kind: str, *, async_save: bool) -> Cell:
+    options = {"kind": kind, "save_every": 1, "keep_latest": None, "async_save": async_save}
+    return Cell(train, options, 1, (KillPoint.step(4), KillPoint.step(8)))

@@ -55,6 +55,7 @@ _SIZES = {
     "intermediate_size": 16,
     "max_position_embeddings": BLOCK_SIZE,
 }
+LARGE = 320  # frozen blocks of this width take up more than 4 MiB
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -91,19 +92,25 @@ class Sentences(Dataset[dict[str, Any]]):
         return {"input_ids": tokens, "labels": self.label(tokens)}
 
 
-def causal() -> nn.Module:
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE}
+def causal(width: int = 16) -> nn.Module:
+    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE}
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
     )
 
 
-def with_lora() -> nn.Module:
+def with_frozen_blocks() -> nn.Module:
+    """Of more than 4 MiB; only the last norm and the embeddings are trained."""
+    model = causal(LARGE)
+    model.transformer.h.requires_grad_(False)
+    return model
+
+
+def with_lora(width: int = 16) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(
-        causal(), LoraConfig(r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
-    )
+    targets: dict[str, Any] = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+    return get_peft_model(causal(width), LoraConfig(r=2, lora_dropout=0.1, **targets))
 
 
 def bert(kind: type[nn.Module]) -> nn.Module:
@@ -277,7 +284,12 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, type[Trainer], type[TrainingAr
         return (model, data, None, *trl_classes(TRL[kind]))
     if kind == "weighed":
         return (causal(), Sentences(lambda tokens: tokens), None, Weighing, TrainingArguments)
-    model = with_lora() if kind == "lora" else causal()
+    models = {
+        "lora": with_lora,
+        "large lora": lambda: with_lora(LARGE),
+        "frozen blocks": with_frozen_blocks,
+    }
+    model = models.get(kind, causal)()
     if kind == "annealed":
         model.transformer.drop = Annealed(model.config.n_embd)
     return (model, Sentences(lambda tokens: tokens), None, *usual)
@@ -302,6 +314,8 @@ def train(
     scheduler: str = "cosine",
     logging_steps: int = 1,
     allow: list[str] | None = None,
+    async_save: bool = False,
+    keep_latest: int | None = 2,
     **settings: Any,
 ) -> None:
     """Trains with dropout and AdamW; every step is logged, with its gradient norm."""
@@ -369,6 +383,8 @@ def train(
             save_every=save_every,
             strict=True,
             allow_changes=allow or (),
+            async_save=async_save,
+            keep_latest=keep_latest,
         )
     )
     result = trainer.train()
