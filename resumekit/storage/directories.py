@@ -22,6 +22,7 @@ QUARANTINE = "quarantine"
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})(?:-r([1-9][0-9]{0,5}))?")
 _MAX_NAME_BYTES = 255  # of one part, on every common file system
 _MAX_PATH_BYTES = 1024
+_SPECIAL_PARTS = frozenset(("", ".", ".."))
 
 
 @dataclass(frozen=True, order=True)
@@ -66,7 +67,7 @@ class StepName:
 def path_problem(path: str) -> str | None:
     """Why this cannot be the path of a file in a step directory; None when it can."""
     parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts):
+    if not _SPECIAL_PARTS.isdisjoint(parts):
         return "is not a plain relative path"
     if "\\" in path or not path.isprintable():
         return "holds a backslash or an unprintable character"
@@ -75,7 +76,7 @@ def path_problem(path: str) -> str | None:
     except UnicodeEncodeError:
         return "is not Unicode"
     if len(encoded) > _MAX_PATH_BYTES or any(
-        len(part.encode("utf-8")) > _MAX_NAME_BYTES for part in parts
+        len(part) > _MAX_NAME_BYTES for part in encoded.split(b"/")
     ):
         return "is too long"
     if path == MANIFEST:
@@ -96,13 +97,9 @@ def paths_problem(paths: Iterable[str]) -> str | None:
         problem = path_problem(path)
         if problem is not None:
             return f"{path[:80]!r} {problem}"
-        parts = path.split("/")
-        for depth in range(1, len(parts) + 1):
-            prefix = "/".join(parts[:depth])
+        for prefix in (path, *_new_directories(path, directories)):
             if spelling.setdefault(_folded(prefix), prefix) != prefix:
                 return f"{path[:80]!r} is another spelling of {spelling[_folded(prefix)][:80]!r}"
-            if depth < len(parts):
-                directories.add(prefix)
         if path in files:
             return f"{path[:80]!r} is listed twice"
         files.add(path)
@@ -115,12 +112,24 @@ def directories_of(paths: Iterable[str]) -> tuple[str, ...]:
     """Every directory that these files need, parents first."""
     found: set[str] = set()
     for path in paths:
-        parts = path.split("/")
-        found.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        _new_directories(path, found)
     return tuple(sorted(found))
 
 
+def _new_directories(path: str, known: set[str]) -> list[str]:
+    """The directories above a file that are not known, and from now on are."""
+    found = []
+    parent = path.rpartition("/")[0]
+    while parent and parent not in known:
+        found.append(parent)
+        parent = parent.rpartition("/")[0]
+    known.update(found)
+    return found
+
+
 def _folded(path: str) -> str:
+    if path.isascii():
+        return path.casefold()
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", path).casefold())
 
 

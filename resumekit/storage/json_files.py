@@ -32,6 +32,7 @@ MAX_JSON_BYTES = 64 << 20
 MAX_DEPTH = 64
 _MAX_VALUES = 4_000_000
 _MAX_DIGITS = 1000
+_INTEGER_END = 10 ** (_MAX_DIGITS - 1)
 
 _LAST_LINE = b'  "digest": "xxh3-128:%s"\n}\n'
 _LAST_LINE_BYTES = len(_LAST_LINE) - 2 + 32
@@ -158,32 +159,35 @@ def _text(key: str, value: Any) -> str:
     return json.dumps(value, indent=2).replace("\n", "\n  ")
 
 
-def to_plain(value: Any, *, where: str, depth: int = 0) -> Any:
+def to_plain(value: Any, *, where: str) -> Any:
     """The value as JSON would return it; tuples become lists.
 
     Raises:
-        UnsupportedValueError: JSON would change or refuse it.
+        UnsupportedValueError: JSON would change or refuse it; names the path to it.
     """
-    if depth > MAX_DEPTH - 2:
-        raise UnsupportedValueError(where, found="nested too deeply")
+    return _plain(value, where, ())
+
+
+def _plain(value: Any, where: str, path: tuple[object, ...]) -> Any:
+    # The path becomes text only for an error: a manifest may list tens of thousands of files.
+    if len(path) > MAX_DEPTH - 2:
+        raise UnsupportedValueError(_named(where, path), found="nested too deeply")
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and abs(value) < 10 ** (_MAX_DIGITS - 1):
+    if isinstance(value, int) and abs(value) < _INTEGER_END:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if isinstance(value, list | tuple):
-        return [
-            to_plain(item, where=f"{where}[{index}]", depth=depth + 1)
-            for index, item in enumerate(value)
-        ]
+        return [_plain(item, where, (*path, index)) for index, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {
-            str(key): to_plain(item, where=f"{where}[{key!r}]", depth=depth + 1)
-            for key, item in value.items()
-        }
+        return {str(key): _plain(item, where, (*path, key)) for key, item in value.items()}
     raise UnsupportedValueError(
-        where,
+        _named(where, path),
         found=f"{value!r:.80} of type {type(value).__name__}",
         expected="None, bool, int, finite float, str, or lists and dicts with string keys of these",
     )
+
+
+def _named(where: str, path: tuple[object, ...]) -> str:
+    return where + "".join(f"[{key!r}]" for key in path)
