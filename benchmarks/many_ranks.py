@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import statistics
 import tempfile
@@ -261,6 +262,7 @@ def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float
             components=(),
             files=tuple(entries),
         )
+        os.sync()  # each rank has synced its own files
         with clock.timed("commit"):
             path = store.commit(staging, manifest)
         peak = reset_peak(peak=True) - before
