@@ -30,6 +30,7 @@ from resumekit.serialization.sharding import (
 )
 from resumekit.serialization.state_paths import StatePath
 from resumekit.serialization.tensors import FoundTensor, Leaf
+from resumekit.storage import BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ _MOST_NAMED = 3
 # Every rank reads what all ranks hold. In a thousand files, a thousand step counts would cost each
 # rank a thousand blocks.
 _SMALL_BYTES = 64 << 10
+
+# What a writer is given before another holder of the same parts gets some: whoever reads these parts
+# opens an index for each writer. One block is read whole in any case.
+_PORTION_BYTES = BLOCK_BYTES
 
 # The boxes that a rank holds of a tensor: of each the offsets, then the sizes.
 _Part = tuple[tuple[int, ...], ...]
@@ -354,8 +359,9 @@ class _Kind:
         return self._layouts[rotation]
 
     def least_loaded(self, load: Column) -> int:
-        """The rotation whose writers have the least to write."""
-        return int(load[self.writers].max(axis=1).argmin()) if len(self.writers) > 1 else 0
+        """The first rotation whose writers have the fewest whole portions to write."""
+        portions = load[self.writers] // _PORTION_BYTES
+        return int(portions.max(axis=1).argmin()) if len(self.writers) > 1 else 0
 
     def add_to(self, load: Column, rotation: int, element_bytes: int) -> None:
         """Adds what each position writes at a rotation, in bytes."""
@@ -398,7 +404,7 @@ def _kinds(
 def _choose_writers(
     local: LocalState, kinds: Mapping[str, _Kind], num_ranks: int
 ) -> dict[str, int]:
-    """The rotation of each tensor with which all ranks write about as much."""
+    """The rotation of each tensor with which all ranks write about as much, to a portion."""
     load = np.zeros(num_ranks, np.int64)
     rotations: dict[str, int] = {}
 

@@ -162,12 +162,12 @@ def test_the_index_grows_with_tensors_and_hardly_with_ranks(ranks: Any) -> None:
     assert more_of_both[1] <= more_tensors[1] + 100
 
 
-def test_copies_are_shared_evenly_and_in_few_ways(ranks: Any) -> None:
+def test_copies_are_divided_evenly_and_in_few_ways(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_PORTION_BYTES", 1)
     local, _, assignments = planned(ranks, (2, 4), 61, (None, 0))
-    written = [
-        sum(local_part(local[rank].tensors[name]).nbytes for name in given.names)
-        for rank, given in enumerate(assignments)
-    ]
+    written = written_bytes(local, assignments)
     pairs = [written[shard] + written[shard + 4] for shard in range(4)]
     for shard in range(4):
         assert max(written[shard], written[shard + 4]) <= pairs[shard] / 2 + 96 // 4 * 4 * 4
@@ -177,6 +177,29 @@ def test_copies_are_shared_evenly_and_in_few_ways(ranks: Any) -> None:
         if name.endswith("weight")
     )
     assert len(ways) <= 2 * len(SHAPES)
+
+
+def written_bytes(local: Sequence[LocalState], assignments: Sequence[Assignment]) -> list[int]:
+    """What each rank writes."""
+    return [
+        sum(local_part(local[rank].tensors[name]).nbytes for name in given.names)
+        for rank, given in enumerate(assignments)
+    ]
+
+
+@pytest.mark.parametrize("portion", [600, 10**6])
+def test_a_reader_of_copies_opens_no_more_files_than_there_are_portions(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, portion: int
+) -> None:
+    monkeypatch.setattr(plan_module, "_PORTION_BYTES", portion)
+    largest = 96 // 2 * 4 * 4
+    local, _, assignments = planned(ranks, (4, 2), 30, (None, 0))
+    written = written_bytes(local, assignments)
+    for shard in range(2):
+        copies = [written[rank] for rank in range(shard, 8, 2)]
+        num_writers = sum(size > 100 for size in copies)  # the first one writes the counts too
+        assert num_writers == min(4, -(-sum(copies) // portion))
+        assert max(copies) - min(copies) <= portion + largest
 
 
 def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:

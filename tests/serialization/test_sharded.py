@@ -23,6 +23,7 @@ from resumekit.serialization import (
     Source,
     assign,
     encode_local,
+    planning,
     read_sharded,
 )
 from resumekit.serialization.index import ShardedIndex
@@ -148,8 +149,9 @@ def test_every_type_is_restored_bit_for_bit(
 
 
 def test_what_all_ranks_hold_is_written_once_and_divided_among_them(
-    checkpoints: Any, ranks: Any
+    checkpoints: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planning, "_PORTION_BYTES", 160_000)
     state = {f"layer.{i}": torch.full((20_000,), float(i)) for i in range(8)}
     step = save(checkpoints, ranks, 4, lambda: dict(state))
     sizes = [e.size for e in step.manifest.files if e.path.endswith(".safetensors")]
