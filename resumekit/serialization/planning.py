@@ -137,8 +137,8 @@ _MOST_NAMED = 3
 # rank a thousand blocks.
 _SMALL_BYTES = 64 << 10
 
-# What a writer is given before another holder of the same parts gets some: whoever reads these parts
-# opens an index for each writer. One block is read whole in any case.
+# What a writer is given before another holder of the same parts gets some: whoever reads these
+# parts opens an index for each writer. One block is read whole in any case.
 _PORTION_BYTES = BLOCK_BYTES
 
 # The boxes that a rank holds of a tensor: of each the offsets, then the sizes.
