@@ -216,7 +216,6 @@ def _is_read(file: io.IOBase) -> bool:
 # ---------------------------------------------------------------- attributes of library code
 
 
-@functools.cache
 def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
     """The names of the attributes that the code of some libraries sets in objects of a class.
 
@@ -228,6 +227,11 @@ def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
         libraries: the names of their top-level packages.
         kind: the class.
     """
+    return _set_by(libraries, kind)
+
+
+@functools.cache
+def _set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
     return _set_in(tuple(each for each in kind.__mro__ if top_package(each) in libraries))
 
 
