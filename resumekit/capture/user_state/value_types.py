@@ -227,11 +227,11 @@ def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
         libraries: the names of their top-level packages.
         kind: the class.
     """
-    return _set_by(libraries, kind)
+    return _of_class(libraries, kind)
 
 
 @functools.cache
-def _set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
+def _of_class(libraries: frozenset[str], kind: Any) -> frozenset[str]:
     return _set_in(tuple(each for each in kind.__mro__ if top_package(each) in libraries))
 
 
