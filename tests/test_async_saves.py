@@ -497,7 +497,7 @@ def test_the_size_of_the_copy_is_logged_once(
     training.checkpointer.close()
     lines = [r.getMessage() for r in caplog.records if "copy of the state" in r.getMessage()]
     assert len(lines) == 1
-    assert "GB on rank 0" in lines[0]
+    assert "KB on rank 0" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from resumekit.distributed import World, from_rank
 from resumekit.log import logger
+from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.background_save import BackgroundSave
 from resumekit.run.saving.job import Payloads, SaveJob
@@ -115,9 +116,9 @@ class SaveInFlight:
             self._world.gather(self._snapshot.fits(own_copy.num_bytes, others))
         )
         if self._world.is_first and (self._sizes is None or accepted != self._accepts):
-            of_node = f", {sum(copy.num_bytes for copy in here) / 1e9:.3g} GB on its node"
+            of_node = f", {human_bytes(sum(copy.num_bytes for copy in here))} on its node"
             several = of_node if len(here) > 1 else ""
-            size = f"{own_copy.num_bytes / 1e9:.3g} GB on rank 0{several}"
+            size = f"{human_bytes(own_copy.num_bytes)} on rank 0{several}"
             logger.info(
                 "async saves keep a copy of the state in host memory: %s"
                 if accepted
