@@ -28,7 +28,7 @@ from resumekit.serialization.layouts import part_name
 from resumekit.serialization.planning import sharding_of
 from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
-from resumekit.storage import MAX_JSON_BYTES, StepReader
+from resumekit.storage import MAX_JSON_BYTES, StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -244,10 +244,7 @@ def _read(
     # Before memory is allocated: the index may promise more than the files hold.
     for file, its_fetches in divided:
         file.require(its_fetches, index.tensors)
-    memory = {
-        name: torch.empty(box.sizes, dtype=_plain_type(index.tensors[name]), device="cpu")
-        for name, box in wanted.items()
-    }
+    memory = {name: _memory(index.tensors[name], box) for name, box in wanted.items()}
     strides: dict[str, tuple[int, ...] | None] = {}
     for file, its_fetches in divided:
         parts: list[ByteRange] = []
@@ -419,6 +416,13 @@ def _stored_name(fetch: Fetch) -> str:
 def _plain_type(logical: Logical) -> torch.dtype:
     """Numbers of the same width, which any copy leaves alone."""
     return PLAIN_TYPES[logical.element.num_bytes]
+
+
+def _memory(logical: Logical, box: Box) -> Tensor:
+    """Memory of its own for the part wanted of a tensor."""
+    memory = torch.empty(box.sizes, dtype=_plain_type(logical), device="cpu")
+    use_huge_pages(flat_bytes(memory))
+    return memory
 
 
 def _without_values(logical: Logical) -> Tensor:

@@ -7,7 +7,7 @@ from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.host_memory import HostBuffer, address_of
+from resumekit.storage.host_memory import HostBuffer, address_of, use_huge_pages
 from resumekit.storage.io import (
     Entry,
     FileSystem,
@@ -53,4 +53,5 @@ __all__ = [
     "address_of",
     "parse_json",
     "select_deletions",
+    "use_huge_pages",
 ]

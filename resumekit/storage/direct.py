@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resumekit.log import logger
-from resumekit.storage.host_memory import address_of
+from resumekit.storage.host_memory import address_of, libc
 
 ALIGNED_BYTES = 4096
 MIN_DIRECT_BYTES = 1 << 20  # below it, a write into the page cache returns sooner
@@ -197,13 +196,8 @@ def _is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     with mmap.mmap(descriptor, num_bytes, offset=offset, access=mmap.ACCESS_COPY) as mapped:
         address = ctypes.c_void_p(address_of(memoryview(mapped)))
-        failed = _libc().mincore(address, ctypes.c_size_t(num_bytes), pages)
+        failed = libc().mincore(address, ctypes.c_size_t(num_bytes), pages)
     return not failed and 2 * sum(page & 1 for page in pages) >= len(pages)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def _type_of_file_system(path: Path) -> int:
@@ -211,5 +205,5 @@ def _type_of_file_system(path: Path) -> int:
     if not sys.platform.startswith("linux"):
         return 0
     status = (ctypes.c_long * 64)()  # more than struct statfs needs; f_type is its first field
-    failed = _libc().statfs(os.fsencode(path), ctypes.byref(status))
+    failed = libc().statfs(os.fsencode(path), ctypes.byref(status))
     return 0 if failed else status[0]

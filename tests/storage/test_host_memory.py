@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage.host_memory import ALIGNMENT, HostBuffer, address_of
+from resumekit.storage.host_memory import ALIGNMENT, HostBuffer, address_of, use_huge_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -78,3 +79,32 @@ def test_released_memory_is_given_back_once_nobody_uses_it() -> None:
     assert _mapping(address)["Rss"] >= 4 * ALIGNMENT >> 10
     del slice_in_use, buffer
     assert _mapping(address).get("Rss", 0) < ALIGNMENT >> 10
+
+
+def _flags(address: int) -> list[str]:
+    """The flags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(borders[1], 16) <= address < int(borders[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not THP.exists(), reason="no transparent huge pages here")
+@pytest.mark.parametrize("is_large", [True, False])
+def test_huge_pages_are_wanted_for_large_memory_only(is_large: bool) -> None:
+    mapping = mmap.mmap(-1, 4 * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping[100:102] = b"ab"
+    memory = memoryview(mapping)[: (2 * ALIGNMENT if is_large else 5000)]
+    use_huge_pages(memory)
+    assert ("hg" in _flags(address_of(memory))) == is_large
+    assert bytes(memory[99:103]) == b"\0ab\0"
+
+
+def test_a_system_without_huge_pages_leaves_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    memory = memoryview(bytearray(2 * ALIGNMENT))
+    use_huge_pages(memory)
+    assert not any(memory)
