@@ -21,7 +21,7 @@ from resumekit.storage.pieces import cut, scatter
 from resumekit.storage.pipeline import Slots
 
 MAX_READ_BYTES = 1 << 30
-_MANY_BLOCKS = 16  # from here on, two threads pay off
+_MANY_BLOCKS = 16  # from here on, threads pay off
 
 
 class FileReader(AbstractContextManager["FileReader"]):
@@ -80,7 +80,7 @@ class FileReader(AbstractContextManager["FileReader"]):
     ) -> None:
         """Fills C-contiguous buffers with consecutive bytes of the file, all verified.
 
-        Whole blocks are read through the process's ring, many of them by two threads. A partly
+        Whole blocks are read through the process's ring, many of them by several threads. A partly
         wanted one is read whole and kept for the next call.
 
         Args:

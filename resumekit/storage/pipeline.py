@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -19,7 +20,8 @@ from resumekit.storage.host_memory import HostBuffer
 # Writes of 8 MiB reach a fast disk's limit; 4 MiB take 5% longer, more than 8 MiB gains nothing.
 CHUNK_BYTES = 8 << 20
 _NUM_CHUNKS = 3
-_NUM_THREADS = 2
+# More than cores: some of them wait for the disk, or for a core that training's processes have.
+_NUM_THREADS = 4
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -47,13 +49,13 @@ class Ring:
 
 
 class Slots(AbstractContextManager["Slots"]):
-    """Two threads, each with aligned memory, of the process's ring, to itself.
+    """A few threads, each with aligned memory, of the process's ring, to itself.
 
-    While one thread waits for the disk, the other one digests, copies and touches fresh pages: one
-    core alone does that more slowly than a disk delivers.
+    While one thread waits for the disk, the others digest, copy and touch fresh pages: one core
+    alone does that more slowly than a disk delivers.
 
     Args:
-        num_bytes: of the memory of each, up to ``CHUNK_BYTES``.
+        num_bytes: of the memory of each, up to ``CHUNK_BYTES``; the smaller, the more threads.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -64,10 +66,11 @@ class Slots(AbstractContextManager["Slots"]):
     def __enter__(self) -> Slots:
         with self._stack as stack:
             memories = stack.enter_context(ring.lent())
-            for memory in memories[:_NUM_THREADS]:
-                self._free.put(memory[: self._num_bytes])
+            slots = list(islice(_pieces(memories, self._num_bytes), _NUM_THREADS))
+            for slot in slots:
+                self._free.put(slot)
             self._pool = stack.enter_context(
-                ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="resumekit-read")
+                ThreadPoolExecutor(len(slots), thread_name_prefix="resumekit-read")
             )
             self._stack = stack.pop_all()
         return self
@@ -88,6 +91,13 @@ class Slots(AbstractContextManager["Slots"]):
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _pieces(memories: Iterable[memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """Slices of this size, none of which overlaps another."""
+    for memory in memories:
+        for begin in range(0, memory.nbytes - num_bytes + 1, num_bytes):
+            yield memory[begin : begin + num_bytes]
 
 
 class Calls:
