@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
@@ -90,7 +91,7 @@ def header(records: Iterable[Record], ties: Mapping[str, str]) -> bytes:
         code, shape = record.element.code, list(record.shape)
         if code is None:
             code, shape = "U8", [*shape, record.element.num_bytes]
-        name, sizes = json.dumps(record.name), ",".join(map(str, shape))
+        name, sizes = encode_basestring_ascii(record.name), ",".join(map(str, shape))
         offsets = f"{record.begin},{record.end}"
         fields.append(f'{name}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{offsets}]}}')
     text = f"{{{','.join(fields)}}}".encode("ascii")
@@ -107,6 +108,7 @@ SHARDED_FORMAT_VERSION = 2
 _MAX_VALUES = 1 << 25
 
 _LINE_CHARACTERS = 100
+_CHARACTERS_OF_ITEM = 3  # at least, a comma and a space included
 
 
 @dataclass(frozen=True)
@@ -243,12 +245,17 @@ def _ties(ties: Any) -> dict[str, str]:
 
 def _readable(value: Any, indent: int = 0) -> str:
     """JSON in which whatever fits into a line stands on one."""
-    text = json.dumps(value)
-    if len(text) + indent <= _LINE_CHARACTERS or not isinstance(value, dict | list):
-        return text
+    is_container = isinstance(value, dict | list)
+    if not (is_container and _CHARACTERS_OF_ITEM * len(value) > _LINE_CHARACTERS):
+        text = json.dumps(value)
+        if len(text) + indent <= _LINE_CHARACTERS or not is_container:
+            return text
     inner = " " * (indent + 1)
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {_readable(item, indent + 1)}" for key, item in value.items()]
+        parts = [
+            f"{encode_basestring_ascii(key)}: {_readable(item, indent + 1)}"
+            for key, item in value.items()
+        ]
         return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{' ' * indent}}}"
     parts = [_readable(item, indent + 1) for item in value]
     return "[\n" + _filled(parts, inner) + f"\n{' ' * indent}]"

@@ -195,7 +195,7 @@ class FoundTensor:
 
     Attributes:
         node: what stands for it in the tree; ``store`` fills it in.
-        memory: the address of its storage; with the device where that is not the CPU.
+        memory: the address of its storage; with the device where it is not in host memory.
         begin: the address of its first byte.
         end: the address of the byte after its last.
         element: the type of its elements.

@@ -114,3 +114,25 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(checkpoints: Any) -> N
     Path(step.path, "state/rank-00000.safetensors").unlink()
     with pytest.raises(UnreadableCheckpointError, match=r"rank-00000\.safetensors.*ENOENT"):
         read_payload(step, "state", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, _: model.update(c=torch.ones(2)),
+        lambda model, _: model.update(b=model["b"].double()),
+        lambda model, _: model.update(a=model["a"].clone() + 1),
+        lambda model, _: model.update(a=model["a"].view(2, 5)),
+        lambda model, _: model.update(c=model["a"]),
+        lambda _, losses: losses.append(0.5),
+    ],
+    ids=["parameter added", "dtype", "tensor replaced", "shape", "tied", "list that grew"],
+)
+def test_what_has_changed_since_the_save_before_is_in_the_next_one(
+    change: Any, checkpoints: Any, same: Any
+) -> None:
+    losses = [0.25]
+    value = {**states(), "losses": losses}
+    checkpoints.save(value)
+    change(value["model"], losses)
+    assert same(read_payload(checkpoints.save(value), "state", 0), value)

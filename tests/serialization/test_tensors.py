@@ -306,3 +306,18 @@ def test_the_data_begins_on_a_page_and_every_tensor_on_its_own_alignment(checkpo
     index = Index.from_bytes(data_file(step).with_suffix(".json").read_bytes(), where="index")
     assert len(index.records) == len(value)
     assert not [r for r in index.records if r.begin % r.element.num_bytes]
+
+
+def test_overlapping_tensors_of_one_storage_are_stored_together_and_the_others_alone(
+    checkpoints: Any,
+) -> None:
+    base, other = torch.arange(12.0), torch.arange(3.0)
+    state = {"a": base[:4], "b": base[6:9], "x": other, "c": base[2:6], "d": base[8:]}
+    found = encode(state, where="state")
+    assert list(found.tensors) == ["a.storage", "b.storage", "x"]
+    step = checkpoints.save({"state": state})
+    restored = read_payload(step, "state", 0)["state"]
+    assert all(torch.equal(restored[name], value) for name, value in state.items())
+    restored["c"][0] = -1.0
+    assert restored["a"][2] == -1.0
+    assert restored["b"][0] == 6.0

@@ -334,14 +334,14 @@ class Foreign:
 
     def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
         roots = [each.value for each in holders if each.is_component]
-        modules = [module for root in roots for module in root.modules()]
+        modules = [module for root in roots for module in _modules_in(root)]
         self.of_components = {id(module) for module in modules}
         self._ids: set[int] = set()
         self._memory: set[int] = set()
         for each in given:
             if isinstance(each, nn.Module):
                 if id(each) not in self._ids:  # else it was added with the module that contains it
-                    for module in each.modules():
+                    for module in _modules_in(each):
                         self._add_module(module)
             elif isinstance(each, Tensor):
                 self._memory.add(_address(each))
@@ -363,6 +363,21 @@ class Foreign:
         if isinstance(value, Tensor):
             return bool(self._memory) and _address(value) in self._memory
         return id(value) in self._ids
+
+
+def _modules_in(root: nn.Module) -> list[nn.Module]:
+    """A module and all below it, each one once.
+
+    As ``Module.modules()``, without a generator at each level: at a save the time counts.
+    """
+    found = {id(root): root}
+    waiting = [root]
+    while waiting:
+        for each in registered(waiting.pop(), "modules").values():
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                waiting.append(each)
+    return list(found.values())
 
 
 def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
