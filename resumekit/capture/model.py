@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class ModelState(ComponentState):
 
     def frozen(self) -> frozenset[str]:
         """The names of the parameters without gradients, if they are large together."""
-        return frozenset(frozen_parameters(self.module))
+        return frozenset(frozen_parameters(self.module, self._parts()))
 
     def unsharded_buffers(self) -> dict[str, Tensor]:
         """The live persistent buffers that a replicated module has on each rank."""
@@ -130,14 +131,20 @@ class ModelState(ComponentState):
         return {}
 
 
-def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def frozen_parameters(
+    module: nn.Module, parts: Mapping[str, FlatPart] = MappingProxyType({})
+) -> dict[str, nn.Parameter]:
     """The parameters without gradients, by clean name; empty where files of their own cost more.
 
     A sharded one counts with all its elements, so that all ranks decide alike.
+
+    Args:
+        module: that has them.
+        parts: of parameters that are sharded without a DTensor, by clean name.
     """
     large = sum(
-        each.numel() * each.element_size()
-        for each in module.parameters()
+        parts.get(clean_name(module, raw), each).shape.numel() * each.element_size()
+        for raw, each in module.named_parameters()
         if not (each.requires_grad or is_lazy(each))
     )
     if large < _MIN_FROZEN_BYTES:

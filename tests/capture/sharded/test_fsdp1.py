@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resumekit.capture import (
+    ModelState,
     OptimizerState,
     rank_buffer_components,
     require_gradients,
@@ -98,6 +99,16 @@ def test_a_model_is_its_shards_under_the_names_of_the_bare_one() -> None:
     assert 0 < sum(part.local.numel() for part in parts.values()) < 90
     assert torch.equal(state["norm.running_var"], expected["norm.running_var"])
     assert state["_extra_state"] == {"seen": 0}
+
+
+@pytest.mark.parametrize("width", [1000, 1100])
+def test_frozen_parameters_are_as_large_as_those_of_all_ranks(width: int) -> None:
+    # A third of 4.8 MB is below the 4 MiB from which frozen parameters have files of their own.
+    bare = nn.Sequential(nn.Linear(width, width).requires_grad_(False), nn.Linear(width, 2))
+    expected = frozenset({"0.weight", "0.bias"} if width == 1100 else ())
+    assert ModelState(bare).frozen() == expected
+    bare[0], bare[1] = flattened(bare[0]), flattened(bare[1])
+    assert FlatModelState(bare).frozen() == expected
 
 
 def test_a_whole_state_is_loaded_into_the_shard_that_the_optimizer_steps_on() -> None:
