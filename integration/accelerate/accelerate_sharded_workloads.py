@@ -120,10 +120,12 @@ def train(
         assert model.zero_optimization_stage() == int(sharding[-1])
     averaged = Average(model, decay=0.9) if average else None
     torch.manual_seed(accelerator.process_index + 1)  # ranks draw different dropout masks
+    extras = {"images_seen": 0}
     checkpointer = Checkpointer(
         accelerator,
         directory,
         ema=averaged,
+        extras=extras,
         save_every=save_every,
         mid_accumulation=mid_accumulation,
         allow_changes={"world_size"},
@@ -135,6 +137,7 @@ def train(
     if states and folder.is_dir():
         accelerator.load_state(str(folder))
     for images, labels in checkpointer.batches(loader, epochs=epochs):
+        extras["images_seen"] += len(images)
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(images).float(), labels)
             accelerator.backward(loss)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_files import require_independent_copy
 from frozen_backbone import require_exact_and_linked
 from preloads import ALL
 
@@ -50,6 +51,15 @@ def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> N
 )
 def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any]) -> None:
     kit.assert_exact(Cell(train, options, 2, (KillPoint.step(2), KillPoint.step(5))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP2", "ZeRO-2"])
+def test_what_changes_after_a_save_in_the_background_is_not_in_the_checkpoint(
+    kit: Kit, sharding: str
+) -> None:
+    options = {"sharding": sharding, "average": sharding == "FSDP2"}
+    require_independent_copy(kit, Cell(train, options, 2), step=3)
 
 
 @pytest.mark.full

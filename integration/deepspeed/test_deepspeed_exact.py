@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from adapter_suite import AdapterSuite
+from checkpoint_files import require_independent_copy
 from frozen_backbone import require_exact_and_linked
 from preloads import DEEPSPEED
 
@@ -127,6 +128,16 @@ class TestDeepSpeed(AdapterSuite):
     def test_every_way_to_train_continues_exactly(self, kit: Kit, style: str) -> None:
         world_size, options = STYLES[style]
         kit.assert_exact(self.cell("mid-epoch 1", options, world_size=world_size))
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_at_every_stage_what_changes_after_a_save_is_not_in_the_checkpoint(
+        self, kit: Kit, stage: str, precision: str
+    ) -> None:
+        number, world_size = STAGES[stage]
+        options = {"stage": number, "precision": precision}
+        require_independent_copy(kit, self.cell(options=options, world_size=world_size), step=3)
 
     @pytest.mark.quick("stage 3 on 2 ranks-True")
     @pytest.mark.parametrize("async_save", [False, True])

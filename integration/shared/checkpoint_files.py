@@ -1,4 +1,4 @@
-"""Compares two checkpoints by their files alone, without the code that wrote them."""
+"""Compares checkpoints by their files alone, without the code that wrote them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from background_workloads import CHANGED, committed, save_once
+
+from resumekit.testing import Cell, Kit
+
 # Of a manifest: what two runs of one training differ in.
 _OF_A_RUN = ("run_id", "attempt", "created", "digest")
+_MODES = ("synchronous", "background", "not copied")
 _METADATA = "__metadata__"
+
+
+def require_independent_copy(kit: Kit, cell: Cell, *, step: int) -> None:
+    """Fails unless a save in the background is that of its step, whatever changes afterwards.
+
+    Args:
+        kit: that runs it.
+        cell: the training function, its options and ranks.
+        step: of its first save.
+    """
+    steps = {mode: _saved_once(kit, cell, step, mode) for mode in _MODES}
+    wrong = differences(steps["synchronous"], steps["background"])
+    assert not wrong, f"{cell}: {wrong}"
+    # Without the copy the same comparison finds every tensor but for the state of Python's
+    # generator: that is a tuple, of which a new array is made.
+    found = differences(steps["synchronous"], steps["not copied"])
+    missed = tensors_of(steps["synchronous"]).difference(found)
+    missed = {name for name in missed if not name.endswith("python.words")}
+    assert not missed, f"{cell}: {missed}"
+
+
+def _saved_once(kit: Kit, cell: Cell, step: int, mode: str) -> Path:
+    """The checkpoint of the first save, made in one of the ways of ``save_once``."""
+    given = {"function": cell.target, "options": dict(cell.options), "mode": mode, "step": step}
+    run = kit.run_again(kit.new_run(Cell(save_once, given, cell.world_size)))
+    assert not run.failure, run.failure
+    training = run.directory / "training"
+    for path in training.glob(CHANGED.format(rank="*")):
+        same = [key for key, names in json.loads(path.read_text()).items() if not names]
+        assert not same, f"{cell}, {path.name}: nothing of {same} was overwritten"
+    (found,) = committed(training)
+    return found
 
 
 def differences(first: Path, second: Path) -> list[str]:
