@@ -155,6 +155,18 @@ def test_saves_and_loads_are_compared_with_the_limits_of_the_machine(tmp_path: P
 
 
 @pytest.mark.full
+def test_cost_is_measured_against_all_that_can_grow(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "scaling.py")
+    figures = {(row["against"], row["figure"]) for row in rows}
+    for against in ("size", "tensors", "ranks"):
+        for figure in ("save", "async save, blocked", "async save, durable"):
+            assert (against, figure) in figures
+    assert {against for against, _ in figures} > {"kept", "stock", "sampler", "journal"}
+    verdicts = {"linear or flat", "superlinear", "below a millisecond"}
+    assert {row["verdict"] for row in rows} <= verdicts
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_saves_are_compared_with_the_frameworks_saver(framework: str, tmp_path: Path) -> None:
     rows = _table(tmp_path, "framework_savers.py", "--only", framework)
