@@ -31,6 +31,7 @@ from resumekit.run.compatibility import (
     frameworks_of,
 )
 from resumekit.run.components import RunComponents, weakly
+from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.journaling import RunJournal
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
@@ -117,6 +118,7 @@ class Run:
         assert self._store is not None, "the run has begun"
         return self._store.run_id
 
+    @collector_paused()
     def find(self, *, up_to: Callable[[str], int | None] | None = None) -> bool:
         """Finds the checkpoint to continue from, and takes its progress. Collective, idempotent.
 
@@ -155,6 +157,7 @@ class Run:
         """How much of the epoch was used that the run continues in, in batches of this loader."""
         return epoch_usage(self.position, loader, self.saved(Slot.DATA.value))
 
+    @collector_paused()
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
         if self._report is None:
@@ -327,6 +330,7 @@ class Run:
 
     # ---------------------------------------------------------------- saving
 
+    @collector_paused()
     def save(self, *, in_background: bool) -> None:
         """Saves at this safe point. Collective; no save is in flight.
 
