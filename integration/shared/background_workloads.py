@@ -58,7 +58,7 @@ def save_once(
     """
     may_write = threading.Event()
 
-    class Held(LocalFileSystem):
+    class Delayed(LocalFileSystem):
         """Writes nothing in the background before it may."""
 
         def create(self, path: Path) -> int:
@@ -66,7 +66,7 @@ def save_once(
                 may_write.wait(60)
             return super().create(path)
 
-    store.LocalFileSystem = Held  # type: ignore[misc]
+    store.LocalFileSystem = Delayed  # type: ignore[misc]
     if mode == "not copied":
         writing._Files.copy_into = lambda self, memory: None  # type: ignore[method-assign]
     save = Saver.save

@@ -137,7 +137,7 @@ _MOST_NAMED = 3
 # rank a thousand blocks.
 _SMALL_BYTES = 64 << 10
 
-# What a writer is given before another holder of the same parts gets some: whoever reads these
+# What a writer is given before another holder of the same parts gets some: a reader of these
 # parts opens an index for each writer. One block is read whole in any case.
 _PORTION_BYTES = BLOCK_BYTES
 
