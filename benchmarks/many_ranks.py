@@ -30,7 +30,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measuring import Findings, Line, parser_for, plot, reset_peak, run_child, slope_of
+from measuring import (
+    Findings,
+    Line,
+    MachineLoad,
+    Plot,
+    draw,
+    parser_for,
+    reset_peak,
+    run_child,
+    slope_of,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -450,6 +460,7 @@ def main() -> None:
         sharding, num_ranks, num_tensors = arguments.child
         print(json.dumps(measured(sharding, int(num_ranks), int(num_tensors))))
         return
+    machine_load = MachineLoad()
     rows, lines = [], {what: [] for what in PLOTTED}
     after = []
     for sharding in [arguments.only] if arguments.only else SHARDINGS:
@@ -471,18 +482,21 @@ def main() -> None:
                 slope = slope_of(points)
                 after.append(f"{sharding}, {what}: slope {slope:.2f} of log against log.")
     if arguments.record:
-        plot("many-ranks", "ranks", lines)
-    _publish(arguments, rows, after)
+        plots = [Plot("ranks", what, several) for what, several in lines.items()]
+        print(f"written to {draw('many-ranks', plots)}")
+    _publish(arguments, rows, after, machine_load)
 
 
-def _publish(arguments: Any, rows: Sequence[Sequence[str]], after: Sequence[str]) -> None:
+def _publish(
+    arguments: Any, rows: Sequence[Sequence[str]], after: Sequence[str], machine_load: MachineLoad
+) -> None:
     Findings(
         "many-ranks",
         heading="What a save and a resume cost beside their bytes, with many ranks",
         before=[
             f"`python benchmarks/many_ranks.py --record`: {arguments.tensors} tensors on simulated",
-            f"ranks, medians of {arguments.rounds} saves, each in a fresh process. A save is what",
-            "rank 0 does: encode, plan (with the pickled proposals of all ranks and what each",
+            f"ranks, the median of {arguments.rounds} saves, each in a fresh process. A save is",
+            "what rank 0 does: encode, plan (with the pickled proposals of all ranks and what each",
             "receives), its indices, its files, the commit with the files of all ranks. A resume",
             "is one rank of a quarter as many: it opens the checkpoint and does all but read the",
             "data files. Memory is the peak above what the process had before. The aims with",
@@ -494,6 +508,7 @@ def _publish(arguments: Any, rows: Sequence[Sequence[str]], after: Sequence[str]
         rows=rows,
         packages=("torch", "numpy"),
         after=after,
+        load=machine_load,
     ).publish(arguments.record)
     for line in after:
         print(line)

@@ -242,28 +242,48 @@ def slope_of(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression(across, up).slope
 
 
-def plot(name: str, across: str, lines: Mapping[str, Sequence[Line]]) -> Path:
-    """A dated PNG with a plot for each figure, both axes logarithmic.
+@dataclass(frozen=True)
+class Plot:
+    """One of the plots of a picture, both axes logarithmic.
+
+    Args:
+        across: what the values grow with, and its unit.
+        up: what is shown, and its unit.
+        lines: of it.
+    """
+
+    across: str
+    up: str
+    lines: Sequence[Line]
+
+
+_PLOTS_A_ROW = 4
+
+
+def draw(name: str, plots: Sequence[Plot]) -> Path:
+    """A dated PNG of these plots, in rows.
 
     Args:
         name: of the file, after the date.
-        across: what the values grow with.
-        lines: of each figure.
+        plots: in order.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(lines), 4), layout="constrained")
-    for axes, (what, several) in zip(
-        figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True
-    ):
-        for line in several:
+    columns = min(len(plots), _PLOTS_A_ROW)
+    rows = -(-len(plots) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.8 * rows), layout="constrained")
+    cells = figure.subplots(rows, columns, squeeze=False).flatten()
+    for plot, axes in zip(plots, cells, strict=False):
+        for line in plot.lines:
             axes.loglog(*zip(*line.points, strict=True), marker="o", label=line.name)
-        axes.set(xlabel=across, ylabel=what)
-        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.set(xlabel=plot.across, ylabel=plot.up)
+        axes.grid(visible=True, which="major", alpha=0.4)
         axes.legend(fontsize="small")
+    for axes in cells[len(plots) :]:
+        axes.set_axis_off()
     path = RESULTS / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}.png"
     RESULTS.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     return path
 
 

@@ -36,9 +36,10 @@ from measuring import (
     Findings,
     Line,
     MachineLoad,
+    Plot,
+    draw,
     in_fresh_process,
     parser_for,
-    plot,
     slope_of,
     timed,
 )
@@ -300,19 +301,20 @@ def main() -> None:
         train(arguments.rank)
         return
     machine_load = MachineLoad()
-    rows, lines = [], {}
+    rows, plots = [], []
     for name in arguments.only:
         values = AXES[name].values[: 2 if arguments.tiny else None]
         found = {value: least(name, value, arguments.rounds) for value in values}
         figures = list(next(iter(found.values())))
-        lines[f"seconds, against {AXES[name].what}"] = several = []
+        lines: list[Line] = []
         for figure in figures:
             points = [(value, times[figure]) for value, times in found.items()]
-            several.append(Line(figure, points))
+            lines.append(Line(figure, points))
             ends = (f"{points[0][1]:.4f}", f"{points[-1][1]:.4f}")
             across = f"{points[0][0]:,} to {points[-1][0]:,} {AXES[name].what}"
             rows.append((name, across, figure, *ends, *verdict_of(points)))
-    _publish(arguments, rows, lines, machine_load)
+        plots.append(Plot(AXES[name].what, "seconds", lines))
+    _publish(arguments, rows, plots, machine_load)
 
 
 def least(name: str, value: int, num_rounds: int) -> dict[str, float]:
@@ -329,11 +331,11 @@ def least(name: str, value: int, num_rounds: int) -> dict[str, float]:
 def _publish(
     arguments: argparse.Namespace,
     rows: Sequence[Sequence[str]],
-    lines: dict[str, list[Line]],
+    plots: Sequence[Plot],
     machine_load: MachineLoad,
 ) -> None:
     if arguments.record:
-        print(f"written to {plot('scaling', 'how much', lines)}")
+        print(f"written to {draw('scaling', plots)}")
     Findings(
         "scaling",
         heading="What a save, a load and a resume cost, against what can grow",
