@@ -276,6 +276,10 @@ def draw(name: str, plots: Sequence[Plot]) -> Path:
     for plot, axes in zip(plots, cells, strict=False):
         for line in plot.lines:
             axes.loglog(*zip(*line.points, strict=True), marker="o", label=line.name)
+        low, high = axes.get_ylim()
+        if high < 100 * low:  # what is flat looks flat
+            middle = math.sqrt(low * high)
+            axes.set_ylim(middle / 10, middle * 10)
         axes.set(xlabel=plot.across, ylabel=plot.up)
         axes.grid(visible=True, which="major", alpha=0.4)
         axes.legend(fontsize="small")
