@@ -25,8 +25,7 @@ from resumekit.storage import LocalFileSystem, store
 from resumekit.testing.task import load_function
 
 CHANGED = "changed-{rank}.json"  # the values that were overwritten, by component
-_POLL_SECONDS = 0.0005
-_SLOW_SECONDS = 0.01
+_SLOW_SECONDS = 0.02
 
 
 def in_background() -> bool:
@@ -58,7 +57,7 @@ def save_once(
     """
     may_write = threading.Event()
 
-    class Delayed(LocalFileSystem):
+    class Waiting(LocalFileSystem):
         """Writes nothing in the background before it may."""
 
         def create(self, path: Path) -> int:
@@ -66,7 +65,7 @@ def save_once(
                 may_write.wait(60)
             return super().create(path)
 
-    store.LocalFileSystem = Delayed  # type: ignore[misc]
+    store.LocalFileSystem = Waiting  # type: ignore[misc]
     if mode == "not copied":
         writing._Files.copy_into = lambda self, memory: None  # type: ignore[method-assign]
     save = Saver.save
@@ -116,20 +115,6 @@ def _digests_of(component: StateComponent) -> dict[str, str]:
 # ---------------------------------------------------------------- interrupted
 
 
-class SlowFileSystem(LocalFileSystem):
-    """Takes long for the files that the background thread writes."""
-
-    def create(self, path: Path) -> int:
-        if in_background():
-            time.sleep(_SLOW_SECONDS)
-        return super().create(path)
-
-    def fsync(self, handle: int) -> None:
-        if in_background():
-            time.sleep(_SLOW_SECONDS)
-        super().fsync(handle)
-
-
 def train_until_interrupted(
     directory: str,
     *,
@@ -149,9 +134,21 @@ def train_until_interrupted(
         rank: that gets it.
         name: of the signal; SIGKILL is for the workers of that rank too.
     """
-    store.LocalFileSystem = SlowFileSystem  # type: ignore[misc]
+    begun = threading.Event()
+
+    class Slow(LocalFileSystem):
+        """Takes long for the files of saves in the background; the second of these begins it."""
+
+        def create(self, path: Path) -> int:
+            if in_background():
+                if committed(Path(directory)):
+                    begun.set()
+                time.sleep(_SLOW_SECONDS)
+            return super().create(path)
+
+    store.LocalFileSystem = Slow  # type: ignore[misc]
     if int(os.environ.get("RANK", "0")) == rank:
-        arguments = (Path(directory), after_seconds, signal.Signals[name])
+        arguments = (begun, after_seconds, signal.Signals[name])
         threading.Thread(target=_interrupt, args=arguments, daemon=True).start()
     load_function(function)(directory, **options)
 
@@ -162,11 +159,8 @@ def committed(where: Path) -> list[Path]:
     return [path.parent for path in found if path.parents[1].name != ".staging"]
 
 
-def _interrupt(where: Path, after_seconds: float, number: signal.Signals) -> None:
-    while not committed(where):
-        time.sleep(_POLL_SECONDS)
-    while not any(where.glob("**/.staging/step-*")):
-        time.sleep(_POLL_SECONDS)
+def _interrupt(begun: threading.Event, after_seconds: float, number: signal.Signals) -> None:
+    begun.wait()
     time.sleep(after_seconds)
     if number is signal.SIGKILL:
         os.killpg(os.getpgrp(), number)
