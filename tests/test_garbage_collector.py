@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 
@@ -42,7 +42,7 @@ def train(
     """Whether the collector is enabled in each step."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader([torch.ones(2)] * 8, batch_size=2)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
     seen = []
     ckpt = Checkpointer(
         directory, model=model, optimizer=optimizer, extras={"watching": watching}, save_every=1
