@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError
@@ -238,7 +238,7 @@ def saved_steps(
     steps = []
     with checkpointer:
         newest = None
-        for _ in checkpointer.batches(DataLoader(torch.zeros(400, 2)), epochs=1):
+        for _ in checkpointer.batches(DataLoader(TensorDataset(torch.zeros(400, 2))), epochs=1):
             names = Store(directory).step_names()
             if names and names[0] != newest:
                 newest = names[0]

@@ -93,8 +93,8 @@ def test_every_checkpoint_verifies_and_is_resumed(tmp_path: Path) -> None:
         for parameter in other.parameters():
             parameter.zero_()
     train(tmp_path, 4, model=other)
-    for name, value in model_of().state_dict().items():
-        assert torch.equal(other.state_dict()[name], value) == (not name.startswith("2"))
+    for key, value in model_of().state_dict().items():
+        assert torch.equal(other.state_dict()[key], value) == (not key.startswith("2"))
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -112,7 +112,7 @@ def test_changed_tensors_are_written_again(async_save: bool, tmp_path: Path) -> 
 def test_no_copy_is_shared_where_one_checkpoint_is_kept(
     keep_every: int | None, tmp_path: Path
 ) -> None:
-    seen = []
+    seen: list[int] = []
 
     def note(step: int, model: Any) -> None:
         seen.extend(path.stat().st_nlink for path in tmp_path.glob(f"step-*/{FILE}"))

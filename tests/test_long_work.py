@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
@@ -48,8 +48,9 @@ def train(directory: Path) -> None:
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     checkpointer = Checkpointer(directory, model=model, optimizer=optimizer, save_every=2)
+    loader = DataLoader(TensorDataset(torch.ones(2, 1000)))
     with checkpointer:
-        for batch in checkpointer.batches(DataLoader(torch.ones(2, 1000)), epochs=1):
+        for (batch,) in checkpointer.batches(loader, epochs=1):
             model(batch).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -41,6 +41,9 @@ class Passing:
     def rename(self, source: Path, target: Path) -> None:
         self._inner.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        self._inner.link(source, target)
+
     def unlink(self, path: Path) -> None:
         self._inner.unlink(path)
 
@@ -95,6 +98,10 @@ class BeforeEveryChange(Passing):
     def rename(self, source: Path, target: Path) -> None:
         self.before_change()
         super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self.before_change()
+        super().link(source, target)
 
     def unlink(self, path: Path) -> None:
         self.before_change()
