@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from resumekit.capture import merge_states, pairs_of, part_of
@@ -28,6 +29,7 @@ from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
+from resumekit.run.saving import drain
 from resumekit.run.state_origins import StateOrigins
 from resumekit.serialization import (
     Source,
@@ -37,6 +39,24 @@ from resumekit.serialization import (
 )
 from resumekit.state import SharingPattern, StateComponent
 from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
+
+
+def open_store(directory: Path, world: World) -> Store:
+    """The run directory, owned by rank 0. Collective.
+
+    Raises:
+        DirectoryError: it cannot be used, or another live job owns it; or a rank sees another one.
+    """
+    store = Store(directory)
+    drain()  # an abandoned run of this process owns its directory until its save is done
+
+    def acquire() -> tuple[str, str]:
+        store.acquire()
+        return store.run_id, store.attempt
+
+    run_id, attempt = world.on_first(acquire)
+    world.everywhere(lambda: None if world.is_first else store.join(run_id, attempt))
+    return store
 
 
 @dataclass(frozen=True)

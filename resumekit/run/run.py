@@ -36,8 +36,8 @@ from resumekit.run.journaling import RunJournal
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
-from resumekit.run.resuming import Finder, Found
-from resumekit.run.saving import SaveInFlight, Saver, open_store
+from resumekit.run.resuming import Finder, Found, open_store
+from resumekit.run.saving import SaveInFlight, Saver
 from resumekit.run.state_origins import StateOrigins
 from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation

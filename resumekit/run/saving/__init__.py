@@ -5,7 +5,6 @@ from __future__ import annotations
 from resumekit.run.saving.background import abandon_work, drain
 from resumekit.run.saving.cadence import SaveInterval, parse_cadence
 from resumekit.run.saving.in_flight import SaveInFlight
-from resumekit.run.saving.opening import open_store
 from resumekit.run.saving.requests import RequestExchange, Requests
 from resumekit.run.saving.saver import Saver
 from resumekit.run.saving.signals import LeaveSignals
@@ -19,6 +18,5 @@ __all__ = [
     "Saver",
     "abandon_work",
     "drain",
-    "open_store",
     "parse_cadence",
 ]
