@@ -29,6 +29,8 @@ from resumekit.serialization import read_payload
 from resumekit.storage import LocalFileSystem, StepName, Store
 from resumekit.tracing import TRACE_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("signal_handlers")
+
 THREAD = "resumekit-save"
 
 
@@ -63,16 +65,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.fail("")
     gate.opened.set()
     drain()
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Training:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,18 +19,9 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, RankDisagreementError
 from resumekit.run.saving import LeaveSignals, RequestExchange, Requests
 
+pytestmark = pytest.mark.usefixtures("signal_handlers")
+
 TERM = signal.SIGTERM
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    # A shell that runs the tests in the background has SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Training:
