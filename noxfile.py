@@ -48,6 +48,8 @@ PYTEST = (
     *(PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4"),
     *("--dist=loadscope", "--no-loadscope-reorder"),
 )
+# Past this many seconds a run ends with the failures it has seen.
+ENDS_AFTER = "--session-timeout=2400"
 EVERY_TEST = ("-m", "full or not full")
 RESULTS = Path("benchmarks", "results")
 
@@ -77,13 +79,13 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs one process and no framework."""
-    session.run(*PYTEST, "--maxfail=20", "tests", *session.posargs)
+    session.run(*PYTEST, ENDS_AFTER, "--maxfail=20", "tests", *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Real frameworks, several ranks, SIGKILL: a sample of each matrix."""
-    session.run(*PYTEST, "--maxfail=20", "integration", *session.posargs)
+    session.run(*PYTEST, ENDS_AFTER, "--maxfail=20", "integration", *session.posargs)
 
 
 @nox.session

@@ -40,6 +40,7 @@ def free_port() -> int:
 
 
 _READY_TIMEOUT_SECONDS = 120.0
+_END_TIMEOUT_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 
 
@@ -110,6 +111,10 @@ class ForkServer:
         with self._process, suppress(BrokenPipeError):  # closes the pipes, then waits
             self._requests.write(b"\n")
             self._requests.flush()
+            try:
+                self._process.wait(_END_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
     def _await(self, done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
         deadline = time.monotonic() + timeout_seconds

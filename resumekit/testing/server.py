@@ -41,10 +41,11 @@ def main(preload: Sequence[str]) -> None:
     gc.freeze()
     _reply(replies, ready=True)
     task = _serve(replies)
-    if task is not None:
-        _reseed()
-        task.run()
-        end.is_due = True
+    if task is None:
+        os._exit(0)  # nothing is left to do, and a framework's exit handler may wait
+    _reseed()
+    task.run()
+    end.is_due = True
 
 
 class _QuickEnd:
