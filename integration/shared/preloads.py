@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from resumekit.testing import DEFAULT_PRELOAD
 
-_BASE = (*DEFAULT_PRELOAD, "sklearn.datasets")
+_BASE = ("no_power_cut", *DEFAULT_PRELOAD, "sklearn.datasets")
 _STATEFUL = "torchdata.stateful_dataloader"
 _ENGINE = (
     "deepspeed",
