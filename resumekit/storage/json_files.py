@@ -112,15 +112,19 @@ def _check_structure(data: bytes, where: str) -> None:
     # Before json parses it: deep nesting causes a RecursionError or, with a raised recursion limit,
     # a crash, and very many tiny values take many times the memory of their text.
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    num_strings = unescaped.count(b'"') // 2
+    _check_number(unescaped.count(b'"') // 2, where)  # first: each match below takes memory
     structure = _STRING.sub(b"", unescaped).translate(None, _NOT_STRUCTURE)
-    if max(num_strings, len(structure)) > _MAX_VALUES:
-        raise CorruptCheckpointError(
-            where, found="too many values", expected=f"at most {_MAX_VALUES}"
-        )
+    _check_number(len(structure), where)
     if max(accumulate(map(_DEPTH_CHANGE.__getitem__, structure)), default=0) > MAX_DEPTH:
         raise CorruptCheckpointError(
             where, found="nested too deeply", expected=f"at most {MAX_DEPTH} levels"
+        )
+
+
+def _check_number(num_values: int, where: str) -> None:
+    if num_values > _MAX_VALUES:
+        raise CorruptCheckpointError(
+            where, found="too many values", expected=f"at most {_MAX_VALUES}"
         )
 
 
