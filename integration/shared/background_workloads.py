@@ -17,11 +17,11 @@ from typing import Any
 
 from overwriting import overwrite_everything
 
-from resumekit.run.saving import drain
+from resumekit.run.saving import drain, saver
 from resumekit.run.saving.saver import Saver
-from resumekit.serialization import leaf_digests, writing
+from resumekit.serialization import Payload, leaf_digests, writing
 from resumekit.state import StateComponent
-from resumekit.storage import LocalFileSystem, store
+from resumekit.storage import FileEntry, LocalFileSystem, Staging, store
 from resumekit.testing.task import load_function
 
 CHANGED = "changed-{rank}.json"  # the values that were overwritten, by component
@@ -53,7 +53,8 @@ def save_once(
         step: at which the save is made.
         mode: ``"synchronous"``; ``"background"``: everything that the process holds is overwritten
             as soon as the save has returned, and nothing is written before that; ``"not copied"``:
-            the same without the copy.
+            the same without the copy of tensors, and with plain values of states that are not
+            sharded encoded as late as they are written.
     """
     may_write = threading.Event()
 
@@ -66,18 +67,36 @@ def save_once(
             return super().create(path)
 
     store.LocalFileSystem = Waiting  # type: ignore[misc]
+
+    class WithStates(Payload):
+        """Keeps the states that it was made of; without copies it takes them when it is written."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.made_of, self.frozen_names = arguments, named["frozen"]
+            made.append(self)
+
+        def write(self, staging: Staging) -> list[FileEntry]:
+            if mode != "not copied":
+                return super().write(staging)
+            may_write.wait(60)
+            return Payload(*self.made_of, frozen=self.frozen_names).write(staging)
+
+    made: list[WithStates] = []
+    saver.Payload = WithStates  # type: ignore[misc]
     if mode == "not copied":
         writing._Files.copy_into = lambda self, memory: None  # type: ignore[method-assign]
     save = Saver.save
 
     def save_and_end(self: Saver, progress: Any, *arguments: Any, **named: Any) -> bool:
+        made.clear()
         is_in_flight = save(self, progress, *arguments, **named)
         if progress.step != step:
             return is_in_flight
         try:
             if mode != "synchronous":
                 assert is_in_flight, "the save was synchronous"
-                changed = overwritten(self.components)
+                changed = overwritten(self.components, *(each.made_of for each in made))
                 rank = os.environ.get("RANK", "0")
                 Path(directory, CHANGED.format(rank=rank)).write_text(json.dumps(changed))
                 may_write.set()
@@ -92,11 +111,16 @@ def save_once(
     raise AssertionError(f"no save was made at step {step}")
 
 
-def overwritten(components: Sequence[StateComponent]) -> dict[str, list[str]]:
-    """Overwrites everything; the names of the values of each component that changed."""
+def overwritten(components: Sequence[StateComponent], *others: Any) -> dict[str, list[str]]:
+    """Overwrites everything; the names of the values of each component that changed.
+
+    Args:
+        components: of the run.
+        *others: more objects to overwrite.
+    """
     keys = [each.key for each in components]
     before = [_digests_of(each) for each in components]
-    overwrite_everything(components)
+    overwrite_everything(components, others)
     after = [_digests_of(each) for each in components]
     return {
         key: [name for name, digest in values.items() if now.get(name) != digest]
