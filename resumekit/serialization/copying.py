@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, retyped
+from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, is_plain, retyped
 
 # From here on torch copies with several threads, if it has them; below, its call costs more than
 # the copy.
@@ -51,7 +51,7 @@ class Image:
             for piece in buffers_of(source):
                 self._memory[begin : begin + piece.nbytes] = piece
                 begin += piece.nbytes
-        elif not (source.is_cpu and _is_plain(source)):
+        elif not (source.is_cpu and is_plain(source)):
             self._copy_tensor(source, self._bytes[begin : begin + num_bytes])
         elif num_bytes < _LARGE_BYTES:
             _move_small(self._address + begin, source.data_ptr(), num_bytes)
@@ -86,8 +86,3 @@ class Image:
             stream.wait_stream(torch.cuda.current_stream(device))
             self._streams[device] = stream
         return self._streams[device]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in memory as they are stored."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

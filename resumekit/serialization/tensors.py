@@ -57,6 +57,13 @@ class Leaf(NamedTuple):
         """The bytes in order, in pieces of at most CHUNK_BYTES."""
         return buffers_of(self.source)
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether its bytes lie there as they are stored, so that ``buffers`` copies nothing."""
+        if isinstance(self.source, torch.Tensor):
+            return self.source.is_cpu and is_plain(self.source)
+        return isinstance(self.source, bytes) or self.source.flags.c_contiguous
+
 
 def buffers_of(source: torch.Tensor | npt.NDArray[Any] | bytes) -> Iterator[memoryview]:
     """The bytes of a value in row-major order, in pieces of at most CHUNK_BYTES."""
@@ -71,6 +78,11 @@ def bytes_leaf(source: npt.NDArray[Any] | bytes) -> Leaf:
     """A leaf of plain bytes: of a bytes object, or of an array in row-major order."""
     num_bytes = source.nbytes if isinstance(source, np.ndarray) else len(source)
     return Leaf(source, ELEMENT_TYPES["uint8"], (num_bytes,))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in memory as they are stored."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

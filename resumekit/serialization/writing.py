@@ -23,6 +23,10 @@ from resumekit.storage import (
     FileEntry,
     Staging,
     StepName,
+    ThreadedCalls,
+    combine,
+    cut,
+    digest_of_block,
 )
 
 PAGE_BYTES = 4096
@@ -160,12 +164,11 @@ class _Files:
         return len(data)
 
 
-class _Equal(NamedTuple):
-    """A data file of an earlier checkpoint with the same bytes."""
+class _Source(NamedTuple):
+    """The file of an earlier checkpoint to link to."""
 
-    source: StepName
+    name: StepName
     entry: FileEntry
-    block_digests: tuple[str, ...]
 
 
 class FrozenFiles(_Files):
@@ -184,52 +187,82 @@ class FrozenFiles(_Files):
         self, directory: str, rank: int, leaves: Mapping[str, Leaf], ties: Mapping[str, str]
     ) -> None:
         super().__init__(directory, rank, leaves, ties=ties, is_frozen=True)
-        self._equal: _Equal | None = None
+        self._source: _Source | None = None
+        self._digests: ThreadedCalls[list[memoryview], bytes] | None = None
+        self._block_digests: list[bytes] = []
 
     @property
     def path(self) -> str:
         """Of its data file, relative to the step directory."""
         return f"{self._stem}.safetensors"
 
-    def compare(self, source: StepName, entry: FileEntry) -> None:
-        """Notes whether the data file equals that of an earlier checkpoint, which needs no space.
+    def compare(self, source: StepName, entry: FileEntry, *, num_threads: int) -> None:
+        """Begins to compare the data file with that of an earlier checkpoint.
 
-        The live tensors are digested, not copied.
+        Until ``finish_comparing`` it counts as equal and takes no space. The live
+        tensors are digested, not copied.
 
         Args:
             source: the earlier checkpoint, of this launch.
             entry: its file.
+            num_threads: that digest tensors in host memory while the caller continues.
         """
         if entry.size != self._data_bytes:
             return
-        digester = BlockDigester()
-        for piece in self._pieces():
-            digester.update(piece)
-        if digester.hexdigest() == entry.digest:
-            digests = tuple(block.hex() for block in digester.blocks)
-            self._equal = _Equal(source, entry, digests)
-            self.num_bytes -= self._data_bytes
+        self._source = _Source(source, entry)
+        self.num_bytes -= self._data_bytes
+        if all(leaf.is_in_host_memory for leaf in self._leaves.values()):
+            blocks = list(cut(self._pieces(), 0, BLOCK_BYTES))
+            self._digests = ThreadedCalls(digest_of_block, blocks, num_threads=num_threads)
+        else:  # copies of all of them at once could take up more memory than there is
+            digester = BlockDigester()
+            for piece in self._pieces():
+                digester.update(piece)
+            self._block_digests = digester.blocks
+
+    def finish_comparing(self) -> None:
+        """Completes what ``compare`` has begun; then the tensors may change."""
+        digests, self._digests = self._digests, None
+        if digests is not None:
+            self._block_digests = digests.results()
+        if self._source is not None and combine(self._block_digests) != self._source.entry.digest:
+            self._write_anyway()
+
+    def stop(self) -> None:
+        """Ends what ``compare`` has begun and nobody has completed; the file is not used then."""
+        if self._digests is not None:
+            self._digests.stop()
 
     @property
     def image_bytes(self) -> int:
         """As of every payload; 0 for a file that will be linked, which is not copied."""
-        return 0 if self._equal is not None else super().image_bytes
+        return 0 if self._source is not None else super().image_bytes
 
     def link(self, staging: Staging) -> None:
-        """Links the data file where ``compare`` has found it; else it will be written.
+        """Links the data file if ``compare`` finds it equal; else it will be written.
 
         Args:
             staging: of the new checkpoint.
         """
-        equal, self._equal = self._equal, None
-        if equal is None:
+        self.finish_comparing()
+        if self._source is None:
             return
-        if staging.link(self.path, equal.source):
-            self._linked = equal.entry, equal.block_digests
+        if staging.link(self.path, self._source.name):
+            self._linked = self._source.entry, tuple(each.hex() for each in self._block_digests)
+            self._source = None
             self._data_bytes = 0
             self._leaves = {}
         else:
-            self.num_bytes += self._data_bytes
+            self._write_anyway()
+
+    def write(self, staging: Staging) -> list[FileEntry]:
+        """As of every payload; a file that is equal is linked, unless ``link`` was called."""
+        self.link(staging)
+        return super().write(staging)
+
+    def _write_anyway(self) -> None:
+        self._source = None
+        self.num_bytes += self._data_bytes
 
 
 class Payload(_Files):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.storage.commit import Staging
-from resumekit.storage.digest import BLOCK_BYTES, BlockDigester
+from resumekit.storage.digest import BLOCK_BYTES, BlockDigester, combine, digest_of_block
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import FileEntry, FileWriter
@@ -19,9 +19,11 @@ from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
 from resumekit.storage.ownership import Owner, PosixLock
 from resumekit.storage.parts import Part, Parts
+from resumekit.storage.pieces import cut
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
+from resumekit.storage.threads import ThreadedCalls, num_threads
 
 __all__ = [
     "BLOCK_BYTES",
@@ -50,7 +52,12 @@ __all__ = [
     "StepName",
     "StepReader",
     "Store",
+    "ThreadedCalls",
     "address_of",
+    "combine",
+    "cut",
+    "digest_of_block",
+    "num_threads",
     "parse_json",
     "select_deletions",
     "use_huge_pages",

@@ -30,6 +30,14 @@ def combine(blocks: Iterable[bytes]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
+def digest_of_block(parts: Iterable[memoryview]) -> bytes:
+    """The raw digest of one block, whose bytes are those of these parts."""
+    digester = xxhash.xxh3_128()
+    for part in parts:
+        digester.update(part)
+    return digester.digest()
+
+
 class BlockDigester:
     """The digest of a file whose bytes arrive piece by piece."""
 

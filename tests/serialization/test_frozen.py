@@ -87,7 +87,7 @@ def test_an_equal_file_is_linked_and_needs_no_memory(
     payload = Payload("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry)
+    frozen.compare(step.name, entry, num_threads=2)
     assert frozen.num_bytes == announced - entry.size
     assert frozen.image_bytes == 0
 
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_linked_is_copied_and_written(checkpoints: Any, sa
     payload = Payload("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry)
+    frozen.compare(step.name, entry, num_threads=2)
     Path(step.path, frozen.path).unlink()
 
     def write(staging: Any) -> list[Any]:
@@ -141,5 +141,6 @@ def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
     value["model"]["w"].view(torch.int32)[2999] ^= 1
     frozen = frozen_of(Payload("state", 0, value, frozen={"w"}))
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry)
+    frozen.compare(step.name, entry, num_threads=2)
+    frozen.finish_comparing()
     assert frozen.num_bytes == announced

@@ -9,7 +9,8 @@ stay, and nothing is linked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from resumekit.serialization import ExtraFiles, FrozenFiles, Payload, ShardedPayload
 from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName
@@ -28,24 +29,27 @@ class FrozenLinks:
         self._is_enabled = retention.keep_latest is None or retention.keep_latest > 1
         self._committed: deque[tuple[StepName, Mapping[str, FileEntry]]] = deque(maxlen=2)
 
-    def find(self, step: int, payloads: Iterable[AnyPayload]) -> None:
-        """Marks the files that are the same as before: they take up no space again.
+    @contextmanager
+    def compared(
+        self, step: int, payloads: Sequence[AnyPayload], *, num_threads: int
+    ) -> Iterator[None]:
+        """Compares frozen tensors with earlier files during the body, which links equal ones.
 
         Args:
             step: of the new checkpoint.
-            payloads: of this rank; the others are left alone.
+            payloads: of this rank; those without frozen tensors are left alone.
+            num_threads: that digest.
         """
-        for each in payloads:
-            if isinstance(each, FrozenFiles):
+        frozen = [each for each in payloads if isinstance(each, FrozenFiles)]
+        try:
+            for each in frozen:
                 source = self._source(step, each.path)
                 if source is not None:
-                    each.compare(*source)
-
-    def link(self, staging: Staging, payloads: Iterable[AnyPayload]) -> None:
-        """Links the files that ``find`` has marked; a file that cannot be linked is written."""
-        for each in payloads:
-            if isinstance(each, FrozenFiles):
-                each.link(staging)
+                    each.compare(*source, num_threads=num_threads)
+            yield
+        finally:
+            for each in frozen:
+                each.stop()
 
     def committed(self, name: StepName, files: Iterable[FileEntry]) -> None:
         """A checkpoint is durable.
@@ -67,11 +71,21 @@ class FrozenLinks:
         return name, entry
 
 
-def with_frozen(payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> list[AnyPayload]:
-    """The payloads, each followed by the files of its frozen tensors."""
-    found: list[AnyPayload] = []
+def finish_comparing(payloads: Iterable[AnyPayload]) -> None:
+    """Waits for the comparisons: only then is it known which files need memory."""
     for each in payloads:
-        found.append(each)
-        if not isinstance(each, ExtraFiles) and each.frozen is not None:
-            found.append(each.frozen)
-    return found
+        if isinstance(each, FrozenFiles):
+            each.finish_comparing()
+
+
+def link(staging: Staging, payloads: Iterable[AnyPayload]) -> None:
+    """Links the files that are equal; one that cannot be linked will be written."""
+    for each in payloads:
+        if isinstance(each, FrozenFiles):
+            each.link(staging)
+
+
+def with_frozen(payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> list[AnyPayload]:
+    """The payloads, then the files of their frozen tensors, which are digested meanwhile."""
+    frozen = [each.frozen for each in payloads if not isinstance(each, ExtraFiles)]
+    return [*payloads, *(each for each in frozen if each is not None)]

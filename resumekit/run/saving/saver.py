@@ -19,7 +19,7 @@ from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
-from resumekit.run.saving.frozen_links import FrozenLinks, with_frozen
+from resumekit.run.saving.frozen_links import FrozenLinks, finish_comparing, link, with_frozen
 from resumekit.run.saving.in_flight import CopySize, SaveInFlight
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
@@ -33,6 +33,7 @@ from resumekit.storage import (
     Staging,
     StepName,
     Store,
+    num_threads,
 )
 
 
@@ -69,6 +70,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._shard_planner = ShardPlanner(self.world, self.components, self.membership)
         self._frozen_links = FrozenLinks(self.retention)
+        self._ranks_on_node = self.world.world_size  # at most; known from the first save on
 
     def save(
         self,
@@ -108,39 +110,39 @@ class Saver:
         """
         self.in_flight.wait_for_deletion()
         payloads = with_frozen(self._payloads())
-        self._frozen_links.find(progress.step, payloads)
-        demands = self.world.gather(self._demand(payloads))
-        in_background = in_background and self.in_flight.accepts([each.copy for each in demands])
-        name, staging = self._stage(progress.step, demands, in_background=in_background)
-        manifest = Manifest(
-            run_id=self.store.run_id,
-            attempt=self.store.attempt,
-            step=name.step,
-            revision=name.revision,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            parent=self.parent,
-            world_size=self.world.world_size,
-            progress=progress.as_dict(),
-            finished=finished,
-            metric=metric,
-            components=tuple(self._record(each, capture) for each in self.components),
-            files=(),
-            # Values of this safe point: the run changes them while the job is in the background.
-            capture=copy.deepcopy(capture.as_dict()),
-            fingerprint=copy.deepcopy(fingerprint),
-            details=copy.deepcopy(details),
-        )
-        number = self.in_flight.next_number()
-        job = SaveJob(self.world, self.store, staging, payloads, manifest, self.retention, number)
-        try:
+        with self._frozen_links.compared(
+            progress.step, payloads, num_threads=num_threads(self._ranks_on_node)
+        ):
             if in_background:
-                self.world.everywhere(lambda: self._copy(job))
-            else:
-                self._write(job)
-        except ResumekitError:
-            if self.world.is_first:
-                job.abandon()
-            raise
+                finish_comparing(payloads)
+            demands = self.world.gather(self._demand(payloads))
+            copies = [each.copy for each in demands]
+            self._ranks_on_node = [each.node for each in copies].count(self.world.node)
+            in_background = in_background and self.in_flight.accepts(copies)
+            name, staging = self._stage(progress.step, demands, in_background=in_background)
+            manifest = Manifest(
+                run_id=self.store.run_id,
+                attempt=self.store.attempt,
+                step=name.step,
+                revision=name.revision,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                parent=self.parent,
+                world_size=self.world.world_size,
+                progress=progress.as_dict(),
+                finished=finished,
+                metric=metric,
+                components=tuple(self._record(each, capture) for each in self.components),
+                files=(),
+                # Values of this safe point: the run changes them while a job is in the background.
+                capture=copy.deepcopy(capture.as_dict()),
+                fingerprint=copy.deepcopy(fingerprint),
+                details=copy.deepcopy(details),
+            )
+            number = self.in_flight.next_number()
+            job = SaveJob(
+                self.world, self.store, staging, payloads, manifest, self.retention, number
+            )
+            self._begin(job, in_background=in_background)
         if in_background:
             self.in_flight.start(job)
             return True
@@ -169,8 +171,19 @@ class Saver:
             self.in_flight.size_of_copy(payloads),
         )
 
+    def _begin(self, job: SaveJob, *, in_background: bool) -> None:
+        try:
+            if in_background:
+                self.world.everywhere(lambda: self._copy(job))
+            else:
+                self._write(job)
+        except ResumekitError:
+            if self.world.is_first:
+                job.abandon()
+            raise
+
     def _copy(self, job: SaveJob) -> None:
-        self._frozen_links.link(job.staging(), job.payloads)
+        link(job.staging(), job.payloads)
         self.in_flight.copy(job.payloads)
 
     def _write(self, job: SaveJob) -> None:
@@ -178,7 +191,6 @@ class Saver:
         what, first = f"saving {job.name}", self.world.is_first
 
         def write() -> Sequence[FileEntry]:
-            self._frozen_links.link(job.staging(), job.payloads)
             with show_progress(what, total, shown=first) as advance, self.store.observed(advance):
                 return job.write()
 
