@@ -12,7 +12,7 @@ import pytest
 
 from crashlab.crashes import Renames
 from crashlab.explorer import explore
-from crashlab.jobs import RUN, Job
+from crashlab.jobs import Job
 from crashlab.mutants import (
     AcceptsAnotherAttempt,
     AcceptsAnotherSave,
@@ -32,7 +32,7 @@ from crashlab.mutants import (
     WritesInPlace,
     dropping,
 )
-from crashlab.recording import Recording
+from crashlab.recording import RUN, Recording
 from crashlab.scenarios import (
     SCENARIOS,
     Lab,

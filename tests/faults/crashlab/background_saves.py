@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from crashlab.jobs import Job, content_of, write_files
+from crashlab.jobs import Job, content_of
 from resumekit.errors import SaveError
 from resumekit.storage import FileEntry, Part, Parts, Staging, StepName
 
@@ -103,7 +103,7 @@ def _leave_part(
         content.popitem()
         part = replace(part, error="ENOSPC")
     try:
-        part = replace(part, files=tuple(write_files(staging, rank, content)))
+        part = replace(part, files=tuple(job.write_files(name, staging, rank, content)))
     except SaveError as error:
         part = replace(part, error=str(error))
     if rank not in trouble.lost:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from crashlab.crashes import CrashModel, CrashState, Renames
+from crashlab.disk import Disk
 from crashlab.jobs import Job, Loaded, Promise, read_all
-from crashlab.recording import Recording
+from crashlab.recording import RUN, Recording
 from resumekit.errors import CheckpointError, ResumekitError
 from resumekit.storage import StepName, Store
 
@@ -106,6 +108,7 @@ def violations(
     broken = dict(loaded.passed_over)
     yield from _about_loaded(job, promise, loaded)
     yield from _about_others(job, promise, loaded, again.stores[0], broken)
+    yield from _about_copies(promise, again.recording.disk)
     if renames is Renames.ATOMIC:
         yield from _about_parts(promise, broken)
     promised = promise.aside if renames is Renames.SPLIT else promise.damaged
@@ -121,6 +124,18 @@ def relaunch(job: Job, promise: Promise, state: CrashState) -> Job:
     again = Job(Recording.on(state.disk), job.world_size, job.policy)
     again.continues(job, promise)
     return again
+
+
+def _about_copies(promise: Promise, disk: Disk) -> Iterator[str]:
+    """Damage of one file must not reach all checkpoints that are kept."""
+    inodes: dict[str, list[int]] = {}
+    for name, content in promise.kept.items():
+        for path in content:
+            with suppress(FileNotFoundError):  # that is said elsewhere
+                inodes.setdefault(path, []).append(disk.find(RUN / str(name) / path))
+    for path, found in inodes.items():
+        if len(found) > 1 and len(set(found)) == 1:
+            yield f"{path} of {len(found)} kept checkpoints is one copy"
 
 
 def _about_parts(promise: Promise, broken: dict[StepName, CheckpointError]) -> Iterator[str]:

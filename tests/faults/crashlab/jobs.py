@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from failpoints import NoLock
 
-from crashlab.recording import Recording, RecordingFileSystem
+from crashlab.frozen_tensors import FrozenTensors
+from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.errors import CheckpointError, CorruptCheckpointError
 from resumekit.storage import (
     FileEntry,
@@ -23,7 +23,6 @@ from resumekit.storage import (
     Store,
 )
 
-RUN = Path("/data/runs/a")
 CREATED = "2026-01-31T12:00:00+00:00"
 MODEL_BYTES = 6000  # more than a page, so that it can be torn at one
 
@@ -110,6 +109,7 @@ class Job:
         store_class: the store in use; the mutant, if it is a store.
         parts_class: what rank 0 takes parts from; the mutant, if it is that.
         barriers: whether ranks wait for each other before the commit.
+        frozen: the frozen tensors of the model, if there are any.
     """
 
     recording: Recording
@@ -119,6 +119,7 @@ class Job:
     store_class: type[Store] = Store
     parts_class: type[Parts] = Parts
     barriers: bool = True
+    frozen: FrozenTensors | None = None
     promises: list[Promise] = field(default_factory=lambda: [Promise()])
     attempted: dict[StepName, Content] = field(default_factory=dict)
     num_background_saves: int = 0
@@ -163,6 +164,8 @@ class Job:
         first = self.stores[0]
         name = first.next_name(step)
         self.attempted[name] = full_content(name, self.world_size)
+        if self.frozen is not None:
+            self.attempted[name] |= self.frozen.content(name)
         staging = first.stage(
             name,
             num_bytes=sum(map(len, self.attempted[name].values())),
@@ -177,9 +180,22 @@ class Job:
         """Every rank writes its files; they do so at the same time."""
         entries = []
         for rank, staging in enumerate(stagings):
-            entries += write_files(staging, rank, content_of(name, rank))
+            entries += self.write_files(name, staging, rank, content_of(name, rank))
         if self.barriers:
             self.recording.barrier()
+        return entries
+
+    def write_files(
+        self, name: StepName, staging: Staging, rank: int, content: Content
+    ) -> list[FileEntry]:
+        """Writes these files of one rank, each in two calls, and its frozen tensors."""
+        entries = [] if self.frozen is None else self.frozen.write(name, staging, rank)
+        for path, data in content.items():
+            half = len(data) // 2
+            with staging.create(path, writer=rank) as writer:
+                writer.write([memoryview(data)[:half]])
+                writer.write([memoryview(data)[half:]])
+                entries.append(writer.finish())
         return entries
 
     def commit(
@@ -194,6 +210,8 @@ class Job:
         """Commits, and then lets old checkpoints go; their bytes too, unless the trash stays."""
         first = self.stores[0]
         first.commit(staging, self._manifest(name, entries, metric))
+        if self.frozen is not None:
+            self.frozen.committed(name, entries)
         if metric is not None:
             self._metrics[name] = metric
         self._promise(newest=name, kept={**self.promises[-1].kept, name: self.attempted[name]})
@@ -203,6 +221,11 @@ class Job:
             first.empty_trash()
         self.recording.barrier()
         return name
+
+    def forget_calls(self) -> None:
+        """What was done so far is durable, and is not crashed."""
+        self.recording.restart()
+        self.promises = [replace(self.promises[-1], num_calls=0)]
 
     def load_newest(self) -> Loaded:
         """Newest first: verifies, puts damage aside, falls back."""
@@ -262,18 +285,6 @@ class Job:
             components=(),
             files=tuple(entries),
         )
-
-
-def write_files(staging: Staging, rank: int, files: Content) -> list[FileEntry]:
-    """Writes files of one rank, each in two calls."""
-    entries = []
-    for path, content in files.items():
-        half = len(content) // 2
-        with staging.create(path, writer=rank) as writer:
-            writer.write([memoryview(content)[:half]])
-            writer.write([memoryview(content)[half:]])
-            entries.append(writer.finish())
-    return entries
 
 
 def read_all(store: Store, name: StepName) -> Content:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from crashlab.interruptions import Passing
-from crashlab.jobs import RUN, Wrap
+from crashlab.jobs import Wrap
+from crashlab.recording import RUN
 from resumekit.storage import (
     Checkpoint,
     Entry,

@@ -22,6 +22,8 @@ from crashlab.operations import (
 )
 from resumekit.storage import Entry, Free, ReadHandle
 
+RUN = Path("/data/runs/a")
+
 
 @dataclass
 class Recording:
@@ -39,6 +41,12 @@ class Recording:
     def on(cls, disk: Disk) -> Recording:
         """A recording that starts on a copy of this disk, all of it durable."""
         return cls(before=disk.copy(), disk=disk.copy())
+
+    def restart(self) -> None:
+        """Forgets the calls; the disk as it is now is durable."""
+        self.before = self.disk.copy()
+        self.operations.clear()
+        self.phase = 0
 
     def barrier(self) -> None:
         """All ranks have done what was recorded so far before any does what follows."""

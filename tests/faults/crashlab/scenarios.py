@@ -26,9 +26,9 @@ from crashlab.interruptions import (
     Killed,
     KilledAt,
 )
-from crashlab.jobs import RUN, Job, Wrap
+from crashlab.jobs import Job, Wrap
 from crashlab.operations import FailedSync
-from crashlab.recording import Recording
+from crashlab.recording import RUN, Recording
 from resumekit.errors import DirectoryError, ResumekitError, SaveError
 from resumekit.storage import FileSystem, Parts, RetentionPolicy, StepName, Store
 
@@ -62,6 +62,7 @@ class Lab:
 
 
 Scenario = Callable[[Lab], Job]
+KEEP_ONE, KEEP_ALL = RetentionPolicy(keep_latest=1), RetentionPolicy(keep_latest=None)
 
 
 def empty_disk() -> Disk:
@@ -80,6 +81,25 @@ def _earlier(lab: Lab, *steps: int, metrics: dict[int, float] | None = None) -> 
     return job
 
 
+def _relaunched(
+    lab: Lab,
+    *steps: int,
+    policy: RetentionPolicy = KEEP_ONE,
+    metrics: dict[int, float] | None = None,
+    before: Callable[[Job], object] = lambda earlier: None,
+) -> Job:
+    """A started launch after one that saved these steps, and did something before it ended."""
+    earlier = _earlier(lab, *steps, metrics=metrics)
+    before(earlier)
+    return _launched_after(lab, earlier, policy)
+
+
+def _launched_after(lab: Lab, earlier: Job, policy: RetentionPolicy = KEEP_ONE) -> Job:
+    job = lab.job(earlier.recording.disk, policy, after=earlier)
+    job.start()
+    return job
+
+
 def first_save(lab: Lab) -> Job:
     job = lab.job(empty_disk())
     job.start()
@@ -88,55 +108,42 @@ def first_save(lab: Lab) -> Job:
 
 
 def next_save(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, after=earlier)
-    job.start()
+    job = _relaunched(lab, 1, policy=KEEP_ALL)
     job.save(2)
     return job
 
 
 def keep_only_the_latest(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     job.save(2)
     job.save(3)
     return job
 
 
 def keep_two_and_every_fourth(lab: Lab) -> Job:
-    earlier = _earlier(lab, 3, 4)
-    policy = RetentionPolicy(keep_latest=2, keep_every=4)
-    job = lab.job(earlier.recording.disk, policy, after=earlier)
-    job.start()
+    job = _relaunched(lab, 3, 4, policy=RetentionPolicy(keep_latest=2, keep_every=4))
     job.save(5)
     job.save(6)
     return job
 
 
 def keep_the_best(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1, 2, metrics={1: 0.25, 2: 0.75})
     policy = RetentionPolicy(keep_latest=1, keep_best=1)
-    job = lab.job(earlier.recording.disk, policy, after=earlier)
-    job.start()
+    job = _relaunched(lab, 1, 2, policy=policy, metrics={1: 0.25, 2: 0.75})
     job.save(3, metric=0.5)
     job.save(4, metric=0.125)
     return job
 
 
 def same_step_twice(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1, 2)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=2), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1, 2, policy=RetentionPolicy(keep_latest=2))
     job.save(2)
     job.save(2)
     return job
 
 
 def abandoned_save(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     name, stagings = job.stage(2)
     job.write(name, stagings)
     job.stores[0].abandon(stagings[0])
@@ -146,23 +153,17 @@ def abandoned_save(lab: Lab) -> Job:
 
 
 def relaunch_over_stale_staging(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    name, stagings = earlier.stage(2)
-    earlier.write(name, stagings)  # and then it is killed
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    # The earlier launch is killed when it has written its files.
+    job = _relaunched(lab, 1, before=lambda earlier: earlier.write(*earlier.stage(2)))
     job.save(2)
     return job
 
 
 def two_launches(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, after=earlier)
-    job.start()
+    job = _relaunched(lab, 1, policy=KEEP_ALL)
     job.save(2)
     job.stores[0].release()
-    again = lab.job(job.recording.disk, after=job)
-    again.start()
+    again = _launched_after(lab, job, KEEP_ALL)
     again.save(3)
     return again
 
@@ -175,9 +176,7 @@ def first_background_save(lab: Lab) -> Job:
 
 
 def background_saves_and_retention(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     save_in_background(job, 2)
     job.save(3)
     save_in_background(job, 3)
@@ -185,61 +184,49 @@ def background_saves_and_retention(lab: Lab) -> Job:
 
 
 def trash_left_to_the_next_save_and_the_next_launch(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    policy = RetentionPolicy(keep_latest=1)
-    job = lab.job(earlier.recording.disk, policy, after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     save_in_background(job, 2, empties=False)
     save_in_background(job, 3, empties=False)
-    again = lab.job(job.recording.disk, policy, after=job)
-    again.start()
+    again = _launched_after(lab, job)
     save_in_background(again, 4)
     return again
 
 
 def rank_lost_before_its_part(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
-    with suppress(SaveError):
-        save_in_background(job, 2, Trouble(lost=[lab.world_size - 1]))
-    save_in_background(job, 3)
-    return job
+    return _saved_after(lab, Trouble(lost=[lab.world_size - 1]))
 
 
 def rank_that_reports_a_failure(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    return _saved_after(lab, Trouble(failing=[lab.world_size - 1]))
+
+
+def _saved_after(lab: Lab, trouble: Trouble) -> Job:
+    job = _relaunched(lab, 1)
     with suppress(SaveError):
-        save_in_background(job, 2, Trouble(failing=[lab.world_size - 1]))
+        save_in_background(job, 2, trouble)
     save_in_background(job, 3)
     return job
 
 
 def stale_parts_in_place(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     changes = {"run_id": "0" * 32}, {"attempt": "0" * 32}, {"step": 1}, {"save_number": 0}
     save_in_background(job, 2, Trouble(stale=changes))
     return job
 
 
 def relaunch_over_parts_of_a_killed_job(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    name, stagings, parts = stage_with_parts(earlier, 2)
-    leave_parts(earlier, name, stagings, parts, Trouble())  # and then it is killed
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    def leave_all(earlier: Job) -> None:
+        name, stagings, parts = stage_with_parts(earlier, 2)
+        leave_parts(earlier, name, stagings, parts, Trouble())  # and then it is killed
+
+    job = _relaunched(lab, 1, before=leave_all)
     save_in_background(job, 2)
     return job
 
 
 def retention_of_a_pinned_checkpoint(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1)
     job.pin(StepName(1))
     save_in_background(job, 2)
     job.unpin(StepName(1))
@@ -248,21 +235,18 @@ def retention_of_a_pinned_checkpoint(lab: Lab) -> Job:
 
 
 def damage_in_quarantine(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1, 2)
-    _damage(earlier, StepName(2))
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    job.start()
+    job = _relaunched(lab, 1, 2, before=lambda earlier: _damage(earlier, StepName(2)))
     job.load_newest()
     job.save(2)
     return job
 
 
 def nothing_but_damage(lab: Lab) -> Job:
-    earlier = _earlier(lab, 1, 2)
-    _damage(earlier, StepName(1))
-    _damage(earlier, StepName(2))
-    job = lab.job(earlier.recording.disk, after=earlier)
-    job.start()
+    def damage(earlier: Job) -> None:
+        _damage(earlier, StepName(1))
+        _damage(earlier, StepName(2))
+
+    job = _relaunched(lab, 1, 2, policy=KEEP_ALL, before=damage)
     job.load_newest()
     return job
 
