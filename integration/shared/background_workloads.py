@@ -85,7 +85,7 @@ def save_once(
     made: list[WithStates] = []
     saver.Payload = WithStates  # type: ignore[misc]
     if mode == "not copied":
-        writing._Files.copy_into = lambda self, memory: None  # type: ignore[method-assign]
+        writing._Files.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
     save = Saver.save
 
     def save_and_end(self: Saver, progress: Any, *arguments: Any, **named: Any) -> bool:

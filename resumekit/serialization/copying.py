@@ -8,10 +8,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from resumekit.serialization.parallel_copies import ParallelCopies
 from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, is_plain, retyped
 
-# From here on torch copies with several threads, if it has them; below, its call costs more than
-# the copy.
+# From here on several threads copy; below, to hand a copy over costs more than the copy.
 _LARGE_BYTES = 256 << 10
 
 # Unlike ctypes.memmove this keeps the interpreter's lock: a thread that computes in Python would
@@ -26,19 +26,20 @@ class Image:
 
     Args:
         memory: writable and contiguous, as long as the file at least.
+        num_threads: how many copy large tensors, the caller's thread among them.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, *, num_threads: int) -> None:
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._address = self._bytes.data_ptr()
-        self._num_threads = torch.get_num_threads()
+        self._large = ParallelCopies(self._bytes, num_threads=num_threads)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(
         self, source: torch.Tensor | npt.NDArray[Any] | bytes, begin: int, num_bytes: int
     ) -> None:
-        """Copies the bytes of a value in row-major order; those of a GPU after ``wait`` only.
+        """Copies the bytes of a value in row-major order; some of them by ``wait`` only.
 
         Args:
             source: its bytes are as many as ``num_bytes``.
@@ -55,13 +56,16 @@ class Image:
             self._copy_tensor(source, self._bytes[begin : begin + num_bytes])
         elif num_bytes < _LARGE_BYTES:
             _move_small(self._address + begin, source.data_ptr(), num_bytes)
-        elif self._num_threads == 1:
-            ctypes.memmove(self._address + begin, source.data_ptr(), num_bytes)
         else:
-            self._copy_tensor(source, self._bytes[begin : begin + num_bytes])
+            self._large.add(source, begin, num_bytes)
 
     def wait(self) -> None:
-        """Returns when all copies are done."""
+        """Returns when all copies are done.
+
+        Raises:
+            SaveError: not all bytes were copied.
+        """
+        self._large.run()
         for stream in self._streams.values():
             stream.record_event().synchronize()
 

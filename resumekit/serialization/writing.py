@@ -91,16 +91,20 @@ class _Files:
         """The memory that ``copy_into`` needs, a multiple of a page; 0 without a data file."""
         return -(-self._data_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    def copy_into(self, memory: memoryview) -> None:
+    def copy_into(self, memory: memoryview, *, num_threads: int = 1) -> None:
         """Copies the data file for ``write``; afterwards nothing live is referenced.
 
         Args:
             memory: writable and page-aligned, of ``image_bytes``; in use until ``write`` returns.
+            num_threads: how many copy large tensors, the caller's thread among them.
+
+        Raises:
+            SaveError: not all bytes were copied.
         """
         assert memory.nbytes >= self.image_bytes
         if self._data_bytes:
             memory[: len(self._header)] = self._header
-            image = Image(memory)
+            image = Image(memory, num_threads=num_threads)
             with torch.no_grad():
                 for record in self._index.records:
                     begin = len(self._header) + record.begin

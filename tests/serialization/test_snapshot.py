@@ -23,6 +23,7 @@ from resumekit.serialization import (
     ShardedPayload,
     Source,
     encode_local,
+    parallel_copies,
     read_payload,
     read_sharded,
 )
@@ -33,7 +34,7 @@ from resumekit.serialization.tensors import dense_strides, retyped
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 DTYPES = [item.torch_dtype for item in ELEMENT_TYPES.values() if item.torch_dtype is not None]
-LARGE = 1 << 18  # elements; more than are copied without torch
+LARGE = 1 << 18  # elements; more than are copied at once
 
 
 class Pair(NamedTuple):
@@ -133,13 +134,13 @@ def change(value: Any) -> None:
         change(value.local)
 
 
-def copied(payloads: list[Any]) -> memoryview:
+def copied(payloads: list[Any], *, num_threads: int = 1) -> memoryview:
     """The memory into which the payloads were copied, full of other bytes before."""
     memory = memoryview(bytearray(b"\xa5" * sum(each.image_bytes for each in payloads)))
     begin = 0
     for each in payloads:
         assert each.image_bytes % 4096 == 0
-        each.copy_into(memory[begin : begin + each.image_bytes])
+        each.copy_into(memory[begin : begin + each.image_bytes], num_threads=num_threads)
         begin += each.image_bytes
     return memory
 
@@ -174,18 +175,18 @@ def test_without_the_copy_every_change_is_in_the_checkpoint(checkpoints: Any, sa
     assert same(found["extras"], expected["extras"])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_copy_is_written_as_the_same_bytes(num_threads: int, checkpoints: Any) -> None:
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_copy_is_written_as_the_same_bytes(
+    num_threads: int, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_copies, "_BYTES_PER_THREAD", 1 << 20)
     contents = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
     for is_copied in (False, True):
         payload = Payload("state", 0, state())
         if is_copied:
-            copied([payload])
+            copied([payload], num_threads=num_threads)
         step = checkpoints.commit(payload.write)
         contents.append([Path(step.path, file.path).read_bytes() for file in step.manifest.files])
-    torch.set_num_threads(before)
     assert contents[0] == contents[1]
 
 

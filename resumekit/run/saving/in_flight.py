@@ -13,7 +13,7 @@ from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.background_save import BackgroundSave
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.processes import Processes
-from resumekit.run.saving.snapshot import Snapshot
+from resumekit.run.saving.snapshot import Snapshot, num_copy_threads
 
 _NUM_MEASURED = 3
 
@@ -52,6 +52,7 @@ class SaveInFlight:
         self._snapshot = Snapshot()
         self._sizes: list[int] | None = None  # of the copies of all ranks, once accepted or not
         self._accepts = False
+        self._num_threads = 1  # that copy, once the ranks of the node are known
         self._number = 0
         self.num_skipped = 0
         self._seconds: deque[float] = deque(maxlen=_NUM_MEASURED)
@@ -111,6 +112,7 @@ class SaveInFlight:
             return self._accepts
         own_copy = copies[self._world.ranks.index(self._world.rank)]
         here = [copy for copy in copies if copy.node == own_copy.node]
+        self._num_threads = num_copy_threads(len(here))
         others = sum(copy.growth for copy in here) - own_copy.growth
         accepted = not self._must_fit or all(
             self._world.gather(self._snapshot.fits(own_copy.num_bytes, others))
@@ -131,7 +133,7 @@ class SaveInFlight:
     def copy(self, payloads: Payloads) -> None:
         """Copies all that this rank writes: training may change it once this returns."""
         assert self._save is None, "the copy of the save in flight is being written"
-        self._snapshot.take(payloads)
+        self._snapshot.take(payloads, num_threads=self._num_threads)
 
     def start(self, job: SaveJob) -> None:
         """Hands the save to the background thread. Collective the first time."""

@@ -18,6 +18,7 @@ from resumekit.storage import HostBuffer, address_of
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
 _LEFT_FREE = 10  # a tenth of the available memory stays free for the training
+_MAX_THREADS = 4  # so many keep the memory of one socket busy
 
 
 class Snapshot:
@@ -63,14 +64,15 @@ class Snapshot:
         """How many bytes more than now a copy of this size will take up."""
         return _with_spare(num_bytes) - self.num_bytes if num_bytes > self.num_bytes else 0
 
-    def take(self, payloads: Sequence[AnyPayload]) -> None:
+    def take(self, payloads: Sequence[AnyPayload], *, num_threads: int = 1) -> None:
         """Copies them; the live state may change once this returns.
 
         Args:
             payloads: not written yet; those of the ``take`` before are written.
+            num_threads: how many copy large tensors, the caller's thread among them.
 
         Raises:
-            SaveError: there is no memory for the copy.
+            SaveError: there is no memory for the copy, or not all bytes were copied.
         """
         needed = self.needed_bytes(payloads)
         if needed > self.num_bytes:
@@ -80,7 +82,7 @@ class Snapshot:
         begin = 0
         for each in payloads:
             end = begin + each.image_bytes
-            each.copy_into(view[begin:end])
+            each.copy_into(view[begin:end], num_threads=num_threads)
             begin = end
 
     def release(self) -> None:
@@ -115,6 +117,23 @@ class Snapshot:
         # In a forked child, which does not have the memory: others may get its addresses.
         self._buffer = None
         self._is_pinned = False
+
+
+def num_copy_threads(num_processes: int) -> int:
+    """How many threads copy: training waits for them, so its cores are free.
+
+    Args:
+        num_processes: that copy on this node at the same time.
+    """
+    return max(1, min(_MAX_THREADS, _num_cores() // num_processes))
+
+
+def _num_cores() -> int:
+    """That this process may use, where the system says so."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def _with_spare(num_bytes: int) -> int:
