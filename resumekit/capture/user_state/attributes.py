@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ _UPDATES = "_update_count"
 
 # What wrappers keep next to those sums: torchmetrics 1.9 wrappers/minmax.py, wrappers/running.py.
 _OF_WRAPPERS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
+
+_NOT_OWN = _OF_EVERY_MODULE | _OF_ZERO
 
 # What an object of a class that is derived from a container holds next to its attributes.
 _CONTAINERS = (list, dict, set)
@@ -188,8 +190,8 @@ def may_appear(owner: Any, name: str) -> bool:
     return hasattr(owner, "__dict__") and not is_code
 
 
-def slots(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[Slot]:
-    """The slots of an object, submodules excepted.
+def contents(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[tuple[Slot, Any]]:
+    """The slots of an object with their values, submodules excepted.
 
     Args:
         owner: the object.
@@ -198,7 +200,19 @@ def slots(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[Slot]:
     """
     if isinstance(owner, nn.Module):
         yield from _of_module(owner, in_component=in_component)
-        return
+    else:
+        yield from _with_values(_slots_of_object(owner, holder))
+
+
+def _with_values(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
+    for slot in slots:
+        try:
+            yield slot, slot.get()
+        except (AttributeError, KeyError):
+            continue  # it has none now
+
+
+def _slots_of_object(owner: Any, holder: Holder) -> Iterator[Slot]:
     if owner is holder.value and not holder.attributes_only and kind_of(owner) is Kind.STATEFUL:
         yield Slot(owner, Role.STATE, "")
         return
@@ -226,31 +240,32 @@ def attribute_names(owner: Any) -> list[str]:
     return found
 
 
-def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[Slot]:
-    yield Slot(module, Role.TRAINING, "")
+def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Slot, Any]]:
+    yield Slot(module, Role.TRAINING, ""), module.training
     loose = registered(module, "non_persistent_buffers_set")
     for name, parameter in registered(module, "parameters").items():
         if parameter is not None:
-            yield Slot(module, Role.REQUIRES_GRAD, name)
+            yield Slot(module, Role.REQUIRES_GRAD, name), parameter.requires_grad
             if not in_component:
-                yield Slot(module, Role.PARAMETER, name)
+                yield Slot(module, Role.PARAMETER, name), parameter
     for name, buffer in registered(module, "buffers").items():
         if buffer is not None and (not in_component or name in loose):
-            yield Slot(module, Role.BUFFER, name)
+            yield Slot(module, Role.BUFFER, name), buffer
     if type(module).get_extra_state is nn.Module.get_extra_state:
-        yield from (Slot(module, Role.ATTRIBUTE, name) for name in _names_in(module))
+        values = vars(module)
+        for name in _names_in(values):
+            yield Slot(module, Role.ATTRIBUTE, name), values[name]
     elif not in_component:  # it says itself which of its attributes are state
-        yield Slot(module, Role.EXTRA_STATE, "")
+        yield from _with_values([Slot(module, Role.EXTRA_STATE, "")])
 
 
-def _names_in(module: nn.Module) -> Iterator[str]:
+def _names_in(values: Mapping[str, Any]) -> list[str]:
     """The attributes of a module that are no bookkeeping."""
-    sums: Any = getattr(module, "_defaults", ())
-    is_metric = isinstance(sums, dict) and hasattr(module, _UPDATES)
-    for name in vars(module):
-        is_own = name not in _OF_EVERY_MODULE and name not in _OF_ZERO
-        if is_own and (not is_metric or name in sums or name in _OF_WRAPPERS):
-            yield name
+    names = [name for name in values if name not in _NOT_OWN]
+    sums = values.get("_defaults")
+    if isinstance(sums, dict) and _UPDATES in values:
+        return [name for name in names if name in sums or name in _OF_WRAPPERS]
+    return names
 
 
 def submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

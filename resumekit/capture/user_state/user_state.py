@@ -218,6 +218,8 @@ class UserState(ComponentState):
     def _known_in(self, found: Walk, copies: Mapping[str, Any]) -> Mapping[str, str]:
         """The objects that each launch makes, and the copies, which are made again."""
         paths = copied_paths(copies)
+        if not paths:
+            return self._known
         new = {path: kind for path, kind in found.kinds().items() if _is_below(path, paths)}
         return {**self._known, **new}
 

@@ -17,8 +17,8 @@ from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
     Slot,
+    contents,
     registered,
-    slots,
     submodules,
     tensors_in_state_dict,
     without_wrappers,
@@ -235,9 +235,9 @@ class _Walker:
             path, value, self._holder = self._waiting.popleft()
             in_component = id(value) in self._foreign.of_components
             bookkeeping = _bookkeeping_of(value)
-            for slot in slots(value, self._holder, in_component=in_component):
+            for slot, held in contents(value, self._holder, in_component=in_component):
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
-                    self._look_at(slot, path)
+                    self._look_at(slot, held, path)
             if isinstance(value, nn.Module):
                 for name, each in submodules(value):
                     self.path_of(each, f"{path}.{name}")
@@ -271,13 +271,9 @@ class _Walker:
         is_derived = top_package(kind) not in LIBRARIES
         return is_derived and slot.name in attributes_set_by(LIBRARIES, kind)
 
-    def _look_at(self, slot: Slot, owner: str) -> None:
+    def _look_at(self, slot: Slot, value: Any, owner: str) -> None:
         path = slot.label(owner)
-        try:
-            value = slot.get()
-        except (AttributeError, KeyError):
-            return
-        if self._scope.is_transient(path):
+        if self._scope.transient and self._scope.is_transient(path):
             return
         if type(value) in _NUMBERS:  # most of them
             if not self._is_data_only(slot):
@@ -334,35 +330,41 @@ class Foreign:
 
     def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
         roots = [each.value for each in holders if each.is_component]
-        modules = [module for root in roots for module in _modules_in(root)]
-        self.of_components = {id(module) for module in modules}
+        self._inside = [module for root in roots for module in _modules_in(root)]
+        self.of_components = {id(module) for module in self._inside}
         self._ids: set[int] = set()
-        self._memory: set[int] = set()
+        self._tensors: list[Tensor] = []
+        self._outside: list[nn.Module] = []
+        self._memory: set[int] | None = None  # until a tensor is looked for
         for each in given:
             if isinstance(each, nn.Module):
                 if id(each) not in self._ids:  # else it was added with the module that contains it
-                    for module in _modules_in(each):
-                        self._add_module(module)
+                    # Of a component's module, the non-persistent buffers are not saved.
+                    outside = [m for m in _modules_in(each) if id(m) not in self.of_components]
+                    self._ids.update(map(id, outside))
+                    self._outside += outside
             elif isinstance(each, Tensor):
-                self._memory.add(_address(each))
+                self._tensors.append(each)
             elif each is not None:
                 self._ids.add(id(each))
-        for module in modules:
-            self._memory.update(map(_address, tensors_in_state_dict(module)))
 
-    def _add_module(self, module: nn.Module) -> None:
-        if id(module) not in self.of_components:  # whose non-persistent buffers are not saved
-            self._ids.add(id(module))
-            registries = (registered(module, what) for what in ("parameters", "buffers"))
-            self._memory.update(
-                _address(t) for each in registries for t in each.values() if t is not None
-            )
+    def _addresses(self) -> Iterator[int]:
+        """Of the memory of their tensors."""
+        yield from map(_address, self._tensors)
+        for module in self._outside:
+            for what in ("parameters", "buffers"):
+                tensors = registered(module, what).values()
+                yield from (_address(each) for each in tensors if each is not None)
+        for module in self._inside:
+            yield from map(_address, tensors_in_state_dict(module))
 
     def __contains__(self, value: Any) -> bool:
         """Whether a value is one of them, or a tensor that begins in the memory of one."""
-        if isinstance(value, Tensor):
-            return bool(self._memory) and _address(value) in self._memory
-        return id(value) in self._ids
+        if not isinstance(value, Tensor):
+            return id(value) in self._ids
+        if self._memory is None:
+            self._memory = set(self._addresses())
+        return bool(self._memory) and _address(value) in self._memory
 
 
 def _modules_in(root: nn.Module) -> list[nn.Module]:
