@@ -54,6 +54,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """A module and all below it, each one once, in no order of their own.
+
+    As ``Module.modules()``, without a generator at each level: at a save the time counts.
+    """
+    found = {id(root): root}
+    waiting = [root]
+    while waiting:
+        # torch 2.13 nn/modules/module.py Module._modules
+        for each in waiting.pop()._modules.values():
+            if each is not None and id(each) not in found:
+                found[id(each)] = each
+                waiting.append(each)
+    return list(found.values())
+
+
 def clean_name(module: nn.Module, raw_name: str) -> str:
     """The wrapper-free name of a parameter, buffer or extra state.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from resumekit.capture.averages import ObjectState
 from resumekit.capture.model import ModelState, NamedTensors, address_of
-from resumekit.capture.naming import clean_names
+from resumekit.capture.naming import clean_names, modules_in
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.serialization import is_sharded, local_part
 from resumekit.state import (
@@ -55,19 +55,22 @@ def parameter_components(components: Sequence[StateComponent]) -> tuple[StateCom
     return tuple(found)
 
 
-def uncaptured_parameters(components: Sequence[StateComponent]) -> Iterator[CaptureLine]:
+def uncaptured_parameters(
+    components: Sequence[StateComponent], *, are_complete: bool = False
+) -> Iterator[CaptureLine]:
     """A line of the capture report for each optimizer with parameters that are not saved.
 
     Args:
         components: of a run, including those of ``parameter_components``.
+        are_complete: whether these were added just now, so that none can be missing.
     """
     keys = {each.key for each in components}
-    contained = _Contained(components)
+    contained = None if are_complete else _Contained(components)
     for component in _optimizers(components):
         key = f"{component.key}/{OPTIMIZER_PARAMETERS}"
         if key in keys:
             continue
-        missing = contained.missing_of(component.stateful)
+        missing = {} if contained is None else contained.missing_of(component.stateful)
         if isinstance(component.stateful, ComponentState):
             missing = {**missing, **component.stateful.lost_parameters()}
         if missing:
@@ -160,10 +163,14 @@ def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
     module = _module_of(stateful)
     if module is None:
         return
+    modules = modules_in(module)
+    if type(stateful) is ModelState and all(map(_saves_its_parameters, modules)):
+        for each in modules:
+            yield from each.parameters(recurse=False)
+        return
     named = dict(module.named_parameters(remove_duplicate=False))
-    state = _raw_state_of(stateful)
+    state = _state_of(stateful)
     if named.keys() - state.keys():  # the names differ, or the state leaves some out
-        state = _state_of(stateful)
         clean = clean_names(module, named)
         named = {raw: each for raw, each in named.items() if clean[raw] in state or raw in state}
     yield from named.values()
@@ -185,10 +192,19 @@ def _state_of(stateful: Any) -> Mapping[str, Any]:
     return state
 
 
-def _raw_state_of(stateful: Any) -> Mapping[str, Any]:
-    """The same, by the names that the module gives where that takes less time."""
-    is_plain = type(stateful) is ModelState
-    return _state_of(stateful.module if is_plain else stateful)
+# torch 2.13 nn/modules/module.py: what a module may have of its own in place of these methods.
+_OF_TORCH = {name: getattr(nn.Module, name) for name in ("state_dict", "_save_to_state_dict")}
+
+
+def _saves_its_parameters(module: nn.Module) -> bool:
+    """Whether its part of a ``state_dict`` is made by torch's own code, which leaves none out."""
+    kind, attributes = type(module), vars(module)
+    if attributes["_state_dict_hooks"] or attributes["_state_dict_pre_hooks"]:
+        return False
+    return all(
+        getattr(kind, name) is method and name not in attributes
+        for name, method in _OF_TORCH.items()
+    )
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:

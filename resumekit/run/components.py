@@ -208,9 +208,13 @@ class RunComponents:
         followed = [each for state in self._user_states() for each in state.objects.values()]
         return SavedObjects(self.all, named, followed)
 
-    def uncaptured_parameters(self) -> Iterable[CaptureLine]:
-        """Parameters that an optimizer trains and no component saves."""
-        return uncaptured_parameters(self.all)
+    def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
+        """Parameters that an optimizer trains and no component saves.
+
+        Args:
+            are_complete: whether late components were added just now.
+        """
+        return uncaptured_parameters(self.all, are_complete=are_complete)
 
     def optimizers(self) -> list[Any]:
         """Every optimizer with param groups."""

@@ -126,13 +126,16 @@ class Reporter:
             self._log_start(report)
         self._warn_of_new(report)
 
-    def captured(self) -> CaptureReport:
+    def captured(self, *, are_complete: bool = False) -> CaptureReport:
         """The capture report for the next checkpoint; warns of parts that are newly not exact.
+
+        Args:
+            are_complete: whether late components were added just now.
 
         Raises:
             InexactError: ``strict=True``, and a part is not restored exactly.
         """
-        report = self.capture_report()
+        report = self.capture_report(are_complete=are_complete)
         if self._options.strict and self._known:
             self._world.everywhere(report.require_exact)
         if self._known:
@@ -165,8 +168,12 @@ class Reporter:
                 self._known.add((line.key, line.fidelity))
                 self.warn(f"{line}")
 
-    def capture_report(self) -> CaptureReport:
-        """One line for each component, each empty slot, and whatever was overlooked."""
+    def capture_report(self, *, are_complete: bool = False) -> CaptureReport:
+        """One line for each component, each empty slot, and whatever was overlooked.
+
+        Args:
+            are_complete: whether late components were added just now.
+        """
         lines: list[CaptureLine] = []
         for slot in Slot:
             present = [each for each in self._components.all if each.slot == slot.value]
@@ -175,6 +182,7 @@ class Reporter:
                 lines.append(CaptureLine(slot.value, None, f"no {slot.value} was given"))
         for component in self._components.all:
             lines.extend(component.state.findings())
+        lines.extend(self._components.uncaptured_parameters(are_complete=are_complete))
         for finding in self._findings:
             lines.extend(finding())
         return CaptureReport(tuple(lines))

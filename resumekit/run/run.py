@@ -79,7 +79,6 @@ class Run:
         owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
-        self.reporter.add_finding(owned.uncaptured_parameters)
         saved_objects = weakly(owned.saved_objects, SavedObjects())
         self.unsaved_state = UnsavedState(options, extras, saved_objects)
         self.reporter.add_finding(self.unsaved_state.lines)
@@ -346,7 +345,7 @@ class Run:
         progress = self.counters.progress
         in_background = self._saver.save(
             progress,
-            self.reporter.captured(),
+            self.reporter.captured(are_complete=True),
             finished=self.counters.finished,
             metric=self.selection.metric_of(progress.step),
             fingerprint=self._fingerprint,

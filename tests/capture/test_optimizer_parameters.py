@@ -73,6 +73,30 @@ def test_a_parameter_that_the_state_dict_leaves_out_is_one_of_them() -> None:
     assert found(model, SGD(model.parameters(), lr=0.1)) == {"optimizer/parameters": ["bias"]}
 
 
+class PartialInPart(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight
+
+
+def without_bias(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    del state[f"{prefix}bias"]
+
+
+@pytest.mark.parametrize("way", ["part", "hook", "hook of torch", "attribute"])
+def test_whatever_leaves_a_parameter_out_of_the_state_is_noticed(way: str) -> None:
+    layer = PartialInPart(2, 2) if way == "part" else nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Linear(2, 2))
+    if way == "hook":
+        layer._register_state_dict_hook(without_bias)
+    elif way == "hook of torch":
+        layer.register_state_dict_post_hook(without_bias)
+    elif way == "attribute":
+        rest = model[1].state_dict(prefix="1.")
+        vars(model)["state_dict"] = lambda: {"0.weight": layer.weight, **rest}
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert found(model, optimizer) == {"optimizer/parameters": ["0.bias"]}
+
+
 def test_a_module_that_is_registered_contains_its_parameters() -> None:
     model, head = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = SGD([*model.parameters(), *head.parameters()], lr=0.1)

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from resumekit.capture.naming import modules_in
 from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.attributes import (
     Holder,
@@ -235,9 +236,9 @@ class _Walker:
             path, value, self._holder = self._waiting.popleft()
             in_component = id(value) in self._foreign.of_components
             bookkeeping = _bookkeeping_of(value)
-            for slot, held in contents(value, self._holder, in_component=in_component):
+            for slot, content in contents(value, self._holder, in_component=in_component):
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
-                    self._look_at(slot, held, path)
+                    self._look_at(slot, content, path)
             if isinstance(value, nn.Module):
                 for name, each in submodules(value):
                     self.path_of(each, f"{path}.{name}")
@@ -330,7 +331,7 @@ class Foreign:
 
     def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
         roots = [each.value for each in holders if each.is_component]
-        self._inside = [module for root in roots for module in _modules_in(root)]
+        self._inside = [module for root in roots for module in modules_in(root)]
         self.of_components = {id(module) for module in self._inside}
         self._ids: set[int] = set()
         self._tensors: list[Tensor] = []
@@ -340,7 +341,7 @@ class Foreign:
             if isinstance(each, nn.Module):
                 if id(each) not in self._ids:  # else it was added with the module that contains it
                     # Of a component's module, the non-persistent buffers are not saved.
-                    outside = [m for m in _modules_in(each) if id(m) not in self.of_components]
+                    outside = [m for m in modules_in(each) if id(m) not in self.of_components]
                     self._ids.update(map(id, outside))
                     self._outside += outside
             elif isinstance(each, Tensor):
@@ -365,21 +366,6 @@ class Foreign:
         if self._memory is None:
             self._memory = set(self._addresses())
         return bool(self._memory) and _address(value) in self._memory
-
-
-def _modules_in(root: nn.Module) -> list[nn.Module]:
-    """A module and all below it, each one once.
-
-    As ``Module.modules()``, without a generator at each level: at a save the time counts.
-    """
-    found = {id(root): root}
-    waiting = [root]
-    while waiting:
-        for each in registered(waiting.pop(), "modules").values():
-            if each is not None and id(each) not in found:
-                found[id(each)] = each
-                waiting.append(each)
-    return list(found.values())
 
 
 def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
