@@ -33,6 +33,7 @@ from resumekit.errors import (
     CorruptCheckpointError,
     DirectoryInUseError,
     ForeignCheckpointError,
+    SaveError,
     SharedDirectoryError,
 )
 from resumekit.storage.commit import Staging, check_space
@@ -269,6 +270,8 @@ class Store:
         owner = self._require_owner()
         with self._one_thread, directory_errors(self.directory, f"put {name} into quarantine"):
             check_owner(self._file_system, self.directory, owner)
+            with suppress(SaveError):
+                self._trash.sync()
             target = quarantine_step(self._file_system, self.directory, name, error)
         self._verified.pop(name, None)
         return target
@@ -398,7 +401,7 @@ class Store:
     def retain(self, policy: RetentionPolicy) -> list[StepName]:
         """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
 
-        They are renamed away durably; ``empty_trash`` frees their space. Does nothing before this
+        They are renamed away; ``empty_trash`` frees their space. Does nothing before this
         attempt's first commit: until then nothing proves that the newest checkpoint is durable.
         Only verified checkpoints of this run are ever deleted, and none that is pinned.
 

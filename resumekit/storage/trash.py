@@ -1,9 +1,10 @@
 """Deleted checkpoints and left-over staging directories: renamed away first, removed later.
 
 A deleted checkpoint is renamed into ``.staging`` at once. Its bytes go later, and only when the
-rename is durable: otherwise a power cut could restore the name of half a checkpoint. Where the
-sync of the rename failed, nothing proves that it ever will be durable, as a failed sync is never
-retried: that checkpoint stays in ``.staging`` until the next attempt.
+rename is durable: otherwise a power cut could restore the name of half a checkpoint. Before that it
+restores a whole one, so only the removal of the bytes waits for the sync. Where the sync failed,
+nothing proves that the rename ever will be durable, as a failed sync is never retried: that
+checkpoint stays in ``.staging`` until the next attempt.
 """
 
 from __future__ import annotations
@@ -28,24 +29,33 @@ class Trash:
     def __init__(self, file_system: FileSystem, directory: Path) -> None:
         self._file_system = file_system
         self._directory = directory
+        self._taken: list[Path] = []  # renamed, and not synced yet
         self._removable: list[Path] = []  # renamed durably
         self._unsure: set[str] = set()  # names in staging whose sync has failed
 
     def take(self, names: Sequence[StepName]) -> None:
-        """Renames step directories away; durable once this returns.
+        """Renames step directories away; ``empty`` makes that durable before it removes a byte.
 
         Raises:
             SaveError: names the path and the cause. Every checkpoint is whole or gone.
         """
-        taken = []
         for name in names:
             target = self._directory / STAGING / f"trash-{name}-{uuid.uuid4().hex[:12]}"
             with save_errors(self._directory / str(name)):
                 self._file_system.rename(self._directory / str(name), target)
-            taken.append(target)
-        with save_errors(self._directory):
-            self._sync({path.name for path in taken})
-        self._removable += taken
+            self._taken.append(target)
+
+    def sync(self) -> None:
+        """Makes the renames durable. Before any other sync of the run directory, which may fail.
+
+        Raises:
+            SaveError: it failed; what was taken stays until the next attempt.
+        """
+        taken, self._taken = self._taken, []
+        if taken:
+            with save_errors(self._directory):
+                self._sync({path.name for path in taken})
+            self._removable += taken
 
     def empty(self) -> None:
         """Removes the bytes of what was taken; continues after an error.
@@ -53,6 +63,7 @@ class Trash:
         Raises:
             SaveError: the first failure. The next ``sweep`` removes the rest.
         """
+        self.sync()
         failure: Exception | None = None
         while self._removable:
             path = self._removable.pop(0)
@@ -73,6 +84,7 @@ class Trash:
         staging = self._directory / STAGING
         durable = {path.name for path in self._removable}
         self._removable.clear()
+        self._taken.clear()
         with suppress(OSError):
             entries = self._file_system.list(staging)
             stale = [item for item in entries if item.name not in keep | self._unsure]

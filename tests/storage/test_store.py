@@ -575,9 +575,10 @@ def test_the_bytes_of_a_checkpoint_whose_removal_was_not_synced_stay(
     store.acquire()
     for step in (1, 2):
         save(store, step)
+    store.retain(RetentionPolicy(keep_latest=1))
     failing._plan = parse_failpoints(f"fsync_dir:{failing.counts['fsync_dir'] + 1}=EIO")
     with pytest.raises(SaveError, match="EIO"):
-        store.retain(RetentionPolicy(keep_latest=1))
+        store.empty_trash()
     store.empty_trash()
     for step in (3, 4):  # their syncs succeed, which proves nothing
         save(store, step, policy=RetentionPolicy(keep_latest=1))
@@ -586,6 +587,26 @@ def test_the_bytes_of_a_checkpoint_whose_removal_was_not_synced_stay(
     store.release()
     open_store().acquire()
     assert list((run_directory / ".staging").iterdir()) == []
+
+
+def test_a_failed_sync_of_a_quarantine_is_not_taken_for_one_of_the_trash(
+    open_store: OpenStore, save: Save, run_directory: Path
+) -> None:
+    failing = FailpointFileSystem(LocalFileSystem())
+    store = open_store(file_system=failing)
+    store.acquire()
+    for step in (1, 2, 3):
+        save(store, step)
+    store.retain(RetentionPolicy(keep_latest=2))
+    (run_directory / "step-00000002" / MODEL).unlink()
+    with pytest.raises(CorruptCheckpointError) as damage:
+        store.open_step(StepName(2)).verify()
+    counted = failing.counts["fsync_dir"]
+    failing._plan = parse_failpoints(f"fsync_dir:{counted + 1}=EIO")
+    store.quarantine(StepName(2), damage.value)
+    store.empty_trash()
+    (kept,) = (run_directory / ".staging").iterdir()
+    assert kept.name.startswith("trash-step-00000001")
 
 
 def test_a_pinned_checkpoint_is_deleted_only_once_nobody_reads_it(store: Store, save: Save) -> None:
