@@ -123,26 +123,33 @@ class _Files:
             SaveError: a file could not be written.
         """
         entries = []
-        index = self._index
+        index_bytes = b""
         if self._linked is not None:
             entry, digests = self._linked
             entries.append(entry)
-            index = replace(index, block_digests=digests)
-        elif index.records:
+            index_bytes = self._index_with(digests)
+        elif self._index.records:
             with staging.create(f"{self._stem}.safetensors", writer=self._rank) as data:
                 if self._image is None:
                     data.write(self._pieces())
                 else:
                     data.write_image(self._image)
+                index_bytes = self._index_with(
+                    data.block_digests
+                )  # while the last bytes are written
                 entries.append(data.finish())
-                index = replace(index, block_digests=data.block_digests)
             self._leaves, self._image = {}, None
-        index_file = {f"{self._stem}.json": index.to_bytes()} if self._has_index else {}
+        elif self._has_index:
+            index_bytes = self._index_with(())
+        index_file = {f"{self._stem}.json": index_bytes} if self._has_index else {}
         for path, content in {**index_file, **self._small_files}.items():
             with staging.create(path, writer=self._rank) as file:
                 file.write([memoryview(content)])
                 entries.append(file.finish())
         return entries
+
+    def _index_with(self, block_digests: tuple[str, ...]) -> bytes:
+        return replace(self._index, block_digests=block_digests).to_bytes()
 
     def _pieces(self) -> Iterator[memoryview]:
         yield memoryview(self._header)

@@ -6,10 +6,10 @@ Nothing is read back. Reading: ``file_reader.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 
 from resumekit.errors import SaveError
@@ -22,6 +22,7 @@ from resumekit.storage.pieces import COPY_BYTES, cut
 from resumekit.storage.pipeline import Calls
 
 WRITEBACK_BYTES = 8 << 20
+FIRST_BYTES = 1 << 20  # the disk begins once so much of a file is copied
 
 
 @dataclass(frozen=True)
@@ -66,28 +67,34 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._size = 0  # with bytes that are still being written
         self._written = 0
         self._hinted = 0
+        self._in_flight = ExitStack()  # the calls that write, and the memory that they write from
+        self._calls: Calls | None = None
         with save_errors(path):
             self._handle: int | None = file_system.create(path)
 
     def write(self, buffers: Iterable[memoryview]) -> None:
         """Appends the bytes of C-contiguous buffers; they may be reused once this returns.
 
-        They are taken as they are needed, so copies among them need the memory of one chunk.
+        They are taken as they are needed, so copies among them need the memory of one chunk. The
+        last of them may still be written afterwards, and an error of that is raised by ``finish``.
 
         Raises:
             SaveError: names the file and the cause.
         """
         with self._open_handle() as handle:
-            chunks = cut(buffers, self._size, pipeline.CHUNK_BYTES)
-            for parts in chunks:
-                if sum(part.nbytes for part in parts) == pipeline.CHUNK_BYTES:
-                    self._write_copies(handle, chain([parts], chunks))
-                else:  # a small file, or the rest of a chunk
+            self._wait()
+            unit = min(COPY_BYTES, pipeline.CHUNK_BYTES)
+            units = cut(buffers, self._size, unit)
+            while first := list(islice(units, _first_bytes() // unit)):
+                if sum(part.nbytes for parts in first for part in parts) == _first_bytes():
+                    self._write_copies(handle, chain(first, units), unit)
+                else:  # a small file, or bytes up to the start of a unit
+                    parts = list(chain.from_iterable(first))
                     self._digest(parts)
                     self._append(handle, parts)
 
     def write_image(self, image: memoryview) -> None:
-        """Appends memory without a copy of it; it must not change until this returns.
+        """Appends memory without a copy of it; it must not change before ``finish`` returns.
 
         Args:
             image: flat and writable, such as the view of a ``HostBuffer``; direct I/O needs memory
@@ -96,32 +103,48 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         Raises:
             SaveError: names the file and the cause.
         """
-        with self._open_handle() as handle, Calls() as calls:
+        with self._open_handle() as handle:
+            self._wait()
+            calls = self._begin()
             for (chunk,) in cut([image], self._size, pipeline.CHUNK_BYTES):
                 calls.wait(num_pending=1)
                 calls.submit(partial(self._append, handle, [chunk]))
                 self._digest([chunk])
-            calls.wait()
 
-    def _write_copies(self, handle: int, chunks: Iterable[list[memoryview]]) -> None:
-        """Copies each chunk into aligned memory; writes it while it is digested."""
-        with pipeline.ring.lent() as ring, Calls() as calls:
-            for parts, memory in zip(chunks, cycle(ring), strict=False):
-                calls.wait(num_pending=len(ring) - 1)
-                chunk = self._gather(parts, memory)
-                calls.submit(partial(self._append, handle, [chunk]))
-            calls.wait()
+    def _write_copies(self, handle: int, units: Iterator[list[memoryview]], unit: int) -> None:
+        """Copies chunks into aligned memory and digests them; each is written meanwhile."""
+        ring = self._in_flight.enter_context(pipeline.ring.lent())
+        calls = self._begin()
+        for num_bytes, memory in zip(_chunk_sizes(), cycle(ring), strict=False):
+            calls.wait(num_pending=len(ring) - 1)
+            chunk = self._gather(islice(units, num_bytes // unit), memory)
+            if not chunk.nbytes:
+                break
+            calls.submit(partial(self._append, handle, [chunk]))
 
-    def _gather(self, parts: list[memoryview], memory: memoryview) -> memoryview:
-        """The front of this memory, with digested copies of the parts."""
+    def _begin(self) -> Calls:
+        self._calls = self._in_flight.enter_context(Calls())
+        return self._calls
+
+    def _wait(self) -> None:
+        """Waits until all bytes so far are written."""
+        if self._calls is not None:
+            self._calls.wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._calls = None
+        self._in_flight.close()
+
+    def _gather(self, units: Iterable[list[memoryview]], memory: memoryview) -> memoryview:
+        """The front of this memory, with digested copies of the units."""
         copied = digested = 0
-        for part in chain.from_iterable(cut(parts, 0, COPY_BYTES)):
-            memory[copied : copied + part.nbytes] = part
-            copied += part.nbytes
-            if copied - digested >= COPY_BYTES:
-                self._digest([memory[digested:copied]])
-                digested = copied
-        self._digest([memory[digested:copied]])
+        for parts in units:
+            for part in parts:
+                memory[copied : copied + part.nbytes] = part
+                copied += part.nbytes
+            self._digest([memory[digested:copied]])
+            digested = copied
         return memory[:copied]
 
     def _digest(self, parts: list[memoryview]) -> None:
@@ -143,6 +166,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
             SaveError: names the file and the cause.
         """
         with self._open_handle() as handle:
+            self._wait()
             self._file_system.fsync(handle)
             self._handle = None
             self._file_system.close(handle)
@@ -151,9 +175,12 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def discard(self) -> None:
         """Closes an unfinished file. It stays in staging, which is never read."""
         handle, self._handle = self._handle, None
-        if handle is not None:
-            with suppress(OSError):  # the caller raises the first error
-                self._file_system.close(handle)
+        try:
+            self._end()
+        finally:
+            if handle is not None:
+                with suppress(OSError):  # the caller raises the first error
+                    self._file_system.close(handle)
 
     @property
     def block_digests(self) -> tuple[str, ...]:
@@ -174,3 +201,17 @@ class FileWriter(AbstractContextManager["FileWriter"]):
 
     def __exit__(self, *_: object) -> None:
         self.discard()
+
+
+def _first_bytes() -> int:
+    return min(FIRST_BYTES, pipeline.CHUNK_BYTES)
+
+
+def _chunk_sizes() -> Iterator[int]:
+    """A small chunk, then others, each as long as all before it, up to the size of most."""
+    size = _first_bytes()
+    yield size
+    while size < pipeline.CHUNK_BYTES:
+        yield size
+        size *= 2
+    yield from repeat(pipeline.CHUNK_BYTES)

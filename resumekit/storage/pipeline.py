@@ -36,16 +36,24 @@ class Ring:
 
     @contextmanager
     def lent(self) -> Iterator[list[memoryview]]:
-        """The buffers, to one caller at a time.
+        """The buffers, or temporary ones while another caller has them.
 
         Raises:
             OSError: ENOMEM.
         """
-        with self._lock:
-            if self._buffer is None or self._buffer.num_bytes != _NUM_CHUNKS * CHUNK_BYTES:
-                self._buffer = HostBuffer(_NUM_CHUNKS * CHUNK_BYTES)
-            view = self._buffer.view
+        is_mine = self._lock.acquire(blocking=False)
+        try:
+            buffer = self._kept() if is_mine else HostBuffer(_NUM_CHUNKS * CHUNK_BYTES)
+            view = buffer.view
             yield [view[at : at + CHUNK_BYTES] for at in range(0, view.nbytes, CHUNK_BYTES)]
+        finally:
+            if is_mine:
+                self._lock.release()
+
+    def _kept(self) -> HostBuffer:
+        if self._buffer is None or self._buffer.num_bytes != _NUM_CHUNKS * CHUNK_BYTES:
+            self._buffer = HostBuffer(_NUM_CHUNKS * CHUNK_BYTES)
+        return self._buffer
 
 
 class Slots(AbstractContextManager["Slots"]):
