@@ -11,7 +11,7 @@ from resumekit.serialization.index import Logical
 from resumekit.serialization.layouts import Chunk, Layout
 from resumekit.serialization.sharding import Box
 from resumekit.serialization.tensors import dense_strides, flat_bytes
-from resumekit.storage import FileReader
+from resumekit.storage import FileReader, Piece
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class ByteRange:
     Args:
         offset: in the file.
         num_bytes: from the first wanted element to the last.
-        target: memory of the wanted elements' shape, contiguous or not.
+        target: memory of the wanted elements' shape, contiguous or not; on the meta device where
+            they are verified only.
         strides: of the wanted elements in the file, in elements.
     """
 
@@ -83,6 +84,14 @@ class ByteRange:
     def is_direct(self) -> bool:
         """Whether the bytes can be read into the target without a copy."""
         return self.num_bytes == self.target.nbytes and self.target.is_contiguous()
+
+    def memory(self) -> torch.Tensor | None:
+        """Memory for the bytes: the target where they need no copy; None where they need none."""
+        if self.target.is_meta:
+            return None
+        if self.is_direct:
+            return self.target
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
     def copy_from(self, memory: torch.Tensor) -> None:
         """Copies the wanted elements of the bytes that were read into the target."""
@@ -134,27 +143,28 @@ def read_ranges(
     Raises:
         CheckpointError: from the reader.
     """
-    for run in _runs(sorted(wanted, key=lambda each: each.offset)):
-        memories = [
-            each.target
-            if each.is_direct
-            else torch.empty(each.num_bytes, dtype=torch.uint8, device="cpu")
-            for each in run
+    for batch in _batches(sorted(wanted, key=lambda each: each.offset)):
+        memories = [each.memory() for each in batch]
+        pieces = [
+            Piece(each.offset, each.num_bytes, None if memory is None else flat_bytes(memory))
+            for each, memory in zip(batch, memories, strict=True)
         ]
-        reader.read_into([flat_bytes(memory) for memory in memories], run[0].offset, block_digests)
-        for each, memory in zip(run, memories, strict=True):
-            if not each.is_direct:
+        reader.read_pieces(pieces, block_digests)
+        for each, memory in zip(batch, memories, strict=True):
+            if memory is not None and memory is not each.target:
                 each.copy_from(memory)
 
 
-def _runs(ordered: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Groups consecutive byte ranges that need no copy; others alone."""
-    run: list[ByteRange] = []
+def _batches(ordered: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Groups of ranges whose copies fit into a little memory together."""
+    batch: list[ByteRange] = []
+    num_bytes = 0
     for each in ordered:
-        joins = run and run[-1].offset + run[-1].num_bytes == each.offset
-        if run and not (joins and each.is_direct and run[-1].is_direct):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
+        needed = 0 if each.is_direct else each.num_bytes
+        if needed and num_bytes + needed > 2 * _MAX_RANGE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(each)
+        num_bytes += needed
+    if batch:
+        yield batch

@@ -19,7 +19,7 @@ from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
 from resumekit.storage.ownership import Owner, PosixLock
 from resumekit.storage.parts import Part, Parts
-from resumekit.storage.pieces import cut
+from resumekit.storage.pieces import Piece, cut
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
@@ -45,6 +45,7 @@ __all__ = [
     "Owner",
     "Part",
     "Parts",
+    "Piece",
     "PosixLock",
     "ReadHandle",
     "RetentionPolicy",

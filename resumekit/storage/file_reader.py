@@ -17,7 +17,7 @@ from resumekit.storage.digest import BLOCK_BYTES, combine, is_digest
 from resumekit.storage.direct import is_aligned
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io import FileSystem, read_errors, read_fully
-from resumekit.storage.pieces import cut, scatter
+from resumekit.storage.pieces import Piece, by_block, joined, scatter
 from resumekit.storage.pipeline import Slots
 
 MAX_READ_BYTES = 1 << 30
@@ -75,17 +75,15 @@ class FileReader(AbstractContextManager["FileReader"]):
         self._read_all(rest[begin : begin + BLOCK_BYTES] for begin in self._block_offsets)
         return bytes(content)
 
-    def read_into(
-        self, buffers: Sequence[memoryview], offset: int, block_digests: Sequence[str]
-    ) -> None:
-        """Fills C-contiguous buffers with consecutive bytes of the file, all verified.
+    def read_pieces(self, pieces: Sequence[Piece], block_digests: Sequence[str]) -> None:
+        """Reads pieces of the file, all verified.
 
-        Whole blocks are read through the process's ring, many of them by several threads. A partly
-        wanted one is read whole and kept for the next call.
+        Blocks are read by several threads: one to memory that direct I/O can use and that receives
+        all of it straight there, any other one through the process's ring. A block at either end
+        that is wanted in part is kept for the next call. Pieces without memory cost no memory.
 
         Args:
-            buffers: writable memory, one after the other in the file.
-            offset: where in the file the first one begins.
+            pieces: in the order of the file; none overlaps another.
             block_digests: of all blocks of the file; verified against the manifest.
 
         Raises:
@@ -93,54 +91,22 @@ class FileReader(AbstractContextManager["FileReader"]):
             UnreadableCheckpointError: the bytes could not be read.
         """
         self._check_blocks(block_digests)
-        end = offset + sum(buffer.nbytes for buffer in buffers)
-        if offset < 0 or end > self.entry.size:
-            raise CorruptCheckpointError(
-                self._where,
-                found=f"bytes {offset} to {end} are wanted",
-                expected=f"a range within its {self.entry.size} bytes",
-            )
-        whole = []
-        for parts in cut(buffers, offset, BLOCK_BYTES):
-            num_bytes = sum(part.nbytes for part in parts)
-            index, start = divmod(offset, BLOCK_BYTES)
-            if num_bytes == self._block_size(index):
-                whole.append((parts, index))
+        for offset, num_bytes, _ in pieces:
+            if offset < 0 or offset + num_bytes > self.entry.size:
+                raise CorruptCheckpointError(
+                    self._where,
+                    found=f"bytes {offset} to {offset + num_bytes} are wanted",
+                    expected=f"a range within its {self.entry.size} bytes",
+                )
+        blocks = list(by_block(pieces, BLOCK_BYTES))
+        ends = {0, len(blocks) - 1}
+        between = []
+        for number, (index, parts) in enumerate(blocks):
+            if number in ends and not self._is_whole(index, parts):
+                self._copy_from_block(index, parts)
             else:
-                self._copy_from_block(parts, index, start)
-            offset += num_bytes
-        self._read_blocks(whole)
-
-    def read_image(
-        self, image: memoryview, blocks: Sequence[int], block_digests: Sequence[str]
-    ) -> None:
-        """Fills memory with whole blocks of the file, all verified, without a copy.
-
-        Args:
-            image: flat and writable, such as the view of a ``HostBuffer``; direct I/O needs memory
-                that begins at a multiple of 4096. It holds one block after the other.
-            blocks: their indices in the file, ascending; only the file's last one may be short.
-            block_digests: of all blocks of the file; verified against the manifest.
-
-        Raises:
-            CorruptCheckpointError: names the file and both digests, or both sizes.
-            UnreadableCheckpointError: the bytes could not be read.
-        """
-        self._check_blocks(block_digests)
-        outside = [index for index in blocks if not 0 <= index < len(self._expected)]
-        if outside:
-            raise CorruptCheckpointError(
-                self._where,
-                found=f"block {outside[0]} is wanted",
-                expected=f"one of its {len(self._expected)} blocks",
-            )
-        whole = []
-        begin = 0
-        for index in blocks:
-            end = begin + self._block_size(index)
-            whole.append(([image[begin:end]], index))
-            begin = end
-        self._read_blocks(whole)
+                between.append((index, parts))
+        self._read_blocks(between)
 
     def verify(self) -> None:
         """Reads every byte and compares the digest.
@@ -178,61 +144,62 @@ class FileReader(AbstractContextManager["FileReader"]):
         self._expected = blocks
         self._checked = block_digests
 
-    def _copy_from_block(self, parts: list[memoryview], index: int, start: int) -> None:
+    def _is_whole(self, index: int, parts: Sequence[Piece]) -> bool:
+        """Whether the parts are all bytes of a block."""
+        return sum(part.num_bytes for part in parts) == self._block_size(index)
+
+    def _copy_from_block(self, index: int, parts: Sequence[Piece]) -> None:
         self._keep_block(index)
-        block = memoryview(self._block)
-        for part in parts:
-            part[:] = block[start : start + part.nbytes]
-            start += part.nbytes
+        scatter(memoryview(self._block), index * BLOCK_BYTES, parts)
 
     def _keep_block(self, index: int) -> None:
         if index == self._block_index:
             return
         self._block_index = -1
         self._block = self._block or bytearray(min(BLOCK_BYTES, self.entry.size))
-        self._read_known_block([memoryview(self._block)[: self._block_size(index)]], index)
+        self._read_known_block(memoryview(self._block)[: self._block_size(index)], index)
         self._block_index = index
 
     def _read_all(self, blocks: Iterable[memoryview]) -> None:
         """Reads the whole file into these blocks, one after the other, and verifies it."""
-        digests = [self._read_block([block], index) for index, block in enumerate(blocks)]
+        digests = [self._read_block(block, index) for index, block in enumerate(blocks)]
         self._compare(combine(digests), self.entry.digest)
 
-    def _read_blocks(self, blocks: Sequence[tuple[list[memoryview], int]]) -> None:
-        if len(blocks) < _MANY_BLOCKS:
-            for parts, index in blocks:
-                self._read_known_block(parts, index)
+    def _read_blocks(self, blocks: Sequence[tuple[int, list[Piece]]]) -> None:
+        if len(blocks) >= _MANY_BLOCKS:
+            with Slots(BLOCK_BYTES) as slots:
+                for _ in slots.map(self._read_through, blocks):
+                    pass
             return
-        with Slots(BLOCK_BYTES) as slots:
-            for _ in slots.map(self._read_through, blocks):
-                pass
+        for index, parts in blocks:
+            whole = joined(parts) if self._is_whole(index, parts) else None
+            if whole is not None:
+                self._read_known_block(whole, index)
+            else:
+                self._copy_from_block(index, parts)
 
-    def _read_through(self, block: tuple[list[memoryview], int], slot: memoryview) -> None:
+    def _read_through(self, block: tuple[int, list[Piece]], slot: memoryview) -> None:
         """Reads one block straight to where it belongs, if direct I/O can, or else by a slot."""
-        parts, index = block
-        if len(parts) == 1 and is_aligned(parts[0]):
-            self._read_known_block(parts, index)
+        index, parts = block
+        whole = joined(parts) if self._is_whole(index, parts) else None
+        if whole is not None and is_aligned(whole):
+            self._read_known_block(whole, index)
             return
         memory = slot[: self._block_size(index)]
-        self._read_known_block([memory], index)
-        scatter(memory, parts)
+        self._read_known_block(memory, index)
+        scatter(memory, index * BLOCK_BYTES, parts)
 
     def _digest_block(self, index: int, slot: memoryview) -> bytes:
-        return self._read_block([slot[: self._block_size(index)]], index)
+        return self._read_block(slot[: self._block_size(index)], index)
 
-    def _read_known_block(self, parts: list[memoryview], index: int) -> None:
-        found, expected = self._read_block(parts, index), self._expected[index]
+    def _read_known_block(self, memory: memoryview, index: int) -> None:
+        found, expected = self._read_block(memory, index), self._expected[index]
         self._compare(found.hex(), expected.hex(), of=f"the digest of its block {index}")
 
-    def _read_block(self, parts: list[memoryview], index: int) -> bytes:
-        """Fills parts that make up one block; returns its digest."""
-        offset = index * BLOCK_BYTES
-        digester = xxhash.xxh3_128()
-        for part in parts:
-            self._fill(part, offset)
-            digester.update(part)
-            offset += part.nbytes
-        return digester.digest()
+    def _read_block(self, memory: memoryview, index: int) -> bytes:
+        """Fills memory with a whole block; returns its digest."""
+        self._fill(memory, index * BLOCK_BYTES)
+        return xxhash.xxh3_128_digest(memory)
 
     @property
     def _block_offsets(self) -> range:

@@ -28,6 +28,9 @@ from resumekit.storage import (
     FileWriter,
     HostBuffer,
     LocalFileSystem,
+    Piece,
+    ReadHandle,
+    address_of,
     pipeline,
 )
 from resumekit.storage.files import FIRST_BYTES
@@ -101,7 +104,7 @@ def test_all_bytes_are_read(tmp_path: Path, size: int) -> None:
     with _open(tmp_path / "x", entry) as reader:
         assert reader.read() == _content(size)
         reader.verify()
-        reader.read_into([memoryview(buffer)], 0, blocks)
+        read_into(reader, [memoryview(buffer)], 0, blocks)
     assert bytes(buffer) == _content(size)
 
 
@@ -125,10 +128,10 @@ def test_any_ranges_are_read_in_one_call_or_many(
     views = [memoryview(buffer) for buffer in buffers]
     with _open(path, entry) as reader:
         if one_call:
-            reader.read_into(views, offsets[0], blocks)
+            read_into(reader, views, offsets[0], blocks)
         else:
             for view, start in zip(views, offsets, strict=False):
-                reader.read_into([view], start, blocks)
+                read_into(reader, [view], start, blocks)
     assert b"".join(buffers) == content[offsets[0] : offsets[-1]]
 
 
@@ -149,7 +152,7 @@ def test_a_file_read_from_front_to_back_in_small_pieces_is_read_once(
     buffer = bytearray(100_000)
     with _open(path, entry, counting) as reader:
         for offset in range(0, _SIZE - len(buffer), len(buffer)):
-            reader.read_into([memoryview(buffer)], offset, blocks)
+            read_into(reader, [memoryview(buffer)], offset, blocks)
     assert counting.num_bytes <= _SIZE
 
 
@@ -163,9 +166,9 @@ def test_a_flipped_byte_is_found_before_any_byte_is_believed(tmp_path: Path, whe
         for attempt in (
             reader.read,
             reader.verify,
-            lambda: reader.read_into([memoryview(bytearray(_SIZE))], 0, blocks),
+            lambda: read_into(reader, [memoryview(bytearray(_SIZE))], 0, blocks),
             # Another byte of the same block.
-            lambda: reader.read_into([memoryview(bytearray(1))], where ^ 1, blocks),
+            lambda: read_into(reader, [memoryview(bytearray(1))], where ^ 1, blocks),
         ):
             with pytest.raises(CorruptCheckpointError, match=r"step-00000001/x: .*digest.* is "):
                 attempt()
@@ -186,7 +189,7 @@ def test_block_digests_that_do_not_belong_to_the_file_are_refused(tmp_path: Path
             _open(tmp_path / "x", entry) as reader,
             pytest.raises(CorruptCheckpointError, match="block"),
         ):
-            reader.read_into([memoryview(bytearray(1))], 0, wrong)  # type: ignore[arg-type]
+            read_into(reader, [memoryview(bytearray(1))], 0, wrong)  # type: ignore[arg-type]
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -219,9 +222,9 @@ def test_a_long_range_is_read_by_several_threads(
     with _open(tmp_path / "x", entry) as reader:
         if damaged:
             with pytest.raises(CorruptCheckpointError, match="the digest of its block 9"):
-                reader.read_into(buffers, offset, blocks)
+                read_into(reader, buffers, offset, blocks)
         else:
-            reader.read_into(buffers, offset, blocks)
+            read_into(reader, buffers, offset, blocks)
             assert b"".join(buffers) == content[offset : offset + sum(sizes)]
 
 
@@ -230,7 +233,7 @@ def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
     with _open(tmp_path / "x", entry) as reader:
         for offset, size in ((3, 3), (-1, 2), (6, 0)):
             with pytest.raises(CorruptCheckpointError, match="within its 5 bytes"):
-                reader.read_into([memoryview(bytearray(size))], offset, blocks)
+                read_into(reader, [memoryview(bytearray(size))], offset, blocks)
 
 
 def test_a_file_that_is_too_large_to_hold_is_not_read(tmp_path: Path) -> None:
@@ -379,32 +382,74 @@ def test_a_child_forked_while_a_thread_writes_can_write(tmp_path: Path) -> None:
     assert (tmp_path / "child").read_bytes() == content
 
 
-def test_chosen_blocks_are_read_into_an_image(tmp_path: Path) -> None:
-    content = _content(19 * BLOCK_BYTES + 5)
+@pytest.mark.parametrize("num_blocks", [3, 19])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_chosen_pieces_are_read_and_the_others_only_verified(
+    tmp_path: Path, num_blocks: int, damaged: bool
+) -> None:
+    content = _content(num_blocks * BLOCK_BYTES + 5)
     entry, digests = _write(tmp_path / "x", content)
-    blocks = [index for index in range(20) if index not in (3, 7)]
-    expected = b"".join(content[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in blocks)
-    image = HostBuffer(len(expected)).view
+    if damaged:
+        with (tmp_path / "x").open("r+b") as file:
+            file.seek(BLOCK_BYTES + 70_000)
+            file.write(b"another")
+    image = HostBuffer(entry.size).view  # consecutive pieces in memory that direct I/O can use
+    image[:] = bytes(entry.size)
+    ends = [0, 100, BLOCK_BYTES + 7, BLOCK_BYTES + 400_000, 2 * BLOCK_BYTES, entry.size]
+    pieces = [
+        Piece(begin, end - begin, image[begin:end] if number % 3 else None)
+        for number, (begin, end) in enumerate(pairwise(ends))
+    ]
     with _open(tmp_path / "x", entry) as reader:
-        reader.read_image(image, blocks, digests)
-        assert bytes(image) == expected
-        with pytest.raises(CorruptCheckpointError, match="block 20 is wanted, expected one of"):
-            reader.read_image(image, [20], digests)
+        if damaged:  # in a piece without memory
+            with pytest.raises(CorruptCheckpointError, match="the digest of its block 1 "):
+                reader.read_pieces([pieces[3]], digests)
+            with pytest.raises(CorruptCheckpointError, match="the digest of its block 1 "):
+                reader.read_pieces(pieces, digests)
+            return
+        reader.read_pieces(pieces, digests)
+    for offset, num_bytes, memory in pieces:
+        expected = bytes(num_bytes) if memory is None else content[offset : offset + num_bytes]
+        assert bytes(image[offset : offset + num_bytes]) == expected
 
 
 @pytest.mark.parametrize("num_blocks", [3, 19])
-def test_a_damaged_block_of_an_image_is_found(tmp_path: Path, num_blocks: int) -> None:
-    entry, digests = _write(tmp_path / "x", _content(num_blocks * BLOCK_BYTES))
-    with (tmp_path / "x").open("r+b") as file:
-        file.seek(2 * BLOCK_BYTES + 99)
-        file.write(b"another")
+def test_an_image_is_read_without_a_copy(tmp_path: Path, num_blocks: int) -> None:
+    content = _content(num_blocks * BLOCK_BYTES + 5)
+    entry, digests = _write(tmp_path / "x", content)
+    counting = _Addresses()
     image = HostBuffer(entry.size).view
-    with _open(tmp_path / "x", entry) as reader:
-        with pytest.raises(CorruptCheckpointError, match="the digest of its block 2 "):
-            reader.read_image(image, range(num_blocks), digests)
-        with pytest.raises(CorruptCheckpointError, match="digest"):
-            reader.verify()
-        reader.read_image(image, [1], digests)
+    half = BLOCK_BYTES // 2  # consecutive in memory and in the file: read as one
+    pieces = [
+        Piece(at, half, image[at : at + half]) for at in range(0, num_blocks * 2 * half, half)
+    ]
+    pieces.append(Piece(num_blocks * BLOCK_BYTES, 5, image[-5:]))
+    with _open(tmp_path / "x", entry, counting) as reader:
+        reader.read_pieces(pieces, digests)
+    assert bytes(image) == content
+    begin = address_of(image)
+    assert counting.found == {begin + at for at in range(0, entry.size, BLOCK_BYTES)}
+
+
+class _Addresses(LocalFileSystem):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        self.found.add(address_of(buffer))
+        return super().read_into(handle, offset, buffer)
+
+
+def read_into(
+    reader: FileReader, buffers: Sequence[memoryview], offset: int, digests: Sequence[str]
+) -> None:
+    """Reads consecutive bytes."""
+    pieces = []
+    for buffer in buffers:
+        pieces.append(Piece(offset, buffer.nbytes, buffer))
+        offset += buffer.nbytes
+    reader.read_pieces(pieces, digests)
 
 
 class _SlowWrites(LocalFileSystem):
