@@ -24,6 +24,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     │   └── NoUsableCheckpointError          checkpoints exist, and none can be used
     ├── StateMismatchError (ValueError)      the checkpoint does not match the live objects
     │   └── DriftError                       the state matches, but a setting has changed
+    ├── IncompleteLoadError (RuntimeError)   the files changed during a load; end the process
     ├── DataPositionError (RuntimeError)     the data position cannot be restored
     ├── LoopError (RuntimeError)             the loop makes calls in an invalid order
     ├── RankDisagreementError (RuntimeError) the ranks of one job have different values
@@ -172,6 +173,10 @@ class StateMismatchError(ResumekitError, ValueError):
 
 class DriftError(StateMismatchError):
     """The state matches, but a setting of the run has changed since the checkpoint."""
+
+
+class IncompleteLoadError(ResumekitError, RuntimeError):
+    """A checkpoint changed while it was loaded; some live objects are changed, and others not."""
 
 
 class DataPositionError(ResumekitError, RuntimeError):

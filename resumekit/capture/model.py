@@ -17,6 +17,7 @@ from resumekit.capture.restore import (
     Mismatch,
     describe,
     description_mismatches,
+    fits,
     refuse,
     require_dict,
     state_mismatches,
@@ -99,6 +100,20 @@ class ModelState(ComponentState):
         refuse(self.key, problems, remedy=_REMEDY)
         return ()
 
+    def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters and buffers, if the module loads them as ``nn.Module`` does."""
+        if type(self).load_state_dict is not ModelState.load_state_dict or not _loads_plainly(
+            self.module
+        ):
+            return
+        raw = {
+            **dict(self.module.named_parameters(remove_duplicate=False)),
+            **dict(self.module.named_buffers(remove_duplicate=False)),
+        }
+        for name, live in by_clean_name(self.module, raw).items():
+            if fits(live, state.get(name)) and not is_sharded(live):
+                yield state[name], live
+
     def first_rank_only(self) -> frozenset[str]:
         """The names of the unsharded buffers."""
         return frozenset(self.unsharded_buffers())
@@ -129,6 +144,22 @@ class ModelState(ComponentState):
     def _parts(self) -> Mapping[str, FlatPart]:
         """This rank's range of each parameter that is sharded without a DTensor, by name."""
         return {}
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether a load copies each tensor into the live one of its name, and does nothing else."""
+    # torch 2.13 nn/modules/module.py Module.load_state_dict calls all of these. What torch's own
+    # modules override adds entries that old states lack.
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return False
+    kinds = {kind for each in module.modules() for kind in type(each).__mro__}
+    overridden = (
+        not kind.__module__.startswith("torch.nn.modules.")
+        and not {"load_state_dict", "_load_from_state_dict"}.isdisjoint(vars(kind))
+        for kind in kinds
+    )
+    hooked = (vars(each)["_load_state_dict_pre_hooks"] for each in module.modules())
+    return not any(overridden) and not any(hooked)
 
 
 def frozen_parameters(

@@ -148,6 +148,19 @@ class OptimizerState(ComponentState):
                     yield value, partner
         yield from pairs_in(state["unnamed_state"], live["unnamed_state"])
 
+    def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """The moments that exist, if they are loaded here."""
+        is_ours = type(self).load_state_dict is OptimizerState.load_state_dict
+        if not is_ours or "opaque" in state or not inherits_load(self.optimizer):
+            return
+        if self.optimizer._optimizer_load_state_dict_pre_hooks:
+            return
+        for name, parameter in chain(*self._named_groups()):
+            saved = state["state"].get(name)
+            for key, live in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(saved, dict) and fits(live, saved.get(key)) and not is_sharded(live):
+                    yield saved[key], live
+
     def merge_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state of those of the optimizers of several pipeline stages."""
         return merged_optimizers(self.key, states)

@@ -188,6 +188,7 @@ class Loading:
 
         Raises:
             StateMismatchError: a component refuses its state; nothing was changed.
+            IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
         """
         self.world.everywhere(self._check_states)
         notes = self.world.everywhere(self._restore)
@@ -206,7 +207,9 @@ class Loading:
         given = [each for each in self.components if each.key in states and each.slot in order]
         notes: list[str] = []
         for component in sorted(given, key=lambda each: order.index(each.slot)):
-            notes += _words(component.stateful.load_state_dict(states[component.key]))
+            key, live = component.key, component.state.live_tensors
+            state = self.found.deferral.complete(key, states[key], live)
+            notes += _words(component.stateful.load_state_dict(state))
         return notes
 
     def _start_fresh(self, keys: Sequence[str]) -> list[str]:

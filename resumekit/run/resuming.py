@@ -6,7 +6,7 @@ the next one is tried. Nothing live changes before every check has passed on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,17 +27,20 @@ from resumekit.errors import (
 from resumekit.log import logger
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
+from resumekit.run.load_buffer import LoadBuffer
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
 from resumekit.run.saving import drain
 from resumekit.run.state_origins import StateOrigins
 from resumekit.serialization import (
+    Deferral,
     Source,
     index_name,
     read_payload,
     read_sharded,
+    stem_of,
 )
-from resumekit.state import SharingPattern, StateComponent
+from resumekit.state import ComponentState, SharingPattern, StateComponent
 from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
 
 
@@ -71,6 +74,7 @@ class Found:
             number, where it is not plain which one this rank takes; ``resplit`` makes its states
             of them.
         left: of components in stages, the names of the tensors that this rank does not hold.
+        deferral: what is read when a component is loaded, straight into its tensors.
         rejected: newer checkpoints that were passed over.
     """
 
@@ -79,6 +83,7 @@ class Found:
     states: dict[str, Any]
     former: dict[str, dict[int, Any]]
     left: dict[str, frozenset[str]]
+    deferral: Deferral
     rejected: tuple[Rejection, ...] = ()
 
     @property
@@ -103,6 +108,7 @@ class Finder:
             ranks they say which part this rank needs.
         membership: of those components.
         sources: whose state this rank takes.
+        buffer: memory for what is copied into live tensors.
     """
 
     world: World
@@ -112,6 +118,7 @@ class Finder:
     components: Sequence[StateComponent]
     membership: ComponentGroups
     sources: StateOrigins
+    buffer: LoadBuffer
 
     def find(self, *, up_to: int | None = None) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
@@ -215,35 +222,79 @@ class Finder:
             return f"{error} It stays where it is: {trouble}"
 
     def _states(self, name: StepName, reader: StepReader) -> Found:
-        found = Found(name, reader, {}, {}, {})
         components = {component.key: component for component in self.components}
-        # By directory and writer: of each component the number of the former rank or group.
-        wanted: dict[tuple[str, int], dict[str, int]] = {}
-        for record in reader.manifest.components:
-            if names_component(self.left_out, record.key):
-                continue
-            live = components.get(record.key)
-            if is_sharded(record, live):
-                in_stages = record.key in self.membership and self.membership.is_in_stages(live)
-                state, left = read_sharded_component(reader, record, live, in_stages=in_stages)
-                found.states[record.key], found.left[record.key] = state, left
-                continue
-            origin = self.sources.of(record, reader.manifest)
-            readable: tuple[int, ...] = origin.readable
-            if origin.own_number is None:
-                found.former[record.key] = {}
-            else:
-                readable = (origin.own_number,)
-            for number in readable:
-                of_writer = wanted.setdefault((record.directory, origin.writers[number]), {})
-                of_writer[record.key] = number
+        sharded = {
+            record.key: record
+            for record in reader.manifest.components
+            if is_sharded(record, components.get(record.key))
+            and not names_component(self.left_out, record.key)
+        }
+        former, wanted = self._wanted(reader, sharded)
+        found = Found(name, reader, {}, former, {}, self._deferral(reader, wanted, former))
+        for key, record in sharded.items():
+            live = components.get(key)
+            in_stages = key in self.membership and self.membership.is_in_stages(live)
+            found.states[key], found.left[key] = read_sharded_component(
+                reader, record, live, in_stages=in_stages
+            )
         for (directory, writer), numbers in wanted.items():
-            for key, state in read_payload(reader, directory, writer, list(numbers)).items():
+            states = read_payload(reader, directory, writer, list(numbers), found.deferral)
+            for key, state in states.items():
                 if key in found.former:
                     found.former[key][numbers[key]] = state
                 else:
                     found.states[key] = state
         return found
+
+    def _wanted(
+        self, reader: StepReader, but: Collection[str]
+    ) -> tuple[dict[str, dict[int, Any]], dict[tuple[str, int], dict[str, int]]]:
+        """The components of which it is not plain yet which state this rank takes; what it reads.
+
+        The second is by directory and writer: of each component the number of the former rank or
+        group.
+        """
+        former: dict[str, dict[int, Any]] = {}
+        wanted: dict[tuple[str, int], dict[str, int]] = {}
+        for record in reader.manifest.components:
+            if record.key in but or names_component(self.left_out, record.key):
+                continue
+            origin = self.sources.of(record, reader.manifest)
+            readable: tuple[int, ...] = origin.readable
+            if origin.own_number is None:
+                former[record.key] = {}
+            else:
+                readable = (origin.own_number,)
+            for number in readable:
+                of_writer = wanted.setdefault((record.directory, origin.writers[number]), {})
+                of_writer[record.key] = number
+        return former, wanted
+
+    def _deferral(
+        self,
+        reader: StepReader,
+        wanted: Mapping[tuple[str, int], Collection[str]],
+        former: Collection[str],
+    ) -> Deferral:
+        """Which tensors have live ones that they are copied into, and memory for them."""
+        live = {
+            component.key: component.state.live_tensors
+            for component in self.components
+            if component.key not in former
+            and component.state.overrides(ComponentState.live_tensors)
+        }
+        stems = {
+            stem_of(*source, is_frozen=is_frozen)
+            for source, keys in wanted.items()
+            if not live.keys().isdisjoint(keys)
+            for is_frozen in (False, True)
+        }
+        sizes = [
+            entry.size
+            for entry in reader.manifest.files
+            if entry.path.removesuffix(".safetensors") in stems
+        ]
+        return Deferral(live, self.buffer.memory(sum(sizes)))
 
     def _warn(self, message: str) -> None:
         if self.world.is_first:

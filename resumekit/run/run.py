@@ -33,6 +33,7 @@ from resumekit.run.compatibility import (
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.journaling import RunJournal
+from resumekit.run.load_buffer import LoadBuffer
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
@@ -88,6 +89,7 @@ class Run:
         self.in_flight = SaveInFlight(self.world, must_fit=options.async_save == "auto")
         self._store: Store | None = None
         self._saver: Saver
+        self._load_buffer: LoadBuffer
         self._replicas: Replicas
         self._membership: ComponentGroups
         self._looked = False
@@ -139,7 +141,18 @@ class Run:
         known = () if callable(self._given) else self.components
         membership = self._agree_on_components(known)
         sources = self._sources(membership)
-        finder = Finder(self.world, store, self.options, left_out, known, membership, sources)
+        saves_async = self.options.async_save is not False
+        self._load_buffer = LoadBuffer(self.world, self.in_flight.snapshot, is_kept=saves_async)
+        finder = Finder(
+            self.world,
+            store,
+            self.options,
+            left_out,
+            known,
+            membership,
+            sources,
+            self._load_buffer,
+        )
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
         self._parent = None if self._found is None else self._found.manifest
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
@@ -168,7 +181,8 @@ class Run:
             )
             self._begin_saving()
             report = ResumeReport(resumed=False) if found is None else self._load(found)
-            self._found = None
+            self._found = found = None
+            self._load_buffer.give_back()
             seed = self._components.seed
             if seed is not None and seed.value is None:
                 seed.value = self.world.broadcast(torch.initial_seed())

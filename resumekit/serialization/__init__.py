@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from resumekit.serialization.decoding import decode
+from resumekit.serialization.deferral import Deferral, LoadMemory
 from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, state_digest
 from resumekit.serialization.dtypes import element_type
 from resumekit.serialization.encoding import encode
-from resumekit.serialization.index import arrange, header
+from resumekit.serialization.index import arrange, header, stem_of
 from resumekit.serialization.planning import (
     Assignment,
     Choice,
@@ -43,11 +44,13 @@ __all__ = [
     "Box",
     "Choice",
     "Copy",
+    "Deferral",
     "ExtraFiles",
     "FlatPart",
     "FrozenFiles",
     "HolderPositions",
     "Leaf",
+    "LoadMemory",
     "LocalState",
     "Payload",
     "Plan",
@@ -73,4 +76,5 @@ __all__ = [
     "read_sharded",
     "sharded_like",
     "state_digest",
+    "stem_of",
 ]

@@ -5,30 +5,33 @@ A state that one rank wrote is read as a sharded one with a single writer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
+from resumekit.serialization.data_files import DataFiles, read_index
 from resumekit.serialization.decoding import Decoder, references
-from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.fetching import (
-    ByteRange,
-    Fetch,
-    byte_ranges,
-    plan_fetches,
-    read_ranges,
+from resumekit.serialization.deferral import (
+    Deferral,
+    LoadMemory,
+    PendingState,
+    live_targets,
+    plain_meta,
 )
-from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
-from resumekit.serialization.layouts import part_name
+from resumekit.serialization.digests import leaves_of
+from resumekit.serialization.fetching import ByteRange, Fetch, plan_fetches
+from resumekit.serialization.index import Index, Logical, ShardedIndex, stem_of
 from resumekit.serialization.planning import sharding_of
 from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
 from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
-from resumekit.storage import MAX_JSON_BYTES, StepReader, use_huge_pages
+from resumekit.storage import StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -59,7 +62,7 @@ class Source:
 
     def views(self) -> list[_View]:
         """What each group wrote; verified."""
-        files = _DataFiles(self.step, self.directory)
+        files = DataFiles(self.step, self.directory)
         if self.indices:
             indices = {
                 name: read_index(ShardedIndex, self.step, f"{self.directory}/{name}")
@@ -72,23 +75,12 @@ class Source:
         return [_View(self, name, index, files) for name, index in indices.items()]
 
 
-_AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
-
-
-def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
-    """An index of a checkpoint, verified.
-
-    Raises:
-        CorruptCheckpointError: damage.
-        FormatVersionError: written by a newer version, or with a newer torch.
-        UnreadableCheckpointError: an I/O error.
-    """
-    with step.file(path) as file:
-        return kind.from_bytes(file.read(max_bytes=MAX_JSON_BYTES), where=f"{step.name}/{path}")
-
-
 def read_payload(
-    step: StepReader, directory: str, rank: int, keys: Collection[str] | None = None
+    step: StepReader,
+    directory: str,
+    rank: int,
+    keys: Collection[str] | None = None,
+    deferral: Deferral | None = None,
 ) -> dict[str, Any]:
     """The states that a rank wrote, every byte of them verified.
 
@@ -97,27 +89,71 @@ def read_payload(
         directory: as given to ``Payload``.
         rank: the rank that wrote.
         keys: the component keys to read; all by default.
+        deferral: which tensors a load copies into live ones; where it has no memory for them, they
+            are verified, and stay on the meta device until ``Deferral.complete``.
 
     Raises:
         CorruptCheckpointError: damage or a missing key; names the file.
         FormatVersionError: written by a newer version, or with a newer torch.
         UnreadableCheckpointError: an I/O error.
     """
-    where, files = f"{step.name}/{stem_of(directory, rank)}.json", _DataFiles(step, directory)
+    where, files = f"{step.name}/{stem_of(directory, rank)}.json", DataFiles(step, directory)
     plain = files[rank].index
     wanted = list(plain.states) if keys is None else list(keys)
     for key in wanted:
         if key not in plain.states:
             raise CorruptCheckpointError(where, found=f"has no state of {key!r}")
     tensors: dict[str, Tensor] = {}
+    deferral = deferral or Deferral()
     if plain.records:
         index = ShardedIndex.of_one_writer(plain, rank)
         names = set(index.tensors)
         if keys is not None:
             names &= {name for name, _ in references([plain.states[key] for key in wanted])}
-        tensors = _read(index, dict.fromkeys(names), where, files, check_headers=True)
+        deferred = _deferred(plain, index, wanted, deferral, where)
+        memory = dict(plain_meta(index.tensors, deferred)) if deferral.memory is None else {}
+        read = partial(_read, index, where=where, files=files, check_headers=True)
+        tensors = read(
+            dict.fromkeys(names),
+            memory=memory,
+            load_memory=deferral.memory,
+            in_load_memory=deferred,
+        )
+        if deferral.memory is None:
+            tensors |= deferred
+            reread = partial(_reread, read)
+            for key in wanted:
+                its = {name for name, _ in references(plain.states[key])}
+                if its & deferred.keys():
+                    known = {name: tensors[name] for name in its}
+                    deferral.add(key, PendingState(where, plain.states[key], known, reread))
     decoder = Decoder(tensors, where=where)
     return {key: decoder.decode(plain.states[key]) for key in wanted}
+
+
+def _reread(read: Callable[..., Any], memory: Mapping[str, Tensor]) -> None:
+    read(dict.fromkeys(memory), memory=memory)
+
+
+def _deferred(
+    plain: Index, index: ShardedIndex, keys: Collection[str], deferral: Deferral, where: str
+) -> dict[str, Tensor]:
+    """The tensors that a load copies into live ones, on the meta device."""
+    uses = {key: list(references(plain.states[key])) for key in keys}
+    num_users = Counter(name for found in uses.values() for name in {name for name, _ in found})
+    strided = {record.name for record in plain.records if record.strides is not None}
+    deferred: dict[str, Tensor] = {}
+    for key in deferral.live.keys() & uses.keys():
+        names = {name for name, _ in uses[key]}
+        if any(is_whole for _, is_whole in uses[key]) or names - index.tensors.keys():
+            continue  # values in the tree, or damage
+        saved = {name: _without_values(index.tensors[name]) for name in sorted(names)}
+        state = Decoder(saved, where=where).decode(plain.states[key])
+        pairs = deferral.live[key](state)
+        for name in live_targets(saved, pairs, in_place=deferral.memory is None):
+            if num_users[name] == 1 and name not in strided:
+                deferred[name] = saved[name]
+    return deferred
 
 
 def read_sharded(
@@ -174,7 +210,7 @@ class _View:
         meta_tensors: the tensors of the state on the meta device, by name.
     """
 
-    def __init__(self, source: Source, name: str, index: ShardedIndex, files: _DataFiles) -> None:
+    def __init__(self, source: Source, name: str, index: ShardedIndex, files: DataFiles) -> None:
         self.where = f"{source.step.name}/{source.directory}/{name}"
         self._files = files
         self._index = index
@@ -218,9 +254,12 @@ def _read(
     index: ShardedIndex,
     partners: Mapping[str, Any],
     where: str,
-    files: _DataFiles,
+    files: DataFiles,
     *,
     check_headers: bool = False,
+    memory: Mapping[str, Tensor] = MappingProxyType({}),
+    load_memory: LoadMemory | None = None,
+    in_load_memory: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Tensors by name: this rank's shard of those with a partner, the others whole.
 
@@ -230,6 +269,10 @@ def _read(
         where: what error messages call the index.
         files: the data file of each writer.
         check_headers: whether to read and compare the header of each of these files too.
+        memory: of whole tensors, as plain numbers; on the meta device to verify them only. They
+            are not returned.
+        load_memory: for those of ``in_load_memory``, as long as there is some left.
+        in_load_memory: names of whole tensors.
     """
     wanted = _wanted(where, index, partners)
     fetches: dict[int, list[Fetch]] = {writer: [] for writer in files} if check_headers else {}
@@ -244,59 +287,26 @@ def _read(
     # Before memory is allocated: the index may promise more than the files hold.
     for file, its_fetches in divided:
         file.require(its_fetches, index.tensors)
-    memory = {name: _memory(index.tensors[name], box) for name, box in wanted.items()}
+    targets = dict(memory)
+    if load_memory is not None:
+        for file, its_fetches in divided:
+            targets |= file.memory_of(its_fetches, in_load_memory, index.tensors, load_memory)
+    for name, box in wanted.items():
+        if name not in targets:
+            targets[name] = _memory(index.tensors[name], box)
     strides: dict[str, tuple[int, ...] | None] = {}
     for file, its_fetches in divided:
         parts: list[ByteRange] = []
         for fetch in its_fetches:
-            parts += file.parts(fetch, memory[fetch.name])
+            parts += file.parts(fetch, targets[fetch.name])
             if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
                 strides[fetch.name] = file.strides(fetch.name)
         file.read(parts, check_header=check_headers)
     return {
-        name: _value(index.tensors[name], memory[name], strides.get(name), partner)
+        name: _value(index.tensors[name], targets[name], strides.get(name), partner)
         for name, partner in partners.items()
+        if name not in memory
     }
-
-
-class _DataFiles(dict[int, "_WriterFiles"]):
-    """The data files of each writer in a directory; an index is read on first use."""
-
-    def __init__(self, step: StepReader, directory: str) -> None:
-        self._step = step
-        self._directory = directory
-        self._paths = {entry.path for entry in step.manifest.files}
-
-    def __missing__(self, writer: int) -> _WriterFiles:
-        stems = [stem_of(self._directory, writer)]
-        frozen = stem_of(self._directory, writer, is_frozen=True)
-        if f"{frozen}.json" in self._paths:
-            stems.append(frozen)
-        return self.setdefault(writer, _WriterFiles([_DataFile(self._step, s) for s in stems]))
-
-
-class _WriterFiles:
-    """One writer's data files, the second one with its frozen tensors.
-
-    Attributes:
-        index: of all of them together; it has no block digests.
-    """
-
-    def __init__(self, files: Sequence[_DataFile]) -> None:
-        self._files = files
-        records = [record for file in files for record in file.index.records]
-        ties = {name: other for file in files for name, other in file.index.ties.items()}
-        self.index = Index(files[0].index.states, tuple(records), ties)
-        self._owners = {record.name: file for file in files for record in file.index.records}
-
-    def divide(self, fetches: Sequence[Fetch]) -> list[tuple[_DataFile, list[Fetch]]]:
-        """Each file with the fetches from it; a part that is in none is the first one's."""
-        divided: list[tuple[_DataFile, list[Fetch]]] = [(file, []) for file in self._files]
-        numbers = {id(file): number for number, file in enumerate(self._files)}
-        for fetch in fetches:
-            owner = self._owners.get(_stored_name(fetch), self._files[0])
-            divided[numbers[id(owner)]][1].append(fetch)
-        return divided
 
 
 def _wanted(where: str, index: ShardedIndex, partners: Mapping[str, Any]) -> dict[str, Box]:
@@ -340,77 +350,13 @@ def _value(
     """The memory as the tensor that it holds, or as this rank's part of it."""
     dtype, shape = logical.element.dtype, tuple(memory.shape)
     if partner is not None:
-        local = retyped(memory, dtype, 0, shape, memory.stride())
+        local = retyped(memory, dtype, 0, shape, memory.stride())  # of its own
         part: Tensor = sharded_like(partner, local)
         return part
     if strides is not None:  # stored row by row, needed in another order
         ordered = torch.empty_strided(shape, strides, dtype=memory.dtype, device="cpu")
         memory = ordered.copy_(memory)
-    return retyped(memory, dtype, 0, shape, memory.stride())
-
-
-class _DataFile:
-    """One data file, by the index beside it."""
-
-    def __init__(self, step: StepReader, stem: str) -> None:
-        self.index = read_index(Index, step, f"{stem}.json")
-        self._open = partial(step.file, f"{stem}.safetensors")
-        self._where = f"{step.name}/{stem}.safetensors"
-        self._records = {record.name: record for record in self.index.records}
-        self._header = header(self.index.records, self.index.ties)
-
-    def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
-        """Fills the targets of these parts of the file; compares its header, if asked to."""
-        size = len(self._header) if check_header else 0
-        found = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if check_header:
-            parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
-        with self._open() as reader:
-            read_ranges(reader, parts, self.index.block_digests)
-        if check_header and flat_bytes(found) != self._header:
-            raise CorruptCheckpointError(
-                self._where,
-                found="its header differs from what the index says of its tensors",
-            )
-
-    def strides(self, name: str) -> tuple[int, ...] | None:
-        """The strides that a tensor had in memory, where they were not row-major."""
-        return self._records[name].strides
-
-    def require(self, fetches: Sequence[Fetch], tensors: Mapping[str, Logical]) -> None:
-        """Raises CorruptCheckpointError unless the file is complete and has the parts to fetch."""
-        with self._open() as reader:
-            size = reader.entry.size
-        expected = len(self._header) + (self.index.records[-1].end if self.index.records else 0)
-        if size != expected:
-            raise CorruptCheckpointError(
-                self._where, found=f"has {size} bytes", expected=f"{expected} as its index says"
-            )
-        for fetch in fetches:
-            record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
-            element = tensors[fetch.name].element
-            if record is None or (record.shape, record.element) != (sizes, element):
-                raise CorruptCheckpointError(
-                    self._where,
-                    found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
-                    expected="the part that the index of all ranks lists",
-                )
-
-    def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[ByteRange]:
-        """The byte ranges of the elements to fetch.
-
-        Args:
-            fetch: accepted by ``require``.
-            memory: of the wanted part; receives the elements.
-        """
-        record = self._records[_stored_name(fetch)]
-        target = memory[fetch.wanted.slices]
-        begin = len(self._header) + record.begin
-        return byte_ranges(fetch.stored, record.shape, begin, target)
-
-
-def _stored_name(fetch: Fetch) -> str:
-    return part_name(fetch.name, fetch.chunk.number)
+    return retyped(memory, dtype, int(memory.storage_offset()), shape, memory.stride())
 
 
 def _plain_type(logical: Logical) -> torch.dtype:

@@ -96,6 +96,17 @@ class ComponentState:
         """Whether every rank must get as many batches, because saving this state is collective."""
         return False
 
+    def live_tensors(self, state: Any) -> Iterable[tuple[Any, Any]]:
+        """Each tensor of a saved state with the live one that ``load_state_dict`` copies it into.
+
+        Only where it copies the values as they are, keeps no reference to the saved tensor, and
+        gives the same result when the live tensor already has these values.
+
+        Args:
+            state: its tensors may be on the meta device.
+        """
+        return ()
+
     # ---------------------------------------------------------------- events
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:

@@ -8,6 +8,7 @@ from resumekit.run.saving.in_flight import SaveInFlight
 from resumekit.run.saving.requests import RequestExchange, Requests
 from resumekit.run.saving.saver import Saver
 from resumekit.run.saving.signals import LeaveSignals
+from resumekit.run.saving.snapshot import Snapshot
 
 __all__ = [
     "LeaveSignals",
@@ -16,6 +17,7 @@ __all__ = [
     "SaveInFlight",
     "SaveInterval",
     "Saver",
+    "Snapshot",
     "abandon_work",
     "drain",
     "parse_cadence",

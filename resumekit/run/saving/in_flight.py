@@ -41,6 +41,7 @@ class SaveInFlight:
 
     Attributes:
         num_skipped: the saves that were skipped because one was in flight.
+        snapshot: the memory that the saves use.
     """
 
     def __init__(self, world: World, *, must_fit: bool) -> None:
@@ -49,7 +50,7 @@ class SaveInFlight:
         self._save: BackgroundSave | None = None
         self._deletion: Work | None = None
         self._processes: Processes | None = None  # known from the first save on
-        self._snapshot = Snapshot()
+        self.snapshot = Snapshot()
         self._sizes: list[int] | None = None  # of the copies of all ranks, once accepted or not
         self._accepts = False
         self._num_threads = 1  # that copy, once the ranks of the node are known
@@ -98,8 +99,8 @@ class SaveInFlight:
 
     def size_of_copy(self, payloads: Payloads) -> CopySize:
         """The memory that a copy of all that this rank writes takes."""
-        num_bytes = self._snapshot.needed_bytes(payloads)
-        return CopySize(self._world.node, num_bytes, self._snapshot.growth(num_bytes))
+        num_bytes = self.snapshot.needed_bytes(payloads)
+        return CopySize(self._world.node, num_bytes, self.snapshot.growth(num_bytes))
 
     def accepts(self, copies: Sequence[CopySize]) -> bool:
         """Whether the ranks copy their state. Collective; logs the size once.
@@ -115,7 +116,7 @@ class SaveInFlight:
         self._num_threads = num_copy_threads(len(here))
         others = sum(copy.growth for copy in here) - own_copy.growth
         accepted = not self._must_fit or all(
-            self._world.gather(self._snapshot.fits(own_copy.num_bytes, others))
+            self._world.gather(self.snapshot.fits(own_copy.num_bytes, others))
         )
         if self._world.is_first and (self._sizes is None or accepted != self._accepts):
             of_node = f", {human_bytes(sum(copy.num_bytes for copy in here))} on its node"
@@ -133,7 +134,7 @@ class SaveInFlight:
     def copy(self, payloads: Payloads) -> None:
         """Copies all that this rank writes: training may change it once this returns."""
         assert self._save is None, "the copy of the save in flight is being written"
-        self._snapshot.take(payloads, num_threads=self._num_threads)
+        self.snapshot.take(payloads, num_threads=self._num_threads)
 
     def start(self, job: SaveJob) -> None:
         """Hands the save to the background thread. Collective the first time."""

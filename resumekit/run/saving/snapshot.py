@@ -85,8 +85,23 @@ class Snapshot:
             each.copy_into(view[begin:end], num_threads=num_threads)
             begin = end
 
+    def lend(self, num_bytes: int) -> HostBuffer:
+        """Its memory for something else, until the next ``take``.
+
+        Args:
+            num_bytes: at least.
+
+        Raises:
+            SaveError: there is no memory.
+        """
+        if num_bytes > self.num_bytes:
+            self.release()
+            self._allocate(_with_spare(num_bytes))
+        assert self._buffer is not None
+        return self._buffer
+
     def release(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back, the part that is still in use with its last user."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             if self._is_pinned:

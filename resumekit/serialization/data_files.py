@@ -1,0 +1,156 @@
+"""The data files of a checkpoint, by the indices beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from resumekit.errors import CorruptCheckpointError
+from resumekit.serialization.deferral import LoadMemory
+from resumekit.serialization.fetching import ByteRange, Fetch, byte_ranges, read_ranges
+from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
+from resumekit.serialization.layouts import part_name
+from resumekit.serialization.tensors import flat_bytes
+from resumekit.storage import MAX_JSON_BYTES, StepReader
+
+_AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
+
+
+def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
+    """An index of a checkpoint, verified.
+
+    Raises:
+        CorruptCheckpointError: damage.
+        FormatVersionError: written by a newer version, or with a newer torch.
+        UnreadableCheckpointError: an I/O error.
+    """
+    with step.file(path) as file:
+        return kind.from_bytes(file.read(max_bytes=MAX_JSON_BYTES), where=f"{step.name}/{path}")
+
+
+class DataFiles(dict[int, "WriterFiles"]):
+    """The data files of each writer in a directory; an index is read on first use."""
+
+    def __init__(self, step: StepReader, directory: str) -> None:
+        self._step = step
+        self._directory = directory
+        self._paths = {entry.path for entry in step.manifest.files}
+
+    def __missing__(self, writer: int) -> WriterFiles:
+        stems = [stem_of(self._directory, writer)]
+        frozen = stem_of(self._directory, writer, is_frozen=True)
+        if f"{frozen}.json" in self._paths:
+            stems.append(frozen)
+        return self.setdefault(writer, WriterFiles([DataFile(self._step, s) for s in stems]))
+
+
+class WriterFiles:
+    """One writer's data files, the second one with its frozen tensors.
+
+    Attributes:
+        index: of all of them together; it has no block digests.
+    """
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self._files = files
+        records = [record for file in files for record in file.index.records]
+        ties = {name: other for file in files for name, other in file.index.ties.items()}
+        self.index = Index(files[0].index.states, tuple(records), ties)
+        self._owners = {record.name: file for file in files for record in file.index.records}
+
+    def divide(self, fetches: Sequence[Fetch]) -> list[tuple[DataFile, list[Fetch]]]:
+        """Each file with the fetches from it; a part that is in none is the first one's."""
+        divided: list[tuple[DataFile, list[Fetch]]] = [(file, []) for file in self._files]
+        numbers = {id(file): number for number, file in enumerate(self._files)}
+        for fetch in fetches:
+            owner = self._owners.get(_stored_name(fetch), self._files[0])
+            divided[numbers[id(owner)]][1].append(fetch)
+        return divided
+
+
+class DataFile:
+    """One data file, by the index beside it."""
+
+    def __init__(self, step: StepReader, stem: str) -> None:
+        self.index = read_index(Index, step, f"{stem}.json")
+        self._open = partial(step.file, f"{stem}.safetensors")
+        self._where = f"{step.name}/{stem}.safetensors"
+        self._records = {record.name: record for record in self.index.records}
+        self._header = header(self.index.records, self.index.ties)
+
+    def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
+        """Fills the targets of these parts of the file; compares its header, if asked to."""
+        size = len(self._header) if check_header else 0
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if check_header:
+            parts = [ByteRange(0, found.numel(), found, (1,)), *parts]
+        with self._open() as reader:
+            read_ranges(reader, parts, self.index.block_digests)
+        if check_header and flat_bytes(found) != self._header:
+            raise CorruptCheckpointError(
+                self._where,
+                found="its header differs from what the index says of its tensors",
+            )
+
+    def strides(self, name: str) -> tuple[int, ...] | None:
+        """The strides that a tensor had in memory, where they were not row-major."""
+        return self._records[name].strides
+
+    def require(self, fetches: Sequence[Fetch], tensors: Mapping[str, Logical]) -> None:
+        """Raises CorruptCheckpointError unless the file is complete and has the parts to fetch."""
+        with self._open() as reader:
+            size = reader.entry.size
+        expected = len(self._header) + (self.index.records[-1].end if self.index.records else 0)
+        if size != expected:
+            raise CorruptCheckpointError(
+                self._where, found=f"has {size} bytes", expected=f"{expected} as its index says"
+            )
+        for fetch in fetches:
+            record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
+            element = tensors[fetch.name].element
+            if record is None or (record.shape, record.element) != (sizes, element):
+                raise CorruptCheckpointError(
+                    self._where,
+                    found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
+                    expected="the part that the index of all ranks lists",
+                )
+
+    def memory_of(
+        self,
+        fetches: Sequence[Fetch],
+        names: Collection[str],
+        tensors: Mapping[str, Logical],
+        load_memory: LoadMemory,
+    ) -> dict[str, Tensor]:
+        """Memory for some of the tensors to fetch, in the order of the file."""
+        begins = {
+            fetch.name: len(self._header) + self._records[_stored_name(fetch)].begin
+            for fetch in fetches
+            if fetch.name in names
+        }
+        found: dict[str, Tensor] = {}
+        for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+            memory = load_memory.take(tensors[name], begin)
+            if memory is not None:
+                found[name] = memory
+        return found
+
+    def parts(self, fetch: Fetch, memory: Tensor) -> Iterator[ByteRange]:
+        """The byte ranges of the elements to fetch.
+
+        Args:
+            fetch: accepted by ``require``.
+            memory: of the wanted part; receives the elements.
+        """
+        record = self._records[_stored_name(fetch)]
+        target = memory[fetch.wanted.slices]
+        begin = len(self._header) + record.begin
+        return byte_ranges(fetch.stored, record.shape, begin, target)
+
+
+def _stored_name(fetch: Fetch) -> str:
+    return part_name(fetch.name, fetch.chunk.number)
