@@ -284,7 +284,7 @@ class Checkpointer(StepBoundary):
     def best(self) -> BestCheckpoint | None:
         """The best committed checkpoint by ``best_metric``, or None if there is none yet.
 
-        Waits for the save in flight.
+        Waits for the save in flight where that is the best one.
         """
         best = self._run.best()
         if best is None:

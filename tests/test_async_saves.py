@@ -202,6 +202,48 @@ def test_what_needs_the_checkpoint_waits_for_it(tmp_path: Path, gate: Gate, way:
     assert 2 in training.saved()
 
 
+def test_the_best_checkpoint_is_given_while_a_worse_one_is_written(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=None, best_metric="loss")
+    checkpointer = training.checkpointer
+    for step in training.steps():
+        if step in (2, 4):
+            checkpointer.wait()
+            checkpointer.report(loss=1.0 + step)
+            checkpointer.save()
+        if step == 4:
+            gate.opened.clear()
+        elif step == 5:
+            best = checkpointer.best()
+            assert best is not None
+            assert (best.step, training.saved()) == (2, [2])
+            gate.opened.set()
+            break
+    checkpointer.close()
+    assert 4 in training.saved()
+
+
+def test_a_checkpoint_that_is_being_written_counts_as_the_best_so_far(
+    tmp_path: Path, gate: Gate
+) -> None:
+    training = Training(tmp_path, save_every=None, best_metric="loss")
+    run = training.checkpointer._run
+    for step in training.steps():
+        if step == 2:
+            training.checkpointer.report(loss=1.0)
+            gate.opened.clear()
+        elif step == 3:
+            assert run.best_so_far() == (StepName(2), 1.0)
+            assert training.saved() == []
+            gate.fail("fsync:1=ENOSPC")
+            gate.opened.set()
+            assert training.checkpointer.best() is None
+            break
+    with pytest.raises(SaveError):
+        training.checkpointer.close()
+
+
 def test_a_trace_records_when_a_checkpoint_is_durable(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,8 +170,8 @@ class ResumeCallback(TrainerCallback):
         counts = Counts(*count(args, dataloader))
         checkpointer = self._make_checkpointer(counts.max_steps)
         self._checkpointer = self._open.enter_context(checkpointer)
-        self._best = BestModel(self._trainer, self._checkpointer)
         self._loop = loop = self._checkpointer.drive()
+        self._best = BestModel(self._trainer, loop)
         if self._saves_each_epoch:
             loop.set_cadence_text("at the end of each epoch")
         epoch, progress = loop.under_way(dataloader), loop.progress

@@ -13,8 +13,7 @@ from resumekit.errors import ConfigurationError
 from resumekit.storage import StepName, Store
 
 if TYPE_CHECKING:
-    from resumekit import Checkpointer
-    from resumekit.run import OptionKeywords
+    from resumekit.run import FrameworkLoop, OptionKeywords
 
 _REFUSED = {
     "ignore_data_skip": "a setting that changes which batches come next",
@@ -287,18 +286,20 @@ def _number(folder: Path) -> int:
 class BestModel:
     """Sets ``best_model_checkpoint`` to the best checkpoint of the run.
 
-    A Trainer that writes its own checkpoints sets it itself.
+    A Trainer that writes its own checkpoints sets it itself. The Trainer reads the folder at the
+    end of training only, so a checkpoint that is still being written is named like any other.
 
     Args:
         trainer: the ``transformers.Trainer``.
-        checkpointer: of the run.
+        loop: of the run.
     """
 
-    def __init__(self, trainer: Any, checkpointer: Checkpointer) -> None:
+    def __init__(self, trainer: Any, loop: FrameworkLoop) -> None:
         self._trainer = trainer
-        self._checkpointer = checkpointer
+        self._loop = loop
         self._is_ours = not saves_by_itself(trainer.args)
         self._may_differ = True
+        self._in_flight: int | None = None  # the step that is named, while it is being written
 
     def take_over(self) -> None:
         """The state was restored; the folder that it names may be gone or moved."""
@@ -316,8 +317,14 @@ class BestModel:
 
     def point(self) -> None:
         """Sets the folder of the best model, at the safe point after an evaluation."""
-        if self._is_ours and self._may_differ:
-            best = self._checkpointer.best()
-            folder = None if best is None else str(best.path / "model")
-            self._trainer.state.best_model_checkpoint = folder
-            self._may_differ = False
+        in_flight = self._loop.step_in_flight
+        has_ended = self._in_flight is not None and self._in_flight != in_flight  # or has failed
+        if not self._is_ours or not (self._may_differ or has_ended):
+            return
+        self._may_differ, self._in_flight, folder = False, None, None
+        best = self._loop.best_so_far()
+        if best is not None:
+            directory, step = best
+            folder = str(directory / "model")
+            self._in_flight = step if step == in_flight else None
+        self._trainer.state.best_model_checkpoint = folder

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,22 @@ class FrameworkLoop:
         For a framework that runs code between the position of the checkpoint and that point.
         """
         self._checkpointer._run.restore_random()
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """Of the save in the background; None without one. The same on all ranks."""
+        return self._checkpointer._run.in_flight.step
+
+    def best_so_far(self) -> tuple[Path, int] | None:
+        """Directory and step of the best checkpoint, or None. Waits for nothing.
+
+        The save in flight counts; its directory is not there before it is committed.
+        """
+        best = self._checkpointer._run.best_so_far()
+        if best is None:
+            return None
+        name, _ = best
+        return self._checkpointer._run.directory / str(name), name.step
 
     @property
     def horizon(self) -> dict[str, int]:

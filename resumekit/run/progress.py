@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
 from resumekit.state import ComponentState
-from resumekit.storage import StepName, Store
+from resumekit.storage import Manifest, StepName, Store
 
 T = TypeVar("T")
 
@@ -325,18 +325,33 @@ class BestSelection(ComponentState):
         self._latest = (int(latest[0]), float(latest[1])) if latest else None
         return ()
 
-    def best_step(self, store: Store) -> tuple[StepName, float] | None:
-        """The committed checkpoint with the best value, and that value; or None."""
+    def best_step(
+        self, store: Store, in_flight: Manifest | None = None
+    ) -> tuple[StepName, float] | None:
+        """The checkpoint with the best value, and that value; or None.
+
+        Args:
+            store: has the committed ones.
+            in_flight: of a checkpoint that counts too, although it may not be committed yet.
+        """
         best: tuple[StepName, float] | None = None
-        for name in store.step_names() if self._name is not None else ():
-            value = self._value(store, name)
+        if self._name is None:
+            return best
+        found = {name: self._committed_value(store, name) for name in store.step_names()}
+        if in_flight is not None:
+            found[in_flight.name] = self._value_in(in_flight)
+        for name in sorted(found):
+            value = found[name]
             if value is not None and self._is_better(value, best):
                 best = (name, value)
         return best
 
-    def _value(self, store: Store, name: StepName) -> float | None:
+    def _committed_value(self, store: Store, name: StepName) -> float | None:
         try:
-            saved = store.open_step(name).manifest.metric
+            return self._value_in(store.open_step(name).manifest)
         except CheckpointError:
             return None
+
+    def _value_in(self, manifest: Manifest) -> float | None:
+        saved = manifest.metric
         return float.fromhex(saved["value"]) if saved and saved["name"] == self._name else None

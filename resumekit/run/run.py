@@ -472,6 +472,17 @@ class Run:
             )
 
     def best(self) -> tuple[StepName, float] | None:
-        """The best committed checkpoint and the metric's value in it, or None."""
+        """The best committed checkpoint and the metric's value in it, or None.
+
+        Waits for the save in flight where that is the best one.
+        """
+        found = self.best_so_far()
+        if found is None or found[0].step != self.in_flight.step:
+            return found
         self.in_flight.wait_alone()
         return self.selection.best_step(self._store or Store(self.directory))
+
+    def best_so_far(self) -> tuple[StepName, float] | None:
+        """The same, where the save in flight counts as if it were committed. Waits for nothing."""
+        store = self._store or Store(self.directory)
+        return self.selection.best_step(store, self.in_flight.manifest)

@@ -34,6 +34,7 @@ class BackgroundSave:
 
     Attributes:
         name: of the checkpoint.
+        manifest: of the checkpoint, but for the files.
         micro_step: that it is of.
         files: that this rank has written; read them when ``work`` is done.
         work: in the queue of the background thread.
@@ -41,6 +42,7 @@ class BackgroundSave:
 
     def __init__(self, job: SaveJob, processes: Processes) -> None:
         self.name = job.name
+        self.manifest = job.manifest
         self.files: tuple[FileEntry, ...] = ()
         self.micro_step: int = job.manifest.progress["micro_step"]
         self._world = job.world

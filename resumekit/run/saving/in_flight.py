@@ -14,6 +14,7 @@ from resumekit.run.saving.background_save import BackgroundSave
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.processes import Processes
 from resumekit.run.saving.snapshot import Snapshot, num_copy_threads
+from resumekit.storage import Manifest
 
 _NUM_MEASURED = 3
 
@@ -62,6 +63,11 @@ class SaveInFlight:
     def step(self) -> int | None:
         """Of the save in flight; None without one. The same on all ranks."""
         return None if self._save is None else self._save.name.step
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the save in flight, but for the files; None without one. The same on all ranks."""
+        return None if self._save is None else self._save.manifest
 
     @property
     def micro_step(self) -> int | None:
