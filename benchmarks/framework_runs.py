@@ -49,13 +49,13 @@ class Task:
 
     @property
     def names(self) -> list[str]:
-        """The contenders."""
-        return [OURS, STOCK, FLUSHED, WRITE, COPY]
+        """The contenders: what a durable save is compared with, or what an async save is."""
+        return [OURS, STOCK, COPY] if self.is_async else [OURS, FLUSHED, WRITE]
 
     @property
     def num_steps(self) -> int:
         """Of the training: a turn follows each, but for the last one."""
-        return (self.num_rounds + 1) * 3 + 1
+        return (self.num_rounds + 1) * 2 + 1
 
     @property
     def options(self) -> dict[str, Any]:

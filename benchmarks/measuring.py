@@ -338,6 +338,7 @@ class Findings:
         packages: those whose versions are reported.
         after: the lines that say how to read it.
         load: the load since the first round; without it that of the last minutes is reported.
+        part: what of the benchmark was run; such a run adds a section to the page of that day.
     """
 
     name: str
@@ -349,6 +350,7 @@ class Findings:
     packages: Sequence[str]
     after: Sequence[str] = ()
     load: MachineLoad | None = None
+    part: str = ""
 
     @cached_property
     def _about(self) -> dict[str, str]:
@@ -371,14 +373,19 @@ class Findings:
             console.print(f"written to {self.record()}")
 
     def record(self) -> Path:
-        """The dated file with the table, which is written."""
+        """The dated file with the table, which is written, or with one more section."""
         now = datetime.now(timezone.utc)
         path = RESULTS / f"{now:%Y-%m-%d}{self.name and '-'}{self.name}.md"
-        lines = [f"# {self.heading}, {now:%Y-%m-%d %H:%M} UTC", "", *self.before, ""]
-        lines += [f"- {name}: {text}" for name, text in self._about.items()]
-        lines += ["", *self.markdown(), *(["", *self.after] if self.after else [])]
+        found = [f"- {name}: {text}" for name, text in self._about.items()]
+        found += ["", *self.markdown(), *(["", *self.after] if self.after else [])]
         RESULTS.mkdir(exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        time_of_day = "" if self.part else f"{now: %H:%M} UTC"
+        lines = [f"# {self.heading}, {now:%Y-%m-%d}{time_of_day}", "", *self.before, ""]
+        if self.part:
+            is_begun = path.exists()
+            before = path.read_text(encoding="utf-8").splitlines() if is_begun else lines[:-1]
+            lines = [*before, "", f"## {self.part}, {now:%H:%M} UTC", ""]
+        path.write_text("\n".join([*lines, *found]) + "\n", encoding="utf-8")
         return path
 
     def markdown(self) -> list[str]:
