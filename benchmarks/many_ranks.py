@@ -56,6 +56,7 @@ from resumekit.serialization import (
     ShardedPayload,
     Source,
     assign,
+    data_files,
     encode_local,
     is_sharded,
     local_part,
@@ -409,7 +410,7 @@ def _resume(store: Store, name: Any, live: Mapping[str, Any]) -> dict[str, float
     before = reset_peak()
     with clock.timed("open"):
         step = store.open_step(name)
-    with mock.patch.object(reading._DataFile, "read"), clock.timed("resume plan"):
+    with mock.patch.object(data_files.DataFile, "read"), clock.timed("resume plan"):
         for key, state in live.items():
             wanted = _flat(key, state)
 
