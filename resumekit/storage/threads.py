@@ -30,6 +30,10 @@ def num_threads(ranks_on_node: int) -> int:
 class ThreadedCalls(Generic[_Item, _Result]):
     """Calls that a few threads make while the caller continues.
 
+    The threads start with the calls and end with them: there is nothing that a fork or the exit of
+    the process could find. Each takes the next item when it is done with one, so a thread on a busy
+    core delays the others by one call at most.
+
     Args:
         call: made once for each item, in any order.
         items: of the calls.
@@ -60,8 +64,13 @@ class ThreadedCalls(Generic[_Item, _Result]):
         Raises:
             BaseException: what a call has raised.
         """
-        self._work()
-        self._join()
+        try:
+            self._work()
+        except BaseException:  # an interrupt
+            self._is_stopped = True
+            raise
+        finally:
+            self._join()
         if self._error is not None:
             raise self._error
         return [self._results[number] for number in range(len(self._items))]

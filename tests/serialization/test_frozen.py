@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from resumekit.run.saving.frozen_links import FrozenLinks
 from resumekit.serialization import (
     FrozenFiles,
     Payload,
@@ -17,7 +20,9 @@ from resumekit.serialization import (
     encode_local,
     read_payload,
     read_sharded,
+    writing,
 )
+from resumekit.storage import BLOCK_BYTES, RetentionPolicy, StepName
 
 WHOLE = torch.arange(42.0).view(7, 6)
 
@@ -144,3 +149,67 @@ def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
     frozen.compare(step.name, entry, num_threads=2)
     frozen.finish_comparing()
     assert frozen.num_bytes == announced
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_files_of_many_blocks_are_equal_to_the_written_ones(
+    num_threads: int, checkpoints: Any
+) -> None:
+    def large(changed: int | None = None) -> FrozenFiles:
+        weight = torch.arange(5_000_000, dtype=torch.int32)
+        if changed is not None:
+            weight[changed] ^= 1
+        part, columns = torch.arange(7).to(torch.int16), weight[:3000].view(50, 60).T
+        states = {"model": {"w": weight, "b": part, "transposed": columns.clone()}}
+        return frozen_of(Payload("state", 0, states, frozen={"w", "b", "transposed"}))
+
+    step = checkpoints.commit(lambda staging: large().write(staging))
+    (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
+    assert entry.size > 4 * BLOCK_BYTES
+    for changed in (None, 0, 2_500_000, 4_999_999):
+        frozen = large(changed)
+        frozen.compare(step.name, entry, num_threads=num_threads)
+        frozen.finish_comparing()
+        assert (frozen.image_bytes == 0) == (changed is None)
+
+
+def test_tensors_that_must_be_copied_are_compared_too(checkpoints: Any) -> None:
+    def conjugated() -> FrozenFiles:
+        states = {"model": {"w": torch.arange(3000).to(torch.complex64).conj()}}
+        return frozen_of(Payload("state", 0, states, frozen={"w"}))
+
+    step = checkpoints.commit(lambda staging: conjugated().write(staging))
+    (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
+    frozen = conjugated()
+    frozen.compare(step.name, entry, num_threads=2)
+    frozen.finish_comparing()
+    assert frozen.image_bytes == 0
+
+
+def test_a_comparison_is_ended_with_the_save(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = checkpoints.commit(frozen_of(Payload("state", 0, state(), frozen={"w"})).write)
+    (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
+    links = FrozenLinks(RetentionPolicy())
+    for number in (1, 2):
+        links.committed(StepName(number), [entry])
+    begun = threading.Event()
+
+    def digest(parts: Any) -> bytes:
+        begun.set()
+        time.sleep(0.1)
+        return bytes(16)
+
+    monkeypatch.setattr(writing, "digest_of_block", digest)
+    frozen = frozen_of(Payload("state", 0, state(), frozen={"w"}))
+    num_before = threading.active_count()
+
+    def fail() -> None:
+        with links.compared(3, [frozen], num_threads=2):
+            assert begun.wait(20)
+            raise OSError("while it is compared")
+
+    with pytest.raises(OSError, match="while it is compared"):
+        fail()
+    assert threading.active_count() == num_before
