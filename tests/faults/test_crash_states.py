@@ -10,16 +10,15 @@ import pytest
 
 from crashlab.crashes import Renames
 from crashlab.explorer import Findings, cases, explore, relaunch
-from crashlab.jobs import Job
-from crashlab.operations import FailedSync, Sync
-from crashlab.recording import Recording
-from crashlab.scenarios import (
-    SCENARIOS,
-    Lab,
+from crashlab.faulty_launches import (
     killed_and_relaunched,
     trained_on_after_a_failed_sync,
     trained_on_after_failing_calls,
 )
+from crashlab.jobs import Job
+from crashlab.operations import FailedSync, Sync
+from crashlab.recording import Recording
+from crashlab.scenarios import SCENARIOS, Lab
 
 # Two ranks have many more instants, so fewer states of each are enough.
 LIMITS = {
@@ -69,14 +68,15 @@ def test_a_crash_during_the_recovery_from_a_crash_breaks_no_promise(
     assert not findings.violations, "\n".join(findings.violations[:5])
 
 
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.full), 6])
+@pytest.mark.parametrize("keep_latest", [1, 2])
+@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_power_cut_after_a_kill_and_a_relaunch_breaks_no_promise(
-    apart: int, record_property: RecordProperty
+    keep_latest: int, apart: int, record_property: RecordProperty
 ) -> None:
     # What the killed process had not synced is still in the page cache when the next one starts.
     findings = Findings()
     num_calls = 0
-    while (job := killed_and_relaunched(num_calls)) is not None:
+    while (job := killed_and_relaunched(num_calls, keep_latest=keep_latest)) is not None:
         explore(job, limit=3, findings=findings)
         num_calls += apart
     record_property("unique crash states after kill and relaunch", findings.num_states)
@@ -102,11 +102,13 @@ def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "apart"),
+    ("world_size", "keep_latest", "apart"),
     [
-        pytest.param(1, 1, marks=pytest.mark.full),
-        pytest.param(2, 3, marks=pytest.mark.full),
-        (1, 15),
+        pytest.param(1, 1, 1, marks=pytest.mark.full),
+        pytest.param(2, 1, 3, marks=pytest.mark.full),
+        pytest.param(1, 2, 1, marks=pytest.mark.full),
+        (1, 1, 15),
+        (1, 2, 25),
     ],
 )
 @pytest.mark.parametrize(
@@ -117,13 +119,18 @@ def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
     ],
 )
 def test_a_disk_that_fails_during_background_saves_breaks_no_promise(
-    world_size: int, apart: int, cause: int, for_good: bool, record_property: RecordProperty
+    world_size: int,
+    keep_latest: int,
+    apart: int,
+    cause: int,
+    for_good: bool,
+    record_property: RecordProperty,
 ) -> None:
     findings = Findings()
     numbers = itertools.count(0, apart)
     for number in numbers:
         job = trained_on_after_failing_calls(
-            number, cause, for_good=for_good, world_size=world_size
+            number, cause, for_good=for_good, world_size=world_size, keep_latest=keep_latest
         )
         if job is None:
             break

@@ -12,6 +12,10 @@ import pytest
 
 from crashlab.crashes import Renames
 from crashlab.explorer import explore
+from crashlab.faulty_launches import (
+    relaunched_next_to_a_survivor,
+    trained_on_after_a_failed_sync,
+)
 from crashlab.jobs import Job
 from crashlab.mutants import (
     AcceptsAnotherAttempt,
@@ -23,22 +27,22 @@ from crashlab.mutants import (
     IgnoresFailures,
     IgnoresMissingRanks,
     LeavesPartsInPlace,
+    LinksAcrossARepeatedStep,
+    LinksToTheNewest,
+    LinksUncompared,
+    MovesInsteadOfLinking,
     OverwritesTheStep,
     ReadsUnchecked,
     RenamesBeforeFsync,
     RetainsBeforeCommit,
+    RetainsTwoBeforeCommit,
     RetriesAFailedSync,
     SyncLabels,
     WritesInPlace,
     dropping,
 )
 from crashlab.recording import RUN, Recording
-from crashlab.scenarios import (
-    SCENARIOS,
-    Lab,
-    relaunched_next_to_a_survivor,
-    trained_on_after_a_failed_sync,
-)
+from crashlab.scenarios import SCENARIOS, Lab
 from resumekit.errors import ResumekitError
 from resumekit.storage import StepName, Store
 
@@ -172,9 +176,30 @@ def test_committing_before_every_rank_has_finished_is_caught() -> None:
             "retention_of_a_pinned_checkpoint",
             id="pinned checkpoint deleted",
         ),
+        pytest.param(
+            Lab(links_class=LinksToTheNewest),
+            "sources_of_links_are_removed",
+            id="link to the newest checkpoint",
+        ),
+        pytest.param(
+            Lab(links_class=LinksAcrossARepeatedStep),
+            "source_of_a_link_was_saved_twice",
+            id="link while the newest checkpoint is replaced",
+        ),
+        pytest.param(
+            Lab(files_class=LinksUncompared), "frozen_tensors_change", id="digest not compared"
+        ),
+        pytest.param(
+            Lab(store_class=RetainsTwoBeforeCommit),
+            "sources_of_links_are_removed",
+            id="source of a link deleted before the link is durable",
+        ),
+        pytest.param(
+            Lab(wrap=MovesInsteadOfLinking), "frozen_files_are_linked", id="move instead of a link"
+        ),
     ],
 )
-def test_another_protocol_of_background_saves_is_caught(
+def test_another_protocol_of_background_saves_and_links_is_caught(
     lab: Lab,
     scenario: str,
     request: pytest.FixtureRequest,

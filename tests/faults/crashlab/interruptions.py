@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,25 @@ class Passing:
 
     def free(self, path: Path) -> Free:
         return self._inner.free(path)
+
+
+class RefusesLinks(Passing):
+    """A file system on which links fail.
+
+    Args:
+        inner: the file system below.
+        causes: the errno of each link; None for one that is made.
+    """
+
+    def __init__(self, inner: FileSystem, causes: Iterator[int | None]) -> None:
+        super().__init__(inner)
+        self._causes = causes
+
+    def link(self, source: Path, target: Path) -> None:
+        cause = next(self._causes)
+        if cause is not None:
+            raise OSError(cause, os.strerror(cause))
+        super().link(source, target)
 
 
 class BeforeEveryChange(Passing):

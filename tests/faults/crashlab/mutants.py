@@ -13,6 +13,8 @@ from pathlib import Path
 from crashlab.interruptions import Passing
 from crashlab.jobs import Wrap
 from crashlab.recording import RUN
+from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.serialization import FrozenFiles
 from resumekit.storage import (
     Checkpoint,
     Entry,
@@ -243,6 +245,46 @@ class RetainsBeforeCommit(Store):
         for name in select_deletions([*names, Checkpoint(staging.step)], self.policy):
             _delete(self, name)
         return super().commit(staging, manifest)
+
+
+class RetainsTwoBeforeCommit(RetainsBeforeCommit):
+    """Deletes the source of a link before the link is durable."""
+
+    policy = RetentionPolicy(keep_latest=2)
+
+
+class MovesInsteadOfLinking(Passing):
+    """Takes the file of the earlier checkpoint away."""
+
+    def link(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+
+
+class LinksToTheNewest(FrozenLinks):
+    """Links to the checkpoint before, so that all have one copy."""
+
+    def _source(self, step: int, path: str) -> tuple[StepName, FileEntry] | None:
+        if super()._source(step, path) is None:
+            return None
+        name, files = self._committed[-1]
+        return name, files[path]
+
+
+class LinksAcrossARepeatedStep(FrozenLinks):
+    """Links to the checkpoint before the last, also when this save replaces the last."""
+
+    def _source(self, step: int, path: str) -> tuple[StepName, FileEntry] | None:
+        del step
+        return super()._source(-1, path)
+
+
+class LinksUncompared(FrozenFiles):
+    """Links whatever the tensors are now."""
+
+    def finish_comparing(self) -> None:
+        self._source, source = None, self._source
+        super().finish_comparing()
+        self._source = source
 
 
 class IgnoresMissingRanks(Parts):

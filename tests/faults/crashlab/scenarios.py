@@ -7,7 +7,9 @@ protocol goes through the same scenarios.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import itertools
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,19 +20,14 @@ from crashlab.background_saves import (
     stage_with_parts,
 )
 from crashlab.disk import Disk
-from crashlab.interruptions import (
-    FailsASync,
-    FailsFrom,
-    Interrupted,
-    Interruption,
-    Killed,
-    KilledAt,
-)
+from crashlab.frozen_tensors import FrozenTensors
+from crashlab.interruptions import RefusesLinks
 from crashlab.jobs import Job, Wrap
-from crashlab.operations import FailedSync
 from crashlab.recording import RUN, Recording
-from resumekit.errors import DirectoryError, ResumekitError, SaveError
-from resumekit.storage import FileSystem, Parts, RetentionPolicy, StepName, Store
+from resumekit.errors import SaveError
+from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.serialization import FrozenFiles
+from resumekit.storage import Parts, RetentionPolicy, StepName, Store
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,14 @@ class Lab:
     store_class: type[Store] = Store
     parts_class: type[Parts] = Parts
     barriers: bool = True
+    links_class: type[FrozenLinks] = FrozenLinks
+    files_class: type[FrozenFiles] = FrozenFiles
+
+    def frozen(self, policy: RetentionPolicy, changed_at: Collection[int] = ()) -> FrozenTensors:
+        """The frozen tensors of a job."""
+        return FrozenTensors(
+            policy, self.world_size, changed_at, self.links_class, self.files_class
+        )
 
     def job(
         self, disk: Disk, policy: RetentionPolicy | None = None, *, after: Job | None = None
@@ -72,7 +77,7 @@ def empty_disk() -> Disk:
     return disk
 
 
-def _earlier(lab: Lab, *steps: int, metrics: dict[int, float] | None = None) -> Job:
+def earlier_launch(lab: Lab, *steps: int, metrics: dict[int, float] | None = None) -> Job:
     """A launch of the unchanged protocol that saved these steps and ended."""
     job = replace(Lab(), world_size=lab.world_size).job(empty_disk())
     job.start()
@@ -89,7 +94,7 @@ def _relaunched(
     before: Callable[[Job], object] = lambda earlier: None,
 ) -> Job:
     """A started launch after one that saved these steps, and did something before it ended."""
-    earlier = _earlier(lab, *steps, metrics=metrics)
+    earlier = earlier_launch(lab, *steps, metrics=metrics)
     before(earlier)
     return _launched_after(lab, earlier, policy)
 
@@ -257,6 +262,75 @@ def _damage(job: Job, name: StepName) -> None:
     job.promises[-1] = job.promises[-1].after_damage(name)
 
 
+def _with_frozen(lab: Lab, *, keep_latest: int | None = 2, changed_at: Collection[int] = ()) -> Job:
+    """A launch with frozen tensors and two checkpoints: from the next one on, it links."""
+    policy = RetentionPolicy(keep_latest=keep_latest)
+    job = lab.job(empty_disk(), policy)
+    job.frozen = lab.frozen(policy, changed_at)
+    job.start()
+    job.save(1)
+    job.save(2)
+    job.forget_calls()
+    return job
+
+
+def frozen_files_are_linked(lab: Lab) -> Job:
+    job = _with_frozen(lab, keep_latest=None)
+    job.save(3)
+    save_in_background(job, 4)
+    return job
+
+
+def sources_of_links_are_removed(lab: Lab) -> Job:
+    job = _with_frozen(lab)
+    save_in_background(job, 3, empties=False)
+    job.save(4)
+    return job
+
+
+def frozen_tensors_change(lab: Lab) -> Job:
+    job = _with_frozen(lab, changed_at=[3])
+    job.save(3)
+    job.save(4)
+    return job
+
+
+def source_of_a_link_was_saved_twice(lab: Lab) -> Job:
+    job = _with_frozen(lab)
+    job.save(2)
+    job.save(3)
+    return job
+
+
+def save_with_links_is_abandoned(lab: Lab) -> Job:
+    job = _with_frozen(lab)
+    with suppress(SaveError):
+        save_in_background(job, 3, Trouble(failing=[lab.world_size - 1]))
+    job.save(3)
+    return job
+
+
+def links_are_refused(lab: Lab) -> Job:
+    causes = itertools.cycle((errno.EXDEV, errno.EPERM, errno.EMLINK, None))
+    refusing = replace(lab, wrap=lambda inner: lab.wrap(RefusesLinks(inner, causes)))
+    job = _with_frozen(refusing)
+    for step in (3, 4, 5):
+        job.save(step)
+    return job
+
+
+WITH_LINKS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        frozen_files_are_linked,
+        sources_of_links_are_removed,
+        frozen_tensors_change,
+        source_of_a_link_was_saved_twice,
+        save_with_links_is_abandoned,
+        links_are_refused,
+    )
+}
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
@@ -280,114 +354,4 @@ SCENARIOS: dict[str, Scenario] = {
         damage_in_quarantine,
         nothing_but_damage,
     )
-}
-
-
-def _save_in_turn(job: Job, step: int) -> None:
-    """Saves in the background and without, by turns: what one leaves must not harm the other."""
-    if step % 2 == 0:
-        save_in_background(job, step)
-    else:
-        job.save(step)
-
-
-def killed_and_relaunched(num_calls: int) -> Job | None:
-    """A launch that is killed after a number of calls, and the next one on the same machine.
-
-    Nothing is durable in between but what was synced. None when the job ends before the kill.
-    """
-    earlier = _earlier(Lab(), 1)
-    policy = RetentionPolicy(keep_latest=1)
-    lab = Lab(wrap=lambda inner: KilledAt(inner, num_calls))
-    job = lab.job(earlier.recording.disk, policy, after=earlier)
-    try:
-        job.start()
-        for step in (2, 3, 4):
-            _save_in_turn(job, step)
-    except Killed:
-        pass
-    else:
-        return None
-    job.recording.barrier()
-    again = Job(job.recording, policy=policy)
-    again.continues(job)
-    again.promises = list(job.promises)
-    again.start()
-    loaded = again.load_newest()
-    again.save((loaded.name or StepName(0)).step + 1)
-    return again
-
-
-def relaunched_next_to_a_survivor(lab: Lab, *, at_call: int) -> Job | None:
-    """Rank 1 of a dead job of two is still writing while the relaunched job of one rank saves.
-
-    The survivor creates its next file just before the new job's call of this number. None when the
-    new job makes fewer calls.
-    """
-    dead = replace(lab, world_size=2).job(empty_disk())
-    dead.start()
-    dead.save(1)
-    _, stagings = dead.stage(2)
-
-    def write_on() -> None:
-        with suppress(ResumekitError):  # its directory may be gone; that is its own problem
-            stagings[1].create("state/rank-00001.json", writer=1)
-
-    clock = Interruption(at_call, write_on)
-    job = Job(
-        dead.recording,
-        wrap=lambda inner: Interrupted(lab.wrap(inner), clock),
-        store_class=lab.store_class,
-    )
-    job.continues(dead)
-    job.start()
-    job.save(2)
-    return job if clock.has_happened else None
-
-
-def trained_on_after_a_failed_sync(number: int, wrap: Wrap = lambda inner: inner) -> Job | None:
-    """A launch in which one fsync fails, and which trains and saves on if it has started.
-
-    None when it makes fewer.
-    """
-    earlier = _earlier(Lab(), 1)
-    lab = Lab(wrap=lambda inner: wrap(FailsASync(inner, number)))
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    with suppress(DirectoryError):
-        job.start()
-        for step in (2, 3, 4):
-            with suppress(SaveError):
-                _save_in_turn(job, step)
-    failed = any(isinstance(call, FailedSync) for call in job.recording.operations)
-    return job if failed else None
-
-
-def trained_on_after_failing_calls(
-    number: int, cause: int, *, for_good: bool, world_size: int = 1
-) -> Job | None:
-    """A launch whose disk fails during its background saves, once or until the launch ends.
-
-    Args:
-        number: of the first failing call of each rank, counted from the start of the launch.
-        cause: the errno.
-        for_good: whether all later calls of that rank fail too.
-        world_size: how many ranks.
-
-    Returns:
-        The launch; None when it makes fewer calls.
-    """
-    faults: list[FailsFrom] = []
-
-    def failing(inner: FileSystem) -> FailsFrom:
-        faults.append(FailsFrom(inner, number, cause, for_good=for_good))
-        return faults[-1]
-
-    earlier = _earlier(Lab(world_size=world_size), 1)
-    lab = Lab(world_size=world_size, wrap=failing)
-    job = lab.job(earlier.recording.disk, RetentionPolicy(keep_latest=1), after=earlier)
-    with suppress(DirectoryError):
-        job.start()
-        for step in (2, 3, 4):
-            with suppress(SaveError):
-                save_in_background(job, step)
-    return job if any(fault.has_failed for fault in faults) else None
+} | WITH_LINKS
