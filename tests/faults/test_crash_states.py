@@ -18,7 +18,7 @@ from crashlab.faulty_launches import (
 from crashlab.jobs import Job
 from crashlab.operations import FailedSync, Sync
 from crashlab.recording import Recording
-from crashlab.scenarios import SCENARIOS, Lab
+from crashlab.scenarios import SCENARIOS, WITH_LINKS, Lab
 
 # Two ranks have many more instants, so fewer states of each are enough.
 LIMITS = {
@@ -42,7 +42,9 @@ def test_no_crash_state_of_any_scenario_breaks_a_promise(
     findings = Findings()
     for (renames, world_size), most in LIMITS.items():
         limit = max(2, most // share)
-        for scenario in SCENARIOS.values():
+        for name, scenario in SCENARIOS.items():
+            if share > 1 and world_size > 1 and name in WITH_LINKS:
+                continue  # each rank links for itself; with two they take minutes
             job = scenario(Lab(world_size=world_size))
             explore(job, limit=limit, renames=renames, findings=findings)
     record_property("unique crash states", findings.num_states)
