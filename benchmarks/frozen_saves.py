@@ -93,8 +93,8 @@ class OnePass:
             for array in arrays
             for begin in range(0, array.nbytes, _PIECE_BYTES)
         ]
-        self._shares = [pieces[number::num_threads] for number in range(num_threads)]
-        self._scratch = [np.empty(_PIECE_BYTES, np.uint8) for _ in self._shares]
+        self._by_thread = [pieces[number::num_threads] for number in range(num_threads)]
+        self._scratch = [np.empty(_PIECE_BYTES, np.uint8) for _ in self._by_thread]
 
     def seconds(self) -> float:
         """Of one pass."""
@@ -102,17 +102,17 @@ class OnePass:
         return min(timed(partial(self._read, reader))[0] for reader in readers)
 
     def _read(self, reader: Callable[[Array, Array], object]) -> None:
-        def read(share: Sequence[Array], scratch: Array) -> None:
-            for piece in share:
+        def read(pieces: Sequence[Array], scratch: Array) -> None:
+            for piece in pieces:
                 reader(piece, scratch)
 
         threads = [
             threading.Thread(target=read, args=arguments)
-            for arguments in zip(self._shares[1:], self._scratch[1:], strict=True)
+            for arguments in zip(self._by_thread[1:], self._scratch[1:], strict=True)
         ]
         for thread in threads:
             thread.start()
-        read(self._shares[0], self._scratch[0])
+        read(self._by_thread[0], self._scratch[0])
         for thread in threads:
             thread.join()
 
