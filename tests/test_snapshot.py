@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resumekit.run.saving.available_memory import available_memory
-from resumekit.run.saving.snapshot import Snapshot, num_copy_threads
+from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import ExtraFiles, Payload
 
 GIB = 1 << 30
@@ -91,25 +91,6 @@ def test_a_forked_child_has_no_snapshot() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert snapshot.num_bytes > 0
     snapshot.take(payloads(1000))
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "num_processes", "num_threads"),
-    [(1, 1, 1), (2, 1, 2), (64, 1, 4), (2, 2, 1), (2, 8, 1), (64, 8, 4), (16, 8, 2)],
-)
-def test_the_cores_of_a_node_are_shared_by_the_processes_that_copy(
-    num_cores: int, num_processes: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_cores), raising=False)
-    assert num_copy_threads(num_processes) == num_threads
-
-
-def test_where_the_cores_of_a_process_are_unknown_those_of_the_machine_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert num_copy_threads(1) == 3
 
 
 # Limits of memory

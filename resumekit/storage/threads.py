@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-_MAX_THREADS = 4  # fewer of them saturate the memory of most machines
+_MAX_THREADS = 4  # so many keep the memory of one socket busy
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

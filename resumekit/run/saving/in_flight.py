@@ -13,8 +13,8 @@ from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.background_save import BackgroundSave
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.processes import Processes
-from resumekit.run.saving.snapshot import Snapshot, num_copy_threads
-from resumekit.storage import Manifest
+from resumekit.run.saving.snapshot import Snapshot
+from resumekit.storage import Manifest, num_threads
 
 _NUM_MEASURED = 3
 
@@ -119,7 +119,7 @@ class SaveInFlight:
             return self._accepts
         own_copy = copies[self._world.ranks.index(self._world.rank)]
         here = [copy for copy in copies if copy.node == own_copy.node]
-        self._num_threads = num_copy_threads(len(here))
+        self._num_threads = num_threads(len(here))
         others = sum(copy.growth for copy in here) - own_copy.growth
         accepted = not self._must_fit or all(
             self._world.gather(self.snapshot.fits(own_copy.num_bytes, others))

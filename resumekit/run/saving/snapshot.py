@@ -18,7 +18,6 @@ from resumekit.storage import HostBuffer, address_of
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
 _LEFT_FREE = 10  # a tenth of the available memory stays free for the training
-_MAX_THREADS = 4  # so many keep the memory of one socket busy
 
 
 class Snapshot:
@@ -132,23 +131,6 @@ class Snapshot:
         # In a forked child, which does not have the memory: others may get its addresses.
         self._buffer = None
         self._is_pinned = False
-
-
-def num_copy_threads(num_processes: int) -> int:
-    """How many threads copy: training waits for them, so its cores are free.
-
-    Args:
-        num_processes: that copy on this node at the same time.
-    """
-    return max(1, min(_MAX_THREADS, _num_cores() // num_processes))
-
-
-def _num_cores() -> int:
-    """That this process may use, where the system says so."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _with_spare(num_bytes: int) -> int:
