@@ -174,7 +174,8 @@ def frozen_parameters(
         parts: of parameters that are sharded without a DTensor, by clean name.
     """
     large = sum(
-        parts.get(clean_name(module, raw), each).shape.numel() * each.element_size()
+        (parts.get(clean_name(module, raw), each) if parts else each).shape.numel()
+        * each.element_size()
         for raw, each in module.named_parameters()
         if not (each.requires_grad or is_lazy(each))
     )
