@@ -8,15 +8,14 @@ from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, st
 from resumekit.serialization.dtypes import element_type
 from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header, stem_of
+from resumekit.serialization.local_state import LocalState, encode_local
 from resumekit.serialization.planning import (
     Assignment,
     Choice,
     HolderPositions,
-    LocalState,
     Plan,
     Proposal,
     assign,
-    encode_local,
 )
 from resumekit.serialization.reading import Source, read_payload, read_sharded
 from resumekit.serialization.sharding import (

@@ -24,7 +24,7 @@ from resumekit.serialization import (
 )
 from resumekit.serialization import planning as plan_module
 from resumekit.serialization.layouts import Layout
-from resumekit.serialization.planning import LocalState
+from resumekit.serialization.local_state import LocalState
 from resumekit.serialization.sharding import Box, FlatPart, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))
