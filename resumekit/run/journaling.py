@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from resumekit.data import Feed
+from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
     DIRECTORY,
@@ -24,19 +25,27 @@ from resumekit.journal import (
     Record,
     SampleIds,
     Used,
+    code_digests,
     compared,
     earlier_use,
+    environment,
     find_attempts,
     learning_rates_digest,
     limit_earlier,
+    lineage,
     name_of,
     number_of_attempt,
     plain_loss,
     plain_rates,
+    settings_digest,
     sum_over_ranks,
     worst,
 )
 from resumekit.log import logger
+from resumekit.run.compatibility import frameworks_in
+from resumekit.run.components import RunComponents
+from resumekit.run.options import Options
+from resumekit.storage import Manifest, Store
 
 # Above this many ranks rank 0 alone keeps a journal.
 MAX_RANKS = 64
@@ -309,3 +318,53 @@ class RunJournal:
             verdict = comparison.verdict
             log = logger.info if verdict.num_steps else logger.debug
             log("%s", verdict)
+
+
+def header_of_attempt(
+    store: Store,
+    world: World,
+    data_ranks: DataRanks,
+    owned: RunComponents,
+    options: Options,
+    *,
+    fingerprint: Mapping[str, Any],
+    parent: Manifest | None,
+    fresh: Collection[str],
+) -> Header:
+    """The header of this attempt's journal, its number apart.
+
+    Args:
+        store: of the run.
+        world: its ranks.
+        data_ranks: the data-parallel rank of each.
+        owned: the components.
+        options: of the run.
+        fingerprint: its settings.
+        parent: of the checkpoint that it resumes from, or None.
+        fresh: keys of the components that this checkpoint lacks.
+    """
+    share = data_ranks.of_ranks[world.rank]
+    header = Header(
+        run_id=store.run_id,
+        attempt=store.attempt,
+        number=0,
+        rank=world.rank,
+        world_size=world.world_size,
+        share=share,
+        writes_share=data_ranks.first_ranks[share] == world.rank,
+        lineage=(),
+        resumed_step=None if parent is None else parent.step,
+        options={
+            "randomness": options.randomness,
+            "mid_accumulation": options.mid_accumulation,
+            "horizon": dict(owned.counters.horizon),
+            "framework": sorted(frameworks_in(owned.all)),
+            "settings": settings_digest(fingerprint),
+        },
+        geometry=owned.position.geometry(),
+        code=code_digests(),
+        environment=environment(owned.optimizers()),
+        excluded=(*(sorted(options.exclude) if parent else ()), *fresh),
+    )
+    earlier = lineage(store.directory, header, parent.attempt if parent else None)
+    return replace(header, lineage=earlier)

@@ -13,14 +13,7 @@ import torch.distributed as dist
 from resumekit.capture import SavedObjects, fingerprint, gradient_keys
 from resumekit.data import EpochUsage, Feed, epoch_usage
 from resumekit.distributed import DataRanks, World
-from resumekit.journal import (
-    Header,
-    RandomStates,
-    code_digests,
-    environment,
-    lineage,
-    settings_digest,
-)
+from resumekit.journal import Header, RandomStates
 from resumekit.log import show_messages
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.compatibility import (
@@ -32,7 +25,7 @@ from resumekit.run.compatibility import (
 )
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.journaling import RunJournal
+from resumekit.run.journaling import RunJournal, header_of_attempt
 from resumekit.run.load_buffer import LoadBuffer
 from resumekit.run.loading import Loading, call_everywhere
 from resumekit.run.options import Options
@@ -415,7 +408,7 @@ class Run:
         if self.journal.is_new:
             self.journal.open(
                 counters.step,
-                self._attempt_header(),
+                self._header_of_attempt(),
                 optimizers=self._components.optimizers(),
                 random_states=RandomStates(self._components.recorded_generators()),
             )
@@ -427,35 +420,18 @@ class Run:
             loss=loss,
         )
 
-    def _attempt_header(self) -> Header:
-        """The header of this attempt's journal, its number apart."""
+    def _header_of_attempt(self) -> Header:
         assert self._store is not None
-        world, options, parent = self.world, self.options, self._parent
-        share = self._data_ranks.of_ranks[world.rank]
-        header = Header(
-            run_id=self._store.run_id,
-            attempt=self._store.attempt,
-            number=0,
-            rank=world.rank,
-            world_size=world.world_size,
-            share=share,
-            writes_share=self._data_ranks.first_ranks[share] == world.rank,
-            lineage=(),
-            resumed_step=None if parent is None else parent.step,
-            options={
-                "randomness": options.randomness,
-                "mid_accumulation": options.mid_accumulation,
-                "horizon": dict(self.counters.horizon),
-                "framework": sorted(frameworks_in(self.components)),
-                "settings": settings_digest(self._fingerprint),
-            },
-            geometry=self.position.geometry(),
-            code=code_digests(),
-            environment=environment(self._components.optimizers()),
-            excluded=(*(sorted(options.exclude) if parent else ()), *self._fresh),
+        return header_of_attempt(
+            self._store,
+            self.world,
+            self._data_ranks,
+            self._components,
+            self.options,
+            fingerprint=self._fingerprint,
+            parent=self._parent,
+            fresh=self._fresh,
         )
-        earlier = lineage(self.directory, header, parent.attempt if parent else None)
-        return replace(header, lineage=earlier)
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
         """Records every component's state, when tracing."""
