@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -122,9 +123,14 @@ def is_same_class(name: str, other: str) -> bool:
 def describe(value: Any) -> str:
     """A value in an error message: a tensor's dtype and shape, or a type."""
     if isinstance(value, (Tensor, FlatPart)):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return f"{_name_of(value.dtype)} {tuple(value.shape)}"
     kind = type(value).__name__
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def state_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Mismatch]:

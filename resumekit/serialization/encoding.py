@@ -224,8 +224,9 @@ class Encoder:
 
     def _dict(self, value: dict[Any, Any], path: StatePath, depth: int) -> Any:
         if _are_plain_keys(value):
+            below, encode = depth + 1, self._encode
             return {
-                key: self._encode(item, path.key(key), depth + 1) for key, item in value.items()
+                key: encode(item, StatePath(key, "key", path), below) for key, item in value.items()
             }
         return {"$dict": self._pairs(value, path, depth)}
 

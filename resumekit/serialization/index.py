@@ -42,6 +42,7 @@ class Record(NamedTuple):
         element: the type of its elements.
         shape: its shape.
         begin: where its bytes begin, counted from the end of the header.
+        num_bytes: the length of its bytes.
         strides: its strides in memory where they are not row-major; its bytes are.
     """
 
@@ -49,12 +50,8 @@ class Record(NamedTuple):
     element: ElementType
     shape: tuple[int, ...]
     begin: int
+    num_bytes: int
     strides: tuple[int, ...] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """The length of its bytes."""
-        return math.prod(self.shape) * self.element.num_bytes
 
     @property
     def end(self) -> int:
@@ -71,8 +68,9 @@ def arrange(leaves: Mapping[str, Leaf]) -> tuple[Record, ...]:
     records: list[Record] = []
     begin = 0
     for name, leaf in sorted(leaves.items(), key=lambda item: -item[1].element.num_bytes):
-        records.append(Record(name, leaf.element, leaf.shape, begin, leaf.strides))
-        begin += leaf.num_bytes
+        num_bytes = leaf.num_bytes
+        records.append(Record(name, leaf.element, leaf.shape, begin, num_bytes, leaf.strides))
+        begin += num_bytes
     return tuple(records)
 
 
@@ -87,12 +85,12 @@ def header(records: Iterable[Record], ties: Mapping[str, str]) -> bytes:
     # transformers refuses a file that does not say which framework wrote it.
     metadata = json.dumps({**ties, "format": "pt"}, separators=(",", ":"))
     fields = [f'"__metadata__":{metadata}']
-    for record in records:  # as text: a dict with lists for each takes twice as long
-        code, shape = record.element.code, list(record.shape)
+    for key, element, shape, begin, num_bytes, _ in records:
+        # As text: a dict with lists for each takes twice as long.
+        code, sizes = element.code, ",".join(map(str, shape))
         if code is None:
-            code, shape = "U8", [*shape, record.element.num_bytes]
-        name, sizes = encode_basestring_ascii(record.name), ",".join(map(str, shape))
-        offsets = f"{record.begin},{record.end}"
+            code, sizes = "U8", f"{sizes}{',' * bool(shape)}{element.num_bytes}"
+        name, offsets = encode_basestring_ascii(key), f"{begin},{begin + num_bytes}"
         fields.append(f'{name}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{offsets}]}}')
     text = f"{{{','.join(fields)}}}".encode("ascii")
     padding = -(8 + len(text)) % _HEADER_ALIGNMENT
@@ -227,7 +225,9 @@ def _record(name: str, row: dict[str, Any], where: str) -> Record:
     strides = checked_sizes(row["strides"]) if "strides" in row else None
     if strides is not None and not _is_dense(shape, strides):
         raise ValueError(f"{name[:200]!r} has the strides {strides} and the shape {shape}")
-    return Record(name, known_element(row["dtype"], where=where), shape, begin, strides)
+    element = known_element(row["dtype"], where=where)
+    num_bytes = math.prod(shape) * element.num_bytes
+    return Record(name, element, shape, begin, num_bytes, strides)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -85,7 +85,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a row-major tensor of this shape, as torch counts them."""
     strides: list[int] = []
     step = 1
@@ -211,18 +211,30 @@ class FoundTensor:
         begin: the address of its first byte.
         end: the address of the byte after its last.
         element: the type of its elements.
+        num_bytes: of its elements.
 
     Raises:
         UnsupportedValueError: it cannot be stored bit for bit; names the path.
     """
 
-    __slots__ = ("begin", "element", "end", "memory", "name", "node", "storage", "tensor")
+    __slots__ = (
+        "begin",
+        "element",
+        "end",
+        "memory",
+        "name",
+        "node",
+        "num_bytes",
+        "storage",
+        "tensor",
+    )
 
     def __init__(self, tensor: torch.Tensor, path: StatePath, name: str) -> None:
         self.tensor = tensor
         self.name = name
         self.node: dict[str, Any] = {}
         self.element, self.storage, self.begin, self.end = _examine(tensor, path)
+        self.num_bytes = tensor.numel() * self.element.num_bytes
         self.memory: object = self.storage if tensor.is_cpu else (str(tensor.device), self.storage)
 
     @property
@@ -234,18 +246,13 @@ class FoundTensor:
     @property
     def is_row_major(self) -> bool:
         """Whether its strides are those of a new tensor of its shape."""
-        expected = 1
-        tensor = self.tensor
-        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-            if stride != expected:
-                return False
-            expected *= max(size, 1)
-        return True
+        strides = self.tensor.stride()
+        return strides == (1,) or strides == dense_strides(self.tensor.shape)
 
     @property
     def overlaps_itself(self) -> bool:
         """Whether some of its elements share their memory, as those of an expanded tensor do."""
-        return self.tensor.numel() * self.element.num_bytes > self.end - self.begin
+        return self.num_bytes > self.end - self.begin
 
     @property
     def is_unaliased(self) -> bool:
@@ -253,13 +260,13 @@ class FoundTensor:
 
         Also true for a lazily conjugated or negated one: its memory does not hold its values.
         """
-        return self.tensor.numel() == 0 or self.tensor.is_conj() or self.tensor.is_neg()
+        return self.num_bytes == 0 or self.tensor.is_conj() or self.tensor.is_neg()
 
     def leaf(self) -> Leaf:
         """Its values as a leaf of its own."""
         shape = tuple(self.tensor.shape)
         strides: tuple[int, ...] | None = None
-        if self.tensor.numel() and not self.is_row_major:
+        if self.num_bytes and not self.is_row_major:
             # Holes are not stored; what is kept is the order of the dimensions in memory.
             strides = torch.empty_like(self.tensor, device="meta").stride()
             strides = None if strides == dense_strides(shape) else strides
@@ -297,7 +304,7 @@ def _examine(tensor: torch.Tensor, path: StatePath) -> tuple[ElementType, int, i
     if reason is None and element is not None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        begin, end = _span(tensor, address)
+        begin, end = _span(tensor, address, element.num_bytes)
         if end <= address + storage.nbytes():
             return element, address, begin, end
         reason = "a tensor whose memory has been freed", "Gather or restore it first"
@@ -325,9 +332,8 @@ def _refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _span(tensor: torch.Tensor, storage: int) -> tuple[int, int]:
+def _span(tensor: torch.Tensor, storage: int, size: int) -> tuple[int, int]:
     # Not data_ptr() of the tensor: that is 0 for an empty one, and refuses a lazily conjugated one.
-    size = tensor.element_size()
     begin = storage + int(tensor.storage_offset()) * size
     num_elements = tensor.numel()
     if num_elements > 1 and not tensor.is_contiguous():

@@ -199,7 +199,7 @@ def test_an_index_that_makes_no_sense_is_found(
 
 
 def _record(name: str, begin: int, num_elements: int = 4) -> Record:
-    return Record(name, ELEMENT_TYPES["float32"], (num_elements,), begin)
+    return Record(name, ELEMENT_TYPES["float32"], (num_elements,), begin, 4 * num_elements)
 
 
 @pytest.mark.parametrize(
