@@ -115,7 +115,7 @@ class _Files:
         self._leaves = {}
 
     def write(self, staging: Staging) -> list[FileEntry]:
-        """The lines of its files in the inventory, once their bytes survive a power cut.
+        """The lines of its files in the inventory; durable at the end of ``Staging.writing``.
 
         May be called once: the bytes are released.
 

@@ -3,12 +3,14 @@
 Staging is never read. In a commit each step is durable before the next one begins, so that a power
 cut leaves the rename undone, or done over complete content:
 
-1. every rank has synced its own files (``FileWriter.finish``) and reported that, by a collective or
+1. every rank has synced its own files (``Staging.writing``) and reported that, by a collective or
    by a part file (``parts.py``),
-2. the part files are removed; the manifest is written and synced,
-3. every directory in staging is synced, then the staging directory itself,
+2. the part files are removed; the manifest is written,
+3. the manifest and every directory in staging are synced,
 4. the owner record still names this attempt, and the target is free,
 5. one rename, and a sync of the run directory. The checkpoint exists from now on.
+
+What is synced within one step has no order, and is synced at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from resumekit.errors import (
@@ -44,6 +46,7 @@ from resumekit.storage.io import MAKE_ROOM, FileSystem, describe, save_errors
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
 from resumekit.storage.parts import PARTS, Part, Parts, leave_part
+from resumekit.storage.syncing import UnsyncedFiles
 
 _NAME = re.compile(r"(step-[0-9]+(?:-r[0-9]+)?)-([0-9a-f]{32})-([0-9a-f]{12})")
 _BLOCK_BYTES = 4096  # more than its bytes that a file or directory may take
@@ -79,6 +82,7 @@ class Staging:
         self.step = step
         self.directories = tuple(directories)
         self._with_parts = with_parts
+        self._unsynced = UnsyncedFiles(file_system)
 
     @classmethod
     def new(
@@ -135,8 +139,16 @@ class Staging:
             with save_errors(self.path / name):
                 self._file_system.mkdir(self.path / name)
 
+    def writing(self) -> AbstractContextManager[object]:
+        """Files that are finished in the body survive a power cut once it is left.
+
+        Raises:
+            SaveError: at its end, a sync has failed.
+        """
+        return self._unsynced
+
     def create(self, path: str, *, writer: int) -> FileWriter:
-        """A new file of the checkpoint.
+        """A new file of the checkpoint, durable at the end of ``writing``.
 
         Args:
             path: relative, in one of the requested sub-directories.
@@ -147,7 +159,19 @@ class Staging:
             SaveError: it could not be created.
         """
         _check_path(path, "a path such as 'state/a'")
-        return FileWriter(self._file_system, self.path / path, relative=path, writer=writer)
+        return self._new_file(path, writer=writer)
+
+    def discard(self) -> None:
+        """Closes the files that were finished, and not synced because of an error."""
+        self._unsynced.discard()
+
+    def _new_file(self, path: str, *, writer: int) -> FileWriter:
+        return FileWriter(
+            *(self._file_system, self.path / path),
+            relative=path,
+            writer=writer,
+            unsynced=self._unsynced,
+        )
 
     def leave_part(self, part: Part) -> None:
         """Reports to rank 0 that this rank has finished its files, or has failed.
@@ -191,7 +215,7 @@ class Staging:
         """The step directory, durable once this returns.
 
         Args:
-            manifest: of this attempt and this step; all its files are finished.
+            manifest: of this attempt and this step; all its files are durable.
             owner: this attempt.
 
         Raises:
@@ -211,11 +235,8 @@ class Staging:
             if is_taken(file_system, target):
                 raise SaveError(str(target), found="is there already", expected="a free name")
             file_system.rename(self.path, target)
-        with save_errors(directory):
-            file_system.fsync_dir(directory)
-        with save_errors(directory / STAGING):
-            # The removal of the old name must be durable too: the next save cleans staging.
-            file_system.fsync_dir(directory / STAGING)
+        # The removal of the old name must be durable too: the next save cleans staging.
+        self._unsynced.sync([directory, directory / STAGING])
         self._point_latest()
         return target
 
@@ -238,8 +259,8 @@ class Staging:
         for part in reversed([part for part in self.directories if part not in used]):
             with save_errors(self.path / part):
                 self._file_system.rmdir(self.path / part)
-        data, path = manifest.to_bytes(), self.path / MANIFEST
-        with FileWriter(self._file_system, path, relative=MANIFEST, writer=0) as writer:
+        data = manifest.to_bytes()
+        with self._new_file(MANIFEST, writer=0) as writer:
             writer.write([memoryview(data)])
             written = writer.finish()
         sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
@@ -248,9 +269,7 @@ class Staging:
         if difference is not None:
             name, problem = difference
             raise SaveError(str(self.path / name), found=problem)
-        for directory in (*(self.path / part for part in reversed(used)), self.path):
-            with save_errors(directory):
-                self._file_system.fsync_dir(directory)
+        self._unsynced.sync([*(self.path / part for part in reversed(used)), self.path])
 
     def _point_latest(self) -> None:
         """Names the newest step for people. Not synced, and may fail: nothing reads it."""

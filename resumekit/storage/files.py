@@ -20,6 +20,7 @@ from resumekit.storage.digest import (
 from resumekit.storage.io import FileSystem, save_errors
 from resumekit.storage.pieces import COPY_BYTES, cut
 from resumekit.storage.pipeline import Calls
+from resumekit.storage.syncing import UnsyncedFiles
 
 WRITEBACK_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20  # the disk begins once so much of a file is copied
@@ -53,12 +54,21 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         path: must not exist.
         relative: its path in the step directory.
         writer: the rank that writes it.
+        unsynced: syncs the file later; by default ``finish`` syncs it.
 
     Raises:
         SaveError: it could not be created.
     """
 
-    def __init__(self, file_system: FileSystem, path: Path, *, relative: str, writer: int) -> None:
+    def __init__(
+        self,
+        file_system: FileSystem,
+        path: Path,
+        *,
+        relative: str,
+        writer: int,
+        unsynced: UnsyncedFiles | None = None,
+    ) -> None:
         self._file_system = file_system
         self._path = path
         self._relative = relative
@@ -67,6 +77,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._size = 0  # with bytes that are still being written
         self._written = 0
         self._hinted = 0
+        self._unsynced = unsynced
         self._in_flight = ExitStack()  # the calls that write, and the memory that they write from
         self._calls: Calls | None = None
         with save_errors(path):
@@ -156,20 +167,31 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._file_system.write(handle, parts)
         self._written += sum(part.nbytes for part in parts)
         if self._written - self._hinted >= WRITEBACK_BYTES:
-            self._file_system.writeback(handle, self._hinted, self._written - self._hinted)
-            self._hinted = self._written
+            self._hint(handle)
+
+    def _hint(self, handle: int) -> None:
+        num_bytes, self._hinted = self._written - self._hinted, self._written
+        if num_bytes:
+            self._file_system.writeback(handle, self._written - num_bytes, num_bytes)
 
     def finish(self) -> FileEntry:
-        """The file's line in the inventory, once its bytes survive a power cut.
+        """The file's line in the inventory, once its bytes are written.
+
+        They survive a power cut once this returns, or once ``unsynced`` has synced them.
 
         Raises:
             SaveError: names the file and the cause.
         """
         with self._open_handle() as handle:
             self._wait()
-            self._file_system.fsync(handle)
-            self._handle = None
-            self._file_system.close(handle)
+            if self._unsynced is None:
+                self._handle = None
+                with UnsyncedFiles(self._file_system) as alone:
+                    alone.add(handle, self._path)
+            else:
+                self._hint(handle)  # then one commit of a journal serves all that wait for theirs
+                self._handle = None
+                self._unsynced.add(handle, self._path)
         return FileEntry(self._relative, self._size, self._digester.hexdigest(), self._writer)
 
     def discard(self) -> None:

@@ -1,17 +1,17 @@
 """Overlaps file I/O with other work: a ring of buffers, and threads that write or read.
 
-The ring and the thread that writes exist once in a process, are made on first use, and are replaced
-in a forked child, which has neither the thread nor the memory.
+The ring, the thread that writes and those that sync exist once in a process, are made on first use,
+and are replaced in a forked child, which has neither the threads nor the memory.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import islice
+from itertools import cycle, islice
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ CHUNK_BYTES = 8 << 20
 _NUM_CHUNKS = 3
 # More than cores: some of them wait for the disk, or for a core that training's processes have.
 _NUM_THREADS = 4
+
+_NUM_SYNCS = 4  # at the same time
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -109,13 +111,17 @@ def _pieces(memories: Iterable[memoryview], num_bytes: int) -> Iterator[memoryvi
 
 
 class Calls:
-    """Calls on one file, made in order by the thread of the process while the caller works on.
+    """Calls on one file, made in order by a thread of the process while the caller works on.
 
     After the first one that raises, none of the later ones is made. As a context manager it leaves
     no call behind: whatever they work on may be reused or closed after it.
+
+    Args:
+        thread: that makes them; by default the one that writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: _Thread | None = None) -> None:
+        self._thread = _thread if thread is None else thread
         self._results: SimpleQueue[BaseException | None] = SimpleQueue()
         self._num_pending = 0
         self._is_stopped = False
@@ -123,7 +129,7 @@ class Calls:
     def submit(self, call: Callable[[], object]) -> None:
         """Makes the call after all earlier ones; here and now if no thread can be started."""
         self._num_pending += 1
-        _thread.run(lambda: self._make(call))
+        self._thread.run(lambda: self._make(call))
 
     def wait(self, *, num_pending: int = 0) -> None:
         """Waits until at most this many calls are left.
@@ -163,6 +169,20 @@ class Calls:
             raise interrupted
 
 
+def make_at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Makes calls that wait for the disk, several at the same time and in no order.
+
+    Raises:
+        BaseException: what one of them raised; then others may not have been made.
+    """
+    with ExitStack() as stack:
+        queues = [stack.enter_context(Calls(thread)) for thread in _sync_threads]
+        for queue, call in zip(cycle(queues), calls, strict=False):
+            queue.submit(call)
+        for queue in queues:
+            queue.wait()
+
+
 class _Thread:
     """One daemon thread, started with the first call, that makes calls in their order."""
 
@@ -196,11 +216,13 @@ class _Thread:
 
 ring = Ring()
 _thread = _Thread()
+_sync_threads = [_Thread() for _ in range(_NUM_SYNCS)]
 
 
 def _replace_after_fork() -> None:
     global ring, _thread
     ring, _thread = Ring(), _Thread()
+    _sync_threads[:] = [_Thread() for _ in _sync_threads]
 
 
 if hasattr(os, "register_at_fork"):

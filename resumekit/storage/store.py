@@ -381,6 +381,7 @@ class Store:
 
     def _abandon(self, staging: Staging) -> None:
         self._in_flight.discard(staging.name)
+        staging.discard()
         with suppress(OSError):
             remove_tree(self._file_system, staging.path)
 

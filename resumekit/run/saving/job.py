@@ -65,7 +65,8 @@ class SaveJob:
             SharedDirectoryError: this rank does not see what rank 0 has made.
         """
         staging = self.staging()
-        self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
+        with staging.writing():
+            self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
         return self.files
 
     def leave_part(self, files: Iterable[FileEntry] = (), error: str | None = None) -> None:

@@ -189,13 +189,14 @@ class Job:
         self, name: StepName, staging: Staging, rank: int, content: Content
     ) -> list[FileEntry]:
         """Writes these files of one rank, each in two calls, and its frozen tensors."""
-        entries = [] if self.frozen is None else self.frozen.write(name, staging, rank)
-        for path, data in content.items():
-            half = len(data) // 2
-            with staging.create(path, writer=rank) as writer:
-                writer.write([memoryview(data)[:half]])
-                writer.write([memoryview(data)[half:]])
-                entries.append(writer.finish())
+        with staging.writing():
+            entries = [] if self.frozen is None else self.frozen.write(name, staging, rank)
+            for path, data in content.items():
+                half = len(data) // 2
+                with staging.create(path, writer=rank) as writer:
+                    writer.write([memoryview(data)[:half]])
+                    writer.write([memoryview(data)[half:]])
+                    entries.append(writer.finish())
         return entries
 
     def commit(
