@@ -23,7 +23,7 @@ _NUM_CHUNKS = 3
 # More than cores: some of them wait for the disk, or for a core that training's processes have.
 _NUM_THREADS = 4
 
-_NUM_SYNCS = 4  # at the same time
+_NUM_SYNCS = 8  # at the same time
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -65,7 +65,7 @@ def _unsynced(file_system: Meeting | FailpointFileSystem, paths: list[Path]) -> 
 def test_files_and_directories_are_synced_at_the_same_time(
     tmp_path: Path, paths: list[Path]
 ) -> None:
-    disk = Meeting(4)
+    disk = Meeting(NUM_FILES + 1)
     _unsynced(disk, paths).sync([tmp_path])
     assert (disk.num_syncs, disk.num_open) == (NUM_FILES + 1, 0)
 
