@@ -10,7 +10,7 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,28 +45,6 @@ class Decoder:
         self._spent: set[str] = set()
         self._arrays: dict[tuple[str, str], Any] = {}
         self._namedtuples: dict[tuple[str, ...], type[Any]] = {}
-        self._by_tag: dict[str, Callable[[Any, int], Any]] = {
-            "$int": _int,
-            "$float": _float,
-            "$complex": self._complex,
-            "$str": _str,
-            "$bytes": _bytes,
-            "$blob": self._blob,
-            "$numbers": self._numbers,
-            "$tuple": lambda body, depth: tuple(self._items(body, depth)),
-            "$set": self._set,
-            "$dict": lambda body, depth: dict(self._pairs(body, depth)),
-            "$ordered_dict": lambda body, depth: OrderedDict(self._pairs(body, depth)),
-            "$counter": lambda body, depth: Counter(dict(self._pairs(body, depth))),
-            "$default_dict": self._default_dict,
-            "$deque": self._deque,
-            "$namedtuple": self._namedtuple,
-            "$scalar": _scalar,
-            "$numpy_str": lambda body, depth: np.str_(typed(str, self._decode(body, depth))),
-            "$numpy_bytes": lambda body, depth: np.bytes_(_bytes(body, depth)),
-            "$array": self._array,
-            "$tensor": self._tensor,
-        }
 
     def decode(self, tree: Any) -> Any:
         """The value of one tree.
@@ -90,8 +68,8 @@ class Decoder:
         if not isinstance(tree, dict):
             return tree
         tag = next(iter(tree), "")
-        if len(tree) == 1 and tag in self._by_tag:
-            return self._by_tag[tag](tree[tag], depth + 1)
+        if len(tree) == 1 and tag in self._BY_TAG:
+            return self._BY_TAG[tag](self, tree[tag], depth + 1)
         if any(key.startswith("$") for key in tree):
             raise ValueError(f"an object with the keys {str(list(tree))[:80]}")
         return {key: self._decode(item, depth + 1) for key, item in tree.items()}
@@ -202,6 +180,31 @@ class Decoder:
             raise ValueError(f"a view beyond the end of {body['of']!r}")
         begin = base.storage_offset() * base.element_size() + offset
         return retyped(base, element.dtype, begin // element.num_bytes, shape, strides)
+
+    # Not in the instance: references to its own methods would keep all tensors until the garbage
+    # collector runs, and it is paused during a resume.
+    _BY_TAG: ClassVar[dict[str, Callable[[Decoder, Any, int], Any]]] = {
+        "$int": lambda _, body, depth: _int(body, depth),
+        "$float": lambda _, body, depth: _float(body, depth),
+        "$complex": _complex,
+        "$str": lambda _, body, depth: _str(body, depth),
+        "$bytes": lambda _, body, depth: _bytes(body, depth),
+        "$blob": _blob,
+        "$numbers": _numbers,
+        "$tuple": lambda self, body, depth: tuple(self._items(body, depth)),
+        "$set": _set,
+        "$dict": lambda self, body, depth: dict(self._pairs(body, depth)),
+        "$ordered_dict": lambda self, body, depth: OrderedDict(self._pairs(body, depth)),
+        "$counter": lambda self, body, depth: Counter(dict(self._pairs(body, depth))),
+        "$default_dict": _default_dict,
+        "$deque": _deque,
+        "$namedtuple": _namedtuple,
+        "$scalar": lambda _, body, depth: _scalar(body, depth),
+        "$numpy_str": lambda self, body, depth: np.str_(typed(str, self._decode(body, depth))),
+        "$numpy_bytes": lambda _, body, depth: np.bytes_(_bytes(body, depth)),
+        "$array": _array,
+        "$tensor": _tensor,
+    }
 
 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor], *, where: str = "payload") -> Any:

@@ -54,6 +54,11 @@ _Overlap = tuple[Chunk, Box, Box]
 
 def find_overlaps(chunks: Layout, wanted: Box) -> Iterator[_Overlap]:
     """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
+    if len(chunks) == 1:  # the usual case, without the search
+        (chunk,) = chunks
+        if chunk.box == wanted and wanted.num_elements:
+            yield chunk, wanted.relative_to(wanted), wanted.relative_to(wanted)
+            return
     for chunk in chunks.near(wanted):
         common = chunk.box.intersection(wanted)
         if common.num_elements:

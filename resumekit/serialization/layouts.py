@@ -94,6 +94,8 @@ class Layout:
     @cached_property
     def _numbers(self) -> Column:
         """Of each part among those of its writer."""
+        if len(self) == 1:
+            return np.zeros(1, np.int64)
         order = np.argsort(self.writers, kind="stable")
         ordered = self.writers[order]
         begins = np.searchsorted(ordered, ordered)
