@@ -197,7 +197,8 @@ def _is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
     with mmap.mmap(descriptor, num_bytes, offset=offset, access=mmap.ACCESS_COPY) as mapped:
         address = ctypes.c_void_p(address_of(memoryview(mapped)))
         failed = libc().mincore(address, ctypes.c_size_t(num_bytes), pages)
-    return not failed and 2 * sum(page & 1 for page in pages) >= len(pages)
+    # Only the lowest bit has a meaning, and the others are not set (mincore(2)).
+    return not failed and 2 * bytes(pages).count(1) >= len(pages)
 
 
 def _type_of_file_system(path: Path) -> int:
