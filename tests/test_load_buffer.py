@@ -273,3 +273,36 @@ def test_an_object_that_changes_what_it_loads_is_not_filled_in_place() -> None:
     assert len(list(moments.live_tensors(moments.state_dict()))) == 4
     optimizer.register_load_state_dict_pre_hook(lambda *given: None)
     assert not list(moments.live_tensors(moments.state_dict()))
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, size: int) -> _Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (size,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(1 << 15)
+
+
+def test_tensors_without_memory_are_not_filled_in_place() -> None:
+    saved = meta("a")
+    freed = torch.zeros(1 << 15)
+    freed.untyped_storage().resize_(0)
+    for live in (_Wrapper(1 << 15), freed, torch.zeros(1 << 15, device="meta")):
+        for in_place in (False, True):
+            assert not live_targets(saved, [(saved["a"], live)], in_place=in_place)
+    lazy = ModelState(nn.LazyLinear(3))
+    assert not list(lazy.live_tensors({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize("state", [None, 3, [], {}, {"state": 3}, {"state": {"weight": 3}}])
+def test_a_state_of_any_content_has_no_live_tensors(state: Any) -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert not list(ModelState(layer).live_tensors(state))
+    assert not list(OptimizerState(optimizer, {"": layer}).live_tensors(state))

@@ -102,16 +102,17 @@ class ModelState(ComponentState):
 
     def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters and buffers, if the module loads them as ``nn.Module`` does."""
-        if type(self).load_state_dict is not ModelState.load_state_dict or not _loads_plainly(
-            self.module
-        ):
+        is_ours = type(self).load_state_dict is ModelState.load_state_dict
+        if not (is_ours and isinstance(state, Mapping) and _loads_plainly(self.module)):
             return
         raw = {
             **dict(self.module.named_parameters(remove_duplicate=False)),
             **dict(self.module.named_buffers(remove_duplicate=False)),
         }
         for name, live in by_clean_name(self.module, raw).items():
-            if fits(live, state.get(name)) and not is_sharded(live):
+            if is_lazy(live) or is_sharded(live):
+                continue
+            if fits(live, state.get(name)):
                 yield state[name], live
 
     def first_rank_only(self) -> frozenset[str]:

@@ -151,15 +151,18 @@ class OptimizerState(ComponentState):
     def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The moments that exist, if they are loaded here."""
         is_ours = type(self).load_state_dict is OptimizerState.load_state_dict
-        if not is_ours or "opaque" in state or not inherits_load(self.optimizer):
+        saved = state.get("state") if isinstance(state, Mapping) else None
+        if not (is_ours and isinstance(saved, Mapping) and inherits_load(self.optimizer)):
             return
         if self.optimizer._optimizer_load_state_dict_pre_hooks:
             return
         for name, parameter in chain(*self._named_groups()):
-            saved = state["state"].get(name)
+            values = saved.get(name)
             for key, live in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(saved, dict) and fits(live, saved.get(key)) and not is_sharded(live):
-                    yield saved[key], live
+                if is_sharded(live) or not isinstance(values, dict):
+                    continue
+                if fits(live, values.get(key)):
+                    yield values[key], live
 
     def merge_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state of those of the optimizers of several pipeline stages."""

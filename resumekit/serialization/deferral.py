@@ -170,10 +170,11 @@ def live_targets(
 
 
 def _can_take(saved: Tensor, live: Tensor, *, in_place: bool) -> bool:
-    if saved.nbytes < _MIN_BYTES or live.is_meta:
+    # Classes of their own may have no memory, and FSDP frees that of parameters for a while.
+    if saved.nbytes < _MIN_BYTES or live.is_meta or type(live.detach()) is not Tensor:
         return False
     is_plain = live.is_contiguous() and not live.is_conj() and not live.is_neg()
-    return not in_place or (live.is_cpu and is_plain)
+    return live.data_ptr() != 0 and (not in_place or (live.is_cpu and is_plain))
 
 
 def as_plain(tensor: Tensor) -> Tensor:
