@@ -102,19 +102,25 @@ def durations(function: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], T]], num_rounds: int, *, seed: int = 0
+    contenders: Mapping[str, Callable[[], T]],
+    num_rounds: int,
+    *,
+    seed: int = 0,
+    warms_up: bool = True,
 ) -> dict[str, list[T]]:
     """What each contender returns in each round; the order changes from round to round.
 
-    A first round warms up and is not returned.
+    Args:
+        contenders: by name.
+        num_rounds: those that are returned.
+        seed: of the order.
+        warms_up: whether a first round is measured and not returned.
     """
     found: dict[str, list[T]] = {name: [] for name in contenders}
-    for number, names in enumerate(shuffled(list(contenders), num_rounds + 1, seed=seed)):
+    for names in shuffled(list(contenders), num_rounds + warms_up, seed=seed):
         for name in names:
-            result = contenders[name]()
-            if number:
-                found[name].append(result)
-    return found
+            found[name].append(contenders[name]())
+    return {name: results[warms_up:] for name, results in found.items()}
 
 
 def shuffled(names: Sequence[str], num_rounds: int, *, seed: int = 0) -> list[list[str]]:

@@ -2,6 +2,9 @@
 
     python benchmarks/scaling.py [--only size ...] [--rounds 1] [--record]
 
+All of them take six minutes. With ``--only`` the record is a section of the page of that day, and
+the plot has the names of what was measured in its own.
+
 * size: a model of 10 MB to 4 GB in ten tensors, under the adapter for plain torch;
 * tensors: 10 to 100,000 of them with 64 bytes each, likewise;
 * ranks: 1 to 4 real ones under FSDP2, started by torchrun with gloo, with one model;
@@ -294,7 +297,7 @@ def verdict_of(points: Sequence[tuple[float, float]]) -> tuple[str, str]:
 def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__, rounds=1, has_tiny=True)
-    parser.add_argument("--only", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--only", nargs="+", choices=AXES, default=[], help="these")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -302,7 +305,7 @@ def main() -> None:
         return
     machine_load = MachineLoad()
     rows, plots = [], []
-    for name in arguments.only:
+    for name in arguments.only or AXES:
         values = AXES[name].values[: 2 if arguments.tiny else None]
         found = {value: least(name, value, arguments.rounds) for value in values}
         figures = list(next(iter(found.values())))
@@ -335,7 +338,7 @@ def _publish(
     machine_load: MachineLoad,
 ) -> None:
     if arguments.record:
-        print(f"written to {draw('scaling', plots)}")
+        print(f"written to {draw('-'.join(['scaling', *arguments.only]), plots)}")
     Findings(
         "scaling",
         heading="What a save, a load and a resume cost, against what can grow",
@@ -351,6 +354,7 @@ def _publish(
         rows=rows,
         packages=("torch", "numpy"),
         load=machine_load,
+        part=", ".join(arguments.only),
     ).publish(arguments.record)
 
 
