@@ -13,8 +13,7 @@ so may the system. With ``--one-core`` the whole process is bound to one.
         [--record]
 
 The default, async saves, takes six minutes; ``--saves sync`` as long. Each is a section of the
-record. A target is about the steps, so their number is not reduced: it is what a save every 50
-steps is spread over.
+record. The number of steps is that of the target: each save has 50 steps to be written beside.
 """
 
 from __future__ import annotations
