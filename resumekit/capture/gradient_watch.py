@@ -159,13 +159,15 @@ class GradientWatch:
             chosen = self._parameters[first : first + _NUM_SAMPLED]
         there = [(each, each.grad) for each in chosen]
         self._before = [(each, weakref.ref(grad)) for each, grad in there if grad is not None]
-        self._attach_probe()
+        if self._before:
+            self._attach_probe()
 
     def observe(self) -> None:
         """A step boundary: compares the gradients with those that the step began with."""
         self._num_boundaries += 1
         if not self._is_carried:
-            self._compare()
+            if self._before or self._probe is not None:
+                self._compare()
             if self._probe is not None:
                 self._probe.next_step()
             self.look()

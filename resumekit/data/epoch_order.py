@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -284,11 +284,17 @@ class OrderDigest:
 
 def packed_integers(indices: Any) -> bytes | None:
     """One or more indices as 64-bit integers; None where one of them is no such integer."""
-    indices = _as_sequence(indices)
+    if type(indices) is not list:
+        indices = _as_sequence(indices)
     try:
-        return struct.pack(f"{len(indices)}q", *indices)
+        return _packer(len(indices))(*indices)
     except (struct.error, TypeError):
         return None
+
+
+@lru_cache(maxsize=8)  # a batch is mostly as long as the one before
+def _packer(num_indices: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{num_indices}q").pack
 
 
 def _as_sequence(indices: Any) -> Sequence[Any]:

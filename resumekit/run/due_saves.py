@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from resumekit.errors import SaveError
 from resumekit.run.run import Run
-from resumekit.run.saving import LeaveSignals, RequestExchange, Requests, parse_cadence
+from resumekit.run.saving import NOTHING, LeaveSignals, RequestExchange, Requests, parse_cadence
 
 
 class DueSaves:
@@ -59,12 +59,13 @@ class DueSaves:
         """The all-reduced requests at this step boundary; this rank's are sent. Collective."""
         in_flight = self._run.in_flight
         asks_clock = self._cadence.needs_agreement and self._run.world.is_first
-        own_requests = Requests(
+        values = (
             self.signals.received,
             int(asks_clock and self._cadence.is_due(step)),
             int(in_flight.is_busy),
             int(in_flight.has_failed),
         )
+        own_requests = Requests(*values) if any(values) else NOTHING
         common = self._requests.receive(own_requests)
         if not common.leave:
             left = own_requests._replace(save=0) if common.save else own_requests
@@ -73,11 +74,8 @@ class DueSaves:
 
     # ---------------------------------------------------------------- how a save is made
 
-    def make(self, common: Requests = Requests()) -> None:  # noqa: B008 - immutable
+    def make(self) -> None:
         """Makes the save that is due, or skips it. Collective.
-
-        Args:
-            common: the requests of all ranks.
 
         Raises:
             SaveError: the save has failed, or the one in flight; unless a failure is only logged.

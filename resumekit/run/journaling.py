@@ -271,7 +271,7 @@ class RunJournal:
     def _write(self, records: Sequence[Record], *, may_raise: bool = True) -> None:
         assert self._file is not None
         try:
-            self._file.append(b"".join([each.to_bytes() for each in records]))
+            self._file.append(b"".join(map(Record.to_bytes, records)))
         except OSError as error:
             self._switch_off(error)
         if self._comparison is not None and not self._is_decided:

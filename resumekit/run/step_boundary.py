@@ -12,7 +12,7 @@ from resumekit.run.due_saves import DueSaves
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
-from resumekit.run.saving import Requests
+from resumekit.run.saving import NOTHING
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 
@@ -286,7 +286,7 @@ class StepBoundary:
         if self._stepped and self._run.unsaved_state.after_step():
             self._run.reporter.announce()
         saves, may_save = self._saves, self._may_save()
-        common = Requests()
+        common = NOTHING
         if may_save and finished is None:
             common = saves.exchange(counters.step)
             if common.failed:

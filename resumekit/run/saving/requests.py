@@ -25,6 +25,9 @@ class Requests(NamedTuple):
     failed: int = 0
 
 
+NOTHING = Requests()
+
+
 class RequestExchange:
     """Overlapped all-reduce of the ranks' requests; it also checks that they are at one step.
 
@@ -34,6 +37,8 @@ class RequestExchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._is_alone = world.world_size == 1
+        self._own_requests = NOTHING  # that a rank alone has sent last
         self._step = 0  # that this rank was at when it last spoke
         self._under_way: Callable[[], list[int]] | None = None
 
@@ -44,7 +49,7 @@ class RequestExchange:
             RankLostError: another rank does not answer.
             RankDisagreementError: another rank was at another step there.
         """
-        if self._world.world_size == 1:
+        if self._is_alone:
             return requests
         common = self.wait()
         self._under_way = None
@@ -57,12 +62,11 @@ class RequestExchange:
             requests: of this rank.
             step: the optimizer step that it has done.
         """
-        values = (*requests, step, -step)
-        if self._world.world_size == 1:
-            self._under_way = lambda: list(values)
+        if self._is_alone:
+            self._own_requests = requests
         else:
             self._step = step
-            self._under_way = self._world.start_max(values)
+            self._under_way = self._world.start_max((*requests, step, -step))
 
     def wait(self) -> Requests:
         """Waits for the all-reduce in progress, and gives what ``receive`` will give.
@@ -74,7 +78,7 @@ class RequestExchange:
             RankDisagreementError: another rank is at another step.
         """
         if self._under_way is None:
-            return Requests()
+            return self._own_requests
         *common, highest, negated = self._under_way()
         if highest != -negated:
             raise RankDisagreementError(
