@@ -283,7 +283,7 @@ class _Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (size,))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
         return cls(1 << 15)
 
 
