@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
@@ -243,22 +243,35 @@ def _ties(ties: Any) -> dict[str, str]:
     return {name: typed(str, other) for name, other in typed(dict, ties).items()}
 
 
+# How json.dumps writes them; most values of an index are of these types.
+_SCALARS: dict[type, Callable[[Any], str]] = {
+    str: encode_basestring_ascii,
+    int: int.__repr__,
+    float: float.__repr__,
+}
+
+
 def _readable(value: Any, indent: int = 0) -> str:
     """JSON in which whatever fits into a line stands on one."""
-    is_container = isinstance(value, dict | list)
-    if not (is_container and _CHARACTERS_OF_ITEM * len(value) > _LINE_CHARACTERS):
-        text = json.dumps(value)
-        if len(text) + indent <= _LINE_CHARACTERS or not is_container:
-            return text
-    inner = " " * (indent + 1)
-    if isinstance(value, dict):
+    is_dict = isinstance(value, dict)
+    if not (is_dict or isinstance(value, list)):
+        return _SCALARS.get(type(value), json.dumps)(value)
+    below = indent + 1
+    if is_dict:
         parts = [
-            f"{encode_basestring_ascii(key)}: {_readable(item, indent + 1)}"
+            f"{encode_basestring_ascii(key)}: {_readable(item, below)}"
             for key, item in value.items()
         ]
-        return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{' ' * indent}}}"
-    parts = [_readable(item, indent + 1) for item in value]
-    return "[\n" + _filled(parts, inner) + f"\n{' ' * indent}]"
+    else:
+        parts = [_readable(item, below) for item in value]
+    begin, end = "{}" if is_dict else "[]"
+    if _CHARACTERS_OF_ITEM * len(parts) <= _LINE_CHARACTERS:
+        text = f"{begin}{', '.join(parts)}{end}"
+        if len(text) + indent <= _LINE_CHARACTERS and "\n" not in text:
+            return text
+    inner = " " * below
+    lines = ",\n".join([inner + part for part in parts]) if is_dict else _filled(parts, inner)
+    return f"{begin}\n{lines}\n{' ' * indent}{end}"
 
 
 def _filled(parts: list[str], inner: str) -> str:
