@@ -498,7 +498,7 @@ def test_an_error_of_the_last_write_fails_the_file(tmp_path: Path) -> None:
     assert (failing.counts["close"], failing.counts["fsync"]) == (1, 0)
 
 
-def test_two_files_are_written_in_turns(tmp_path: Path) -> None:
+def test_two_files_are_written_alternately(tmp_path: Path) -> None:
     content = memoryview(_content(CHUNKS))
     writers = [FileWriter(LOCAL, tmp_path / name, relative=name, writer=0) for name in "xy"]
     for begin in (0, CHUNKS // 2):
