@@ -7,6 +7,7 @@ and are replaced in a forked child, which has neither the threads nor the memory
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,8 @@ class _Thread:
             call()
 
     def _start(self) -> bool:
+        if sys.is_finalizing():  # daemon threads have stopped for good: nobody would make the call
+            return False
         with self._lock:
             if not self._is_started:
                 thread = threading.Thread(target=self._work, name="resumekit-io", daemon=True)

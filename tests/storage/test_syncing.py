@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -93,3 +95,35 @@ def test_another_file_system_is_called_in_order_and_names_what_failed(paths: lis
     with pytest.raises(SaveError, match=r"/2: could not be written: EIO"):
         _unsynced(failing, paths).sync()
     assert (failing.counts["fsync"], failing.counts["close"]) == (3, NUM_FILES)
+
+
+LAST_SAVE = """
+import sys
+from resumekit.storage import pipeline
+
+pipeline.make_at_once([lambda: None] * 3)
+with pipeline.Calls() as calls:
+    calls.submit(lambda: None)
+
+
+class Last:
+    def __init__(self):
+        self.made, self.make, self.calls, self.sys = [], pipeline.make_at_once, pipeline.Calls, sys
+
+    def __del__(self):
+        assert self.sys.is_finalizing()
+        self.make([lambda: self.made.append(1)] * 3)
+        with self.calls() as calls:
+            calls.submit(lambda: self.made.append(1))
+            calls.wait()
+        print(len(self.made), "made")
+
+
+sys.modules["last"] = Last()  # until the modules go
+"""
+
+
+def test_at_the_end_of_the_interpreter_no_thread_is_waited_for() -> None:
+    command = [sys.executable, "-c", LAST_SAVE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("4 made\n", "")
