@@ -258,7 +258,7 @@ def measured(sharding: str, num_ranks: int, num_tensors: int) -> dict[str, float
         staging = store.stage(
             store.next_name(1), num_bytes=0, num_files=0, directories=["model", "optimizer"]
         )
-        with clock.timed("write"):
+        with clock.timed("write"), staging.writing():
             entries = [entry for each in payloads for entry in each.write(staging)]
         readers = _resuming(SHARDINGS[sharding], num_ranks, num_tensors)
         needed = _needed(plans, readers)
@@ -389,7 +389,8 @@ def _of_the_others(
                     boxes[chunk.writer][name] = chunk.box.sizes
         for rank in range(1, num_ranks):
             if rank in boxes:
-                entries += _whole_files(key, rank, boxes[rank]).write(staging)
+                with staging.writing():
+                    entries += _whole_files(key, rank, boxes[rank]).write(staging)
                 continue
             for suffix in ("json", "safetensors"):
                 path = f"{key}/rank-{rank:05d}.{suffix}"
