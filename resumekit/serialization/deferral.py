@@ -60,10 +60,6 @@ class LoadMemory:
         strides = dense_strides(logical.shape)
         return retyped(self._bytes, PLAIN_TYPES[width], begin // width, logical.shape, strides)
 
-    def reset(self) -> None:
-        """Forgets what was taken: a checkpoint was rejected."""
-        self._taken = 0
-
     def is_free(self) -> bool:
         """Whether nothing uses the memory any more. Takes no more tensors after it."""
         self._bytes = None
