@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,14 @@ def measure(name: str, task: Task) -> dict[str, Any]:
         try:
             _, errors = started.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
             # torch 2.13 utils/cpp_extension.py _jit_compile: FileBaton waits without end.
             raise SystemExit(
                 f"{name} took longer than {TIMEOUT_SECONDS} s. DeepSpeed waits for a file `lock` "
                 "below ~/.cache/torch_extensions: remove one that a killed process has left"
             ) from None
+        finally:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(started.pid, signal.SIGKILL)
     if started.returncode:
         raise SystemExit(errors[-4000:])
     found: dict[str, Any] = json.loads((task.directory / "found.json").read_text())

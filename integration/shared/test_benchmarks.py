@@ -18,6 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 ADAPTERS = ("torch", "accelerate", "transformers", "lightning", "deepspeed")
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed-3")
 VERDICTS = {"", "met", "not met", "not measurable", "not built", "does not apply"}
+SYNC = "synchronous saves"
 RAW_WRITE, RAW_COPY = "raw write + fsync", "one warm copy in memory"
 
 Rows = list[dict[str, str]]
@@ -34,7 +35,7 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-judging = _module("judging")
+judging, measuring = _module("judging"), _module("measuring")
 UP_TO_1_10 = judging.Target(1.10)
 
 
@@ -181,12 +182,32 @@ def test_saves_are_compared_with_the_frameworks_saver(framework: str, tmp_path: 
 
 
 @pytest.mark.full
-def test_a_training_with_saves_is_compared_with_one_without(tmp_path: Path) -> None:
-    rows = _table(tmp_path, "training_with_saves.py", "--steps", "101")
+@pytest.mark.parametrize(("saves", "figure"), [("async", "async saves"), ("sync", SYNC)])
+def test_a_training_with_saves_is_compared_with_one_without(
+    saves: str, figure: str, tmp_path: Path
+) -> None:
+    rows = _table(tmp_path, "training_with_saves.py", "--steps", "101", "--saves", saves)
     _check_targets(rows)
-    assert {"without saves", "synchronous saves", "async saves", RAW_WRITE} < _figures(rows)
-    (judged,) = [row for row in rows if row["target"]]
-    assert judged["against"] == "without saves"
+    assert {"without saves", figure, RAW_WRITE} < _figures(rows)
+    (compared,) = [row for row in rows if row["against"]]
+    assert compared["against"] == "without saves"
+    assert bool(compared["target"]) == (saves == "async")
+
+
+def test_a_part_of_a_benchmark_adds_a_section_to_the_page_of_the_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    for part in ("first", "second"):
+        measuring.Findings(
+            "parts", "Page", ["Once."], "", ("a",), [(part,)], (), part=part
+        ).record()
+    (page,) = tmp_path.iterdir()
+    text = page.read_text()
+    assert [text.count(each) for each in ("# Page", "Once.", "| --- |")] == [1, 1, 2]
+    assert text.index("## first") < text.index("| first |") < text.index("## second")
+    measuring.Findings("parts", "Page", [], "", ("a",), [("whole",)], ()).record()
+    assert "first" not in page.read_text()
 
 
 @pytest.mark.full
