@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
+from deepspeed_extension import compile_for
 from quick_set import mark_cells, mark_matrices
 from script_judge import ScriptJudge
 
@@ -75,6 +76,7 @@ class Warm:
 
     def _get(self, kind: type[T], preload: tuple[str, ...], **settings: Any) -> T:
         """One of these settings; the oldest of the others is closed."""
+        compile_for(preload)
         key = (kind, preload, *sorted(settings.items()))
         if key not in self._kept:
             while len(self._kept) >= NUM_KEPT:
