@@ -15,6 +15,7 @@ its loader is left out. See ``overheads.py`` for steps that train, whose caches 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -24,7 +25,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from judging import Target, judge_statistic
 from measuring import Findings, MachineLoad, parser_for, silenced, version_of
 from rich.console import Console
 from torch import nn
@@ -240,27 +240,26 @@ HEADINGS = (
     "median CPU µs",
     "added, min",
     "added, median",
-    "90 % interval",
+    "quartile range",
     "target",
     "result",
 )
-
-
-def added_to_least(rounds: Sequence[Round]) -> float:
-    """The smallest round of the tracked loop less that of the bare one."""
-    return min(each.tracked for each in rounds) - min(each.bare for each in rounds)
 
 
 def rows_of(name: str, batch_size: int, rounds: Sequence[Round]) -> list[tuple[str, ...]]:
     """The bare loop, and ours with what it adds: minimum less minimum, median of the rounds."""
     bare, tracked = ([each[which] for each in rounds] for which in (0, 1))
     differences = [each.tracked - each.bare for each in rounds]
-    target = Target(KINDS[name].target, unit=" µs")
-    judgement = judge_statistic(rounds, added_to_least, target)
+    added = min(tracked) - min(bare)
+    quartiles = statistics.quantiles(differences, n=4) if len(rounds) > 1 else (0.0, 0.0, math.inf)
+    scatter = quartiles[2] - quartiles[0]
+    target = KINDS[name].target
+    margin = target - added
+    verdict = "met" if margin >= 0 else "missed"
+    if scatter > abs(margin):
+        verdict = "not measurable"
     middle = [f"{statistics.median(each):.1f}" for each in (bare, tracked, differences)]
-    interval = f"{judgement.low:.1f} to {judgement.high:.1f}"
-    least = f"{added_to_least(rounds):.1f}"
-    numbers = (least, middle[2], interval, f"{target.limit:g}", judgement.verdict.value)
+    numbers = (f"{added:.1f}", middle[2], f"{scatter:.1f}", f"{target:g}", verdict)
     return [
         (name, str(batch_size), "bare", f"{min(bare):.1f}", middle[0], *[""] * len(numbers)),
         (name, str(batch_size), "tracked", f"{min(tracked):.1f}", middle[1], *numbers),
@@ -294,9 +293,9 @@ def main() -> None:
             f"{arguments.batches:,} batches of each loop, in turns of {BATCHES_PER_TURN}, in one "
             "process. Samples are",
             "ready and not collated. Added, min: the smallest round of the tracked loop less that",
-            "of the bare one, which the target is for; its interval is a bootstrap's over the",
-            "rounds, and a result whose interval contains the target is not measurable. Added,",
-            "median: of the rounds' differences.",
+            "of the bare one, which the target is for. Added, median, and quartile range: of the",
+            "rounds' differences. A quartile range that is larger than the margin to the target",
+            "makes the result not measurable.",
         ],
         title=f"CPU of a batch, tracked and not saved, {arguments.rounds} rounds",
         headings=HEADINGS,
