@@ -211,8 +211,8 @@ class FrozenFiles(_Files):
     def compare(self, source: StepName, entry: FileEntry, *, num_threads: int) -> None:
         """Begins to compare the data file with that of an earlier checkpoint.
 
-        Until ``finish_comparing`` it counts as equal and takes no space. The live
-        tensors are digested, not copied.
+        Until ``finish_comparing`` it counts as equal and takes no space. The live tensors are
+        digested, not copied.
 
         Args:
             source: the earlier checkpoint, of this launch.
