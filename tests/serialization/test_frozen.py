@@ -213,3 +213,18 @@ def test_a_comparison_is_ended_with_the_save(
     with pytest.raises(OSError, match="while it is compared"):
         fail()
     assert threading.active_count() == num_before
+
+
+def test_nothing_is_linked_after_a_save_that_has_failed(checkpoints: Any) -> None:
+    step = checkpoints.commit(frozen_of(Payload("state", 0, state(), frozen={"w"})).write)
+    (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
+    links = FrozenLinks(RetentionPolicy())
+    for number in (1, 2):
+        links.committed(StepName(number), [entry])
+    needed = []
+    for number in (3, 4):
+        frozen = frozen_of(Payload("state", 0, state(), frozen={"w"}))
+        with links.compared(number, [frozen], num_threads=1):
+            frozen.finish_comparing()
+            needed.append(frozen.image_bytes > 0)
+    assert needed == [False, True]

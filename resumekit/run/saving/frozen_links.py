@@ -2,8 +2,9 @@
 
 A save links to the checkpoint before the last, never to the last. So two consecutive checkpoints
 have separate copies, and damage of one copy leaves every other checkpoint intact. An earlier launch
-is never linked to: nobody has read its files since. With ``keep_latest=1`` no second copy would
-stay, and nothing is linked.
+is never linked to: nobody has read its files since. After a save that has failed, two are written
+again: where only its last sync failed, its checkpoint stays, and may share a file. With
+``keep_latest=1`` no second copy would stay, and nothing is linked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class FrozenLinks:
     def __init__(self, retention: RetentionPolicy) -> None:
         self._is_enabled = retention.keep_latest is None or retention.keep_latest > 1
         self._committed: deque[tuple[StepName, Mapping[str, FileEntry]]] = deque(maxlen=2)
+        self._is_open = False  # a save has begun, and is not durable yet
 
     @contextmanager
     def compared(
@@ -40,6 +42,9 @@ class FrozenLinks:
             payloads: of this rank; those without frozen tensors are left alone.
             num_threads: that digest.
         """
+        if self._is_open:  # that save has failed, and may have left its checkpoint all the same
+            self._committed.clear()
+        self._is_open = True
         frozen = [each for each in payloads if isinstance(each, FrozenFiles)]
         try:
             for each in frozen:
@@ -58,6 +63,7 @@ class FrozenLinks:
             name: of the checkpoint.
             files: that this rank has written or linked.
         """
+        self._is_open = False
         self._committed.append((name, {entry.path: entry for entry in files}))
 
     def _source(self, step: int, path: str) -> tuple[StepName, FileEntry] | None:
