@@ -11,7 +11,7 @@ from failpoints import NoLock
 
 from crashlab.frozen_tensors import FrozenTensors
 from crashlab.recording import RUN, Recording, RecordingFileSystem
-from resumekit.errors import CheckpointError, CorruptCheckpointError
+from resumekit.errors import CheckpointError, CorruptCheckpointError, SaveError
 from resumekit.storage import (
     FileEntry,
     FileSystem,
@@ -135,6 +135,7 @@ class Job:
         ]
         self._metrics: dict[StepName, float] = {}
         self._pinned: set[StepName] = set()
+        self._unpromised: set[StepName] = set()  # complete, but a power cut may remove them
 
     def start(self) -> None:
         """Takes the directory over."""
@@ -210,7 +211,12 @@ class Job:
     ) -> StepName:
         """Commits, and then lets old checkpoints go; their bytes too, unless the trash stays."""
         first = self.stores[0]
-        first.commit(staging, self._manifest(name, entries, metric))
+        try:
+            first.commit(staging, self._manifest(name, entries, metric))
+        except SaveError:
+            if name in first.step_names():  # only the last sync has failed
+                self._unpromised.add(name)
+            raise
         if self.frozen is not None:
             self.frozen.committed(name, entries)
         if metric is not None:
@@ -262,7 +268,7 @@ class Job:
     def _kept_by_policy(self) -> dict[StepName, Content]:
         """The policy worked out again, from its documentation."""
         kept = self.promises[-1].kept
-        latest = {name.step: name for name in sorted(kept)}
+        latest = {name.step: name for name in sorted({*kept, *self._unpromised})}
         newest_first = [latest[step] for step in sorted(latest, reverse=True)]
         chosen = set(newest_first[: self.policy.keep_latest])
         if self.policy.keep_every is not None:
