@@ -122,7 +122,7 @@ def test_free_room_is_what_the_system_says(local: LocalFileSystem, tmp_path: Pat
 
 def test_no_other_module_touches_files() -> None:
     # os and pathlib calls that would bypass the file system; the lock is no file of a checkpoint.
-    harmless = {"getpid", "strerror", "register_at_fork"}
+    harmless = {"getpid", "strerror", "register_at_fork", "sched_getaffinity", "cpu_count"}
     lock = {"PosixLock", "_unlock"}
     io_methods = {
         "open", "mkdir", "rename", "unlink", "rmdir", "exists", "is_file", "is_dir", "stat",
