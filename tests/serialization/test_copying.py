@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.serialization import parallel_copies
-from resumekit.serialization.parallel_copies import ParallelCopies
+from resumekit.serialization import copying
+from resumekit.serialization.copying import ParallelCopies
 
 NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 
@@ -22,7 +22,7 @@ NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A thread for each MiB, and none of them left."""
-    monkeypatch.setattr(parallel_copies, "_BYTES_PER_THREAD", 1 << 20)
+    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", 1 << 20)
     before = threading.active_count()
     yield
     assert threading.active_count() == before
@@ -67,7 +67,7 @@ def test_as_many_threads_copy_as_are_allowed(
 
 
 def test_little_is_copied_by_the_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_copies, "_BYTES_PER_THREAD", NUM_TENSORS * NUM_BYTES)
+    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", NUM_TENSORS * NUM_BYTES)
     monkeypatch.setattr(threading, "Thread", None)
     copies, target, expected = prepared(4)
     copies.run()
@@ -87,7 +87,7 @@ def test_without_a_thread_the_caller_copies_all(monkeypatch: pytest.MonkeyPatch)
 def test_it_copies_while_the_interpreter_exits() -> None:
     script = """
 import atexit, torch
-from resumekit.serialization.parallel_copies import ParallelCopies
+from resumekit.serialization.copying import ParallelCopies
 source, target = torch.ones(1 << 28, dtype=torch.uint8), torch.zeros(1 << 28, dtype=torch.uint8)
 def copy():
     copies = ParallelCopies(target, num_threads=4)
