@@ -264,7 +264,7 @@ def _framework_of(adapter: str) -> str:
 def test_there_are_modules_to_read() -> None:
     assert len(CORE_MODULES) > 20
     assert len(ADAPTER_MODULES) > 5
-    assert "resumekit/storage/io.py" in {module.path for module in CORE_MODULES}
+    assert "resumekit/storage/io/file_system.py" in {module.path for module in CORE_MODULES}
 
 
 def test_a_package_imports_only_the_packages_below_it() -> None:
@@ -388,14 +388,19 @@ def test_the_reader_knows_packages_modules_and_the_names_inside() -> None:
         "import resumekit\n"
         "from resumekit import Checkpointer\n"
         "from resumekit.storage import Store\n"
-        "from resumekit.storage.io import FileSystem\n"
+        "from resumekit.storage.io.file_system import FileSystem\n"
         "from resumekit.errors import ResumekitError\n"
     )
-    names = ("resumekit", "resumekit.storage", "resumekit.storage.io", "resumekit.errors")
+    names = (
+        "resumekit",
+        "resumekit.storage",
+        "resumekit.storage.io.file_system",
+        "resumekit.errors",
+    )
     assert own_imports(ast.parse(source)) == set(names)
     assert _exported("resumekit.storage")
-    assert not _exported("resumekit.storage.io")
-    paths = ("resumekit/__init__.py", "resumekit/errors.py", "resumekit/storage/io.py")
+    assert not _exported("resumekit.storage.io.file_system")
+    paths = ("resumekit/__init__.py", "resumekit/errors.py", "resumekit/storage/io/file_system.py")
     assert [package_of(path) for path in paths] == ["resumekit", "errors", "storage"]
     assert package_of("adapters/torch.py") == "adapters"
     adapters = ("adapters/x.py", "adapters/_x_part.py", "adapters/x/part.py")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import ModelState, OptimizerState
 from resumekit.errors import IncompleteLoadError, NoUsableCheckpointError
-from resumekit.run.loading import Loading
+from resumekit.run.resuming.loading import Loading
 from resumekit.serialization import LoadMemory, state_digest
 from resumekit.serialization.deferral import live_targets
 from resumekit.storage import BLOCK_BYTES, HostBuffer

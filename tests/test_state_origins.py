@@ -10,7 +10,7 @@ import pytest
 from resumekit.distributed import DataRanks, WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
-from resumekit.run.state_origins import StateOrigins
+from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord
 

@@ -2,8 +2,9 @@
 
 A file begins with its header; records of a fixed size follow. What was written survives the death
 of the process, because it is in the page cache. Nothing is fsynced: a journal is evidence about
-processes that died, and no resume depends on it. So it does not go through ``storage/io.py``
-either, whose calls are explored for what a power cut may leave of a checkpoint.
+processes that died, and no resume depends on it. So it does not go through
+``storage/io/file_system.py`` either, whose calls are explored for what a power cut may leave of a
+checkpoint.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from resumekit.run.options import (
 )
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
-from resumekit.run.resuming import read_sharded_component
+from resumekit.run.resuming.finder import read_sharded_component
 from resumekit.run.run import Components, Run
 from resumekit.run.step_boundary import StepBoundary
 

@@ -42,9 +42,9 @@ from resumekit.journal import (
     worst,
 )
 from resumekit.log import logger
-from resumekit.run.compatibility import frameworks_in
 from resumekit.run.components import RunComponents
 from resumekit.run.options import Options
+from resumekit.run.resuming.compatibility import frameworks_in
 from resumekit.storage import Manifest, Store
 
 # Above this many ranks rank 0 alone keeps a journal.

@@ -16,23 +16,23 @@ from resumekit.distributed import DataRanks, World
 from resumekit.journal import Header, RandomStates
 from resumekit.log import show_messages
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
-from resumekit.run.compatibility import (
+from resumekit.run.components import RunComponents, weakly
+from resumekit.run.garbage_collector import collector_paused
+from resumekit.run.journaling import RunJournal, header_of_attempt
+from resumekit.run.options import Options
+from resumekit.run.report import Reporter, ResumeReport
+from resumekit.run.resuming.compatibility import (
     HORIZON,
     changed_horizon,
     drift_messages,
     frameworks_in,
     frameworks_of,
 )
-from resumekit.run.components import RunComponents, weakly
-from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.journaling import RunJournal, header_of_attempt
-from resumekit.run.load_buffer import LoadBuffer
-from resumekit.run.loading import Loading, call_everywhere
-from resumekit.run.options import Options
-from resumekit.run.report import Reporter, ResumeReport
-from resumekit.run.resuming import Finder, Found, open_store
+from resumekit.run.resuming.finder import Finder, Found, open_store
+from resumekit.run.resuming.load_buffer import LoadBuffer
+from resumekit.run.resuming.loading import Loading, call_everywhere
+from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
-from resumekit.run.state_origins import StateOrigins
 from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, StepName, Store

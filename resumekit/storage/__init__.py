@@ -7,14 +7,15 @@ from resumekit.storage.digest import BLOCK_BYTES, BlockDigester, combine, digest
 from resumekit.storage.directories import MANIFEST, StepName
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.host_memory import HostBuffer, address_of, use_huge_pages
-from resumekit.storage.io import (
+from resumekit.storage.io.file_system import (
     Entry,
     FileSystem,
     Free,
     LocalFileSystem,
     ReadHandle,
 )
+from resumekit.storage.io.host_memory import HostBuffer, address_of, use_huge_pages
+from resumekit.storage.io.threads import ThreadedCalls, num_threads
 from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
 from resumekit.storage.ownership import Owner, PosixLock
@@ -23,7 +24,6 @@ from resumekit.storage.pieces import Piece, cut
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
-from resumekit.storage.threads import ThreadedCalls, num_threads
 
 __all__ = [
     "BLOCK_BYTES",

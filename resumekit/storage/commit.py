@@ -42,11 +42,11 @@ from resumekit.storage.directories import (
     write_small,
 )
 from resumekit.storage.files import FileWriter
-from resumekit.storage.io import MAKE_ROOM, FileSystem, describe, save_errors
+from resumekit.storage.io.file_system import MAKE_ROOM, FileSystem, describe, save_errors
+from resumekit.storage.io.syncing import UnsyncedFiles
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.ownership import Owner, check_owner
 from resumekit.storage.parts import PARTS, Part, Parts, leave_part
-from resumekit.storage.syncing import UnsyncedFiles
 
 _NAME = re.compile(r"(step-[0-9]+(?:-r[0-9]+)?)-([0-9a-f]{32})-([0-9a-f]{12})")
 _BLOCK_BYTES = 4096  # more than its bytes that a file or directory may take

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
-from resumekit.storage.io import FileSystem, read_fully
+from resumekit.storage.io.file_system import FileSystem, read_fully
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

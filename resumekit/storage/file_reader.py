@@ -14,11 +14,11 @@ import xxhash
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.storage.digest import BLOCK_BYTES, combine, is_digest
-from resumekit.storage.direct import is_aligned
 from resumekit.storage.files import FileEntry
-from resumekit.storage.io import FileSystem, read_errors, read_fully
+from resumekit.storage.io.direct import is_aligned
+from resumekit.storage.io.file_system import FileSystem, read_errors, read_fully
+from resumekit.storage.io.pipeline import Slots
 from resumekit.storage.pieces import Piece, by_block, joined, scatter
-from resumekit.storage.pipeline import Slots
 
 MAX_READ_BYTES = 1 << 30
 _MANY_BLOCKS = 16  # from here on, threads pay off

@@ -13,14 +13,14 @@ from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 
 from resumekit.errors import SaveError
-from resumekit.storage import pipeline
 from resumekit.storage.digest import (
     BlockDigester,
 )
-from resumekit.storage.io import FileSystem, save_errors
+from resumekit.storage.io import pipeline
+from resumekit.storage.io.file_system import FileSystem, save_errors
+from resumekit.storage.io.pipeline import Calls
+from resumekit.storage.io.syncing import UnsyncedFiles
 from resumekit.storage.pieces import COPY_BYTES, cut
-from resumekit.storage.pipeline import Calls
-from resumekit.storage.syncing import UnsyncedFiles
 
 WRITEBACK_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20  # the disk begins once so much of a file is copied

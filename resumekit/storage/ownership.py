@@ -46,7 +46,7 @@ from resumekit.storage.directories import (
     read_small,
     write_small,
 )
-from resumekit.storage.io import FileSystem
+from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.json_files import seal, unseal
 from resumekit.storage.manifest import HEX, check_fields, count, text
 from resumekit.storage.step_directories import list_steps, read_manifest

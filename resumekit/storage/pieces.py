@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from resumekit.storage.host_memory import address_of
+from resumekit.storage.io.host_memory import address_of
 
 # Copies below this size block other threads of the interpreter for microseconds only.
 COPY_BYTES = 256 << 10

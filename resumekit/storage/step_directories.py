@@ -16,7 +16,7 @@ from resumekit.storage.directories import (
     write_small,
 )
 from resumekit.storage.file_reader import FileReader
-from resumekit.storage.io import FileSystem, read_errors
+from resumekit.storage.io.file_system import FileSystem, read_errors
 from resumekit.storage.json_files import MAX_JSON_BYTES, seal
 from resumekit.storage.manifest import Manifest
 

@@ -45,7 +45,7 @@ from resumekit.storage.directories import (
     make_durable,
     remove_tree,
 )
-from resumekit.storage.io import (
+from resumekit.storage.io.file_system import (
     FileSystem,
     LocalFileSystem,
     Observer,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resumekit.storage.directories import STAGING, StepName, remove_tree
-from resumekit.storage.io import FileSystem, Kind, save_errors
+from resumekit.storage.io.file_system import FileSystem, Kind, save_errors
 
 
 class Trash:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage import pipeline
+from resumekit.storage.io import pipeline
 
 sys.path.insert(0, str(Path(__file__).parent))
 

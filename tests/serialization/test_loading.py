@@ -13,7 +13,8 @@ from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import UnreadableCheckpointError
 from resumekit.serialization import read_payload
-from resumekit.storage import BLOCK_BYTES, LocalFileSystem, StepReader, address_of, pipeline
+from resumekit.storage import BLOCK_BYTES, LocalFileSystem, StepReader, address_of
+from resumekit.storage.io import pipeline
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

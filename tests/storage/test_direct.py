@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from resumekit.storage import HostBuffer, LocalFileSystem
-from resumekit.storage.direct import MIN_DIRECT_BYTES, _is_cached
+from resumekit.storage.io.direct import MIN_DIRECT_BYTES, _is_cached
 
 SIZE = 3 * MIN_DIRECT_BYTES + 4096 + 77
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)

@@ -20,9 +20,8 @@ from resumekit.storage import (
     RetentionPolicy,
     StepName,
     Store,
-    direct,
-    pipeline,
 )
+from resumekit.storage.io import direct, pipeline
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]

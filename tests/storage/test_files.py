@@ -31,9 +31,9 @@ from resumekit.storage import (
     Piece,
     ReadHandle,
     address_of,
-    pipeline,
 )
 from resumekit.storage.files import FIRST_BYTES
+from resumekit.storage.io import pipeline
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]
 LOCAL = LocalFileSystem()

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from resumekit.storage.host_memory import address_of
-from resumekit.storage.pipeline import CHUNK_BYTES, Slots
+from resumekit.storage.io.host_memory import address_of
+from resumekit.storage.io.pipeline import CHUNK_BYTES, Slots
 
 
 @pytest.mark.parametrize("num_bytes", [CHUNK_BYTES, CHUNK_BYTES // 2])

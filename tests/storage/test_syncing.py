@@ -11,7 +11,7 @@ from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import SaveError
 from resumekit.storage import LocalFileSystem
-from resumekit.storage.syncing import UnsyncedFiles
+from resumekit.storage.io.syncing import UnsyncedFiles
 
 NUM_FILES = 7
 
@@ -99,7 +99,7 @@ def test_another_file_system_is_called_in_order_and_names_what_failed(paths: lis
 
 LAST_SAVE = """
 import sys
-from resumekit.storage import pipeline
+from resumekit.storage.io import pipeline
 
 pipeline.make_at_once([lambda: None] * 3)
 with pipeline.Calls() as calls:

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from resumekit.storage import LocalFileSystem, direct, pipeline
+from resumekit.storage import LocalFileSystem
+from resumekit.storage.io import direct, pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -54,7 +54,7 @@ class Recording:
 
 
 class RecordingFileSystem:
-    """One rank's view of a recording; implements ``resumekit.storage.io.FileSystem``."""
+    """One rank's view of a recording; implements ``FileSystem`` of ``resumekit.storage``."""
 
     def __init__(self, recording: Recording, rank: int = 0) -> None:
         self._recording = recording

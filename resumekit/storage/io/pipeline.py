@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from queue import SimpleQueue
 from typing import TypeVar
 
-from resumekit.storage.host_memory import HostBuffer
+from resumekit.storage.io.host_memory import HostBuffer
 
 # Writes of 8 MiB reach a fast disk's limit; 4 MiB take 5% longer, more than 8 MiB gains nothing.
 CHUNK_BYTES = 8 << 20

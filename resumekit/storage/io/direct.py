@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resumekit.log import logger
-from resumekit.storage.host_memory import address_of, libc
+from resumekit.storage.io.host_memory import address_of, libc
 
 ALIGNED_BYTES = 4096
 MIN_DIRECT_BYTES = 1 << 20  # below it, a write into the page cache returns sooner

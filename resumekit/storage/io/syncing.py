@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 
-from resumekit.storage.io import FileSystem, LocalFileSystem, save_errors
-from resumekit.storage.pipeline import make_at_once
+from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, save_errors
+from resumekit.storage.io.pipeline import make_at_once
 
 
 class UnsyncedFiles(AbstractContextManager["UnsyncedFiles"]):

@@ -27,11 +27,11 @@ from resumekit.errors import (
 from resumekit.log import logger
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
-from resumekit.run.load_buffer import LoadBuffer
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
+from resumekit.run.resuming.load_buffer import LoadBuffer
+from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import drain
-from resumekit.run.state_origins import StateOrigins
 from resumekit.serialization import (
     Deferral,
     Source,

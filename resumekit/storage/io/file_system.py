@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
-from resumekit.storage.direct import DirectIO
+from resumekit.storage.io.direct import DirectIO
 
 Kind = Literal["file", "directory", "other"]
 

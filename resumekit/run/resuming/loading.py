@@ -11,16 +11,16 @@ from resumekit.data import SEED, check_randomness
 from resumekit.distributed import World, WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
-from resumekit.run.compatibility import (
+from resumekit.run.options import Options, names_component
+from resumekit.run.resuming.compatibility import (
     accept_drift,
     check_fit,
     is_empty,
     of_other_frameworks,
     regrouped_buffers,
 )
-from resumekit.run.options import Options, names_component
-from resumekit.run.resuming import Found
-from resumekit.run.state_origins import StateOrigins
+from resumekit.run.resuming.finder import Found
+from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 from resumekit.storage import ComponentRecord
 
