@@ -303,6 +303,8 @@ def main() -> None:
     if problems:
         raise SystemExit("\n".join(problems))
     chosen = [each for each in mutants if arguments.only in each.name + "\n" + each.area]
+    if not chosen:
+        raise SystemExit(f"no name and no area of a mutant has {arguments.only!r} in it")
     results = run(chosen, arguments.jobs)
     caught = sum(each.caught for each in results)
     share = 100 * caught / len(results) if results else 0.0
