@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.serialization import Payload, encode_local
 
 
 class Watching:
@@ -81,3 +83,22 @@ def test_the_collector_runs_again_after_a_save_that_failed(tmp_path: Path) -> No
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run", Failing(), leave_at=2)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda state: Payload("model", 0, {"model": state}),
+        lambda state: encode_local("model", state),
+    ],
+    ids=["whole", "sharded"],
+)
+def test_an_encoded_state_refers_to_its_tensors_only_as_long_as_it_is_needed(encode: Any) -> None:
+    tensor = torch.arange(3)
+    gone = weakref.ref(tensor)
+    encoded = encode({"a": tensor, "b": [tensor[:2]]})
+    gc.disable()
+    del tensor
+    assert gone() is not None
+    del encoded
+    assert gone() is None, "a cycle of references waits for the collector"

@@ -137,10 +137,16 @@ class Encoder:
         return self._encode(value, StatePath(where), 0)
 
     def finish(self) -> StoredTensors:
-        """The content of the data file; completes the references to tensors in the trees."""
+        """The content of the data file; completes the references in the trees. The last call."""
         stored = store(self._found, self._names)
         stored.leaves.update(self._leaves)
+        self._release()
         return stored
+
+    def _release(self) -> None:
+        # Its methods refer to this encoder, and that to live tensors: without the cycle they go at
+        # once, not with a collection in the training.
+        self._by_type.clear()
 
     def _encode(self, value: Any, path: StatePath, depth: int) -> Any:
         if depth > MAX_DEPTH:

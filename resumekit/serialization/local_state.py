@@ -87,6 +87,7 @@ class _LocalEncoder(Encoder):
 
     def local_state(self, key: str, state: Any, first_rank_only: frozenset[str]) -> LocalState:
         tree = self.encode(state, where=key)
+        self._release()
         return LocalState(
             key, tree, self.tensors, self.found, self._leaves, self.ties, first_rank_only
         )
