@@ -28,12 +28,17 @@ _ALWAYS = 10**9
 _DELETION_SECONDS = 30
 
 
-def gpt2(*, tiny: bool = False) -> GPT2LMHeadModel:
-    """GPT-2 124M with random weights; or one of 0.2 million parameters, to try a script."""
+def gpt2(*, tiny: bool = False, num_layers: int = 12) -> GPT2LMHeadModel:
+    """GPT-2 124M with random weights; or one of 0.2 million parameters, to try a script.
+
+    Args:
+        tiny: whether it is the small one.
+        num_layers: of the large one.
+    """
     set_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     if not tiny:
-        return GPT2LMHeadModel(GPT2Config(**ends))
+        return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, **ends))
     return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=2, **ends))
 
 
