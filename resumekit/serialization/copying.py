@@ -21,7 +21,7 @@ _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_
     ("memmove", ctypes.PyDLL(None))
 )
 
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 4 << 20  # from 4 to 16 MB it makes no difference; at 2 MB a copy took 3 % longer
 # A thread takes 0.1 ms to start, in which another one copies 2 MB; so this is worth it.
 _BYTES_PER_THREAD = 32 << 20
 
