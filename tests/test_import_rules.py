@@ -51,6 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
+    "diff": {"errors", "state", "storage", "serialization", "capture"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),
@@ -65,6 +66,7 @@ LAYERS: dict[str, set[str]] = {
     "demo_script": {"adapters"},  # it is written as a user's script
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
+        "diff",
     },
 }
 

@@ -48,7 +48,7 @@ from resumekit.capture.optimizer import (
     restore_groups,
 )
 from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
-from resumekit.capture.pipeline_stages import is_same, merge_states, part_of
+from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers, part_of
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
@@ -132,6 +132,7 @@ __all__ = [
     "is_host_step",
     "is_same",
     "merge_states",
+    "merged_optimizers",
     "not_given",
     "one_or_named",
     "pairs_of",

@@ -1,4 +1,4 @@
-"""The ``resumekit`` command: ``demo``, ``prove``, ``list``, ``inspect``, ``verify``, ``export``."""
+"""The ``resumekit`` command: one function for each word that may follow it."""
 
 from resumekit.cli.commands import main
 

@@ -200,6 +200,33 @@ def export(
     export_checkpoint(_existing(path), file, component=component, dtype=dtype)
 
 
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run directory, or one step in it.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    step: OneStep = None,
+    component: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Only this component, e.g. model. Repeat it for more."),
+    ] = None,
+    as_json: AsJson = False,
+    all_rows: Annotated[bool, typer.Option("--all", help="Print long lists in full.")] = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor, whichever framework and ranks wrote them."""
+    from resumekit.cli.diff_view import diff_checkpoints
+
+    equal = diff_checkpoints(
+        _existing(first),
+        _existing(second),
+        step=step,
+        components=component or (),
+        as_json=as_json,
+        all_rows=all_rows,
+    )
+    if not equal:
+        raise typer.Exit(EXIT_NO)
+
+
 def _existing(path: Path) -> Path:
     if not path.is_dir():
         found = "not a directory" if path.exists() else "no such directory"

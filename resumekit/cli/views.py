@@ -39,11 +39,13 @@ def list_directory(directory: Path, *, as_json: bool) -> None:
     if as_json:
         print_json([_plain(*row, shared.get(row[0], 0)) for row in rows])
         return
-    table = _table("checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state")
+    table = new_table(
+        "checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state"
+    )
     for name, manifest, state in rows:
         cells = (str(name), *_middle(manifest, shared.get(name, 0)), state)
         table.add_row(*map(Text, cells))
-    _console().print(table)
+    console().print(table)
 
 
 def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
@@ -56,21 +58,21 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
     Raises:
         CheckpointError: it cannot be opened, or there is none.
     """
-    reader = _reader_at(path)
+    reader = reader_at(path)
     manifest = reader.manifest
     if as_json:
         print_json(json.loads(manifest.to_bytes()))
         return
-    console = _console()
-    console.print(_facts(str(reader.name), manifest))
-    console.print("\ncomponents", style="bold")
-    console.print(_component_table(manifest))
-    console.print("\nfiles", style="bold")
-    console.print(_file_table(manifest))
+    terminal = console()
+    terminal.print(_facts(str(reader.name), manifest))
+    terminal.print("\ncomponents", style="bold")
+    terminal.print(_component_table(manifest))
+    terminal.print("\nfiles", style="bold")
+    terminal.print(_file_table(manifest))
     for title, values in (("written by", manifest.fingerprint), ("details", manifest.details)):
         if values:
-            console.print(f"\n{title}", style="bold")
-            console.print(_value_table(values))
+            terminal.print(f"\n{title}", style="bold")
+            terminal.print(_value_table(values))
 
 
 def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: str) -> None:
@@ -88,7 +90,7 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
     """
     from resumekit.export import export_model  # the other views need no torch
 
-    reader = _reader_at(path)
+    reader = reader_at(path)
     names = export_model(reader, file, key=component, dtype=dtype)
     size = human_bytes(file.stat().st_size)
     print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
@@ -136,7 +138,7 @@ def print_json(value: Any) -> None:
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
     """Prints text without markup, wrapping or colours."""
-    _console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
+    console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
 
 
 def _names(directory: Path, step: str | None = None) -> list[StepName]:
@@ -150,12 +152,21 @@ def _names(directory: Path, step: str | None = None) -> list[StepName]:
     return names
 
 
-def _reader_at(path: Path) -> StepReader:
+def reader_at(path: Path, step: str | None = None) -> StepReader:
+    """A checkpoint.
+
+    Args:
+        path: a step directory, or a run directory: its newest readable checkpoint.
+        step: of a run directory, only this checkpoint; see ``verify_directory``.
+
+    Raises:
+        CheckpointError: it cannot be opened, or there is none.
+    """
     name = StepName.parse(path.resolve().name)
     if name is not None:
         return Store(path.resolve().parent).open_step(name)
     rejected: list[CheckpointError] = []
-    for newest in _names(path):
+    for newest in _names(path, step):
         try:
             reader = Store(path).open_step(newest)
         except CheckpointError as error:
@@ -249,7 +260,7 @@ def _facts(name: str, manifest: Manifest) -> Table:
 
 
 def _component_table(manifest: Manifest) -> Table:
-    table = _table("component", "fidelity", "pattern", "in", "written by ranks")
+    table = new_table("component", "fidelity", "pattern", "in", "written by ranks")
     for record in manifest.components:
         fidelity = f"{record.fidelity} ({record.reason})" if record.reason else record.fidelity
         ranks = ", ".join(map(str, record.writers))
@@ -262,7 +273,7 @@ def _component_table(manifest: Manifest) -> Table:
 
 
 def _file_table(manifest: Manifest) -> Table:
-    table = _table("file", "size", "digest", "rank")
+    table = new_table("file", "size", "digest", "rank")
     for entry in manifest.files:
         cells = (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
         table.add_row(*map(Text, cells))
@@ -289,14 +300,16 @@ def _metric(metric: Mapping[str, str] | None) -> str:
     return f"{metric['name']} {float.fromhex(metric['value']):.6g} ({metric['mode']})"
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """A table without lines."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _console(*, to_stderr: bool = False) -> Console:
+def console(*, to_stderr: bool = False) -> Console:
+    """The terminal, or what stands for it."""
     # Created per call: a test or a pipe may have replaced the terminal. A pipe has no width, and
     # rich would cut its lines at 80 characters.
     terminal = Console(highlight=False, stderr=to_stderr)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from resumekit.serialization.decoding import decode
 from resumekit.serialization.deferral import Deferral, LoadMemory
-from resumekit.serialization.digests import Copy, copy_digests, leaf_digests, state_digest
-from resumekit.serialization.dtypes import element_type
+from resumekit.serialization.digests import (
+    Copy,
+    copy_digests,
+    leaf_digests,
+    leaves_of,
+    state_digest,
+)
+from resumekit.serialization.dtypes import ElementType, element_type
 from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header, stem_of
 from resumekit.serialization.local_state import LocalState, encode_local
@@ -28,6 +34,8 @@ from resumekit.serialization.sharding import (
     part_like,
     sharded_like,
 )
+from resumekit.serialization.state_paths import StatePath
+from resumekit.serialization.streaming import StoredState, StoredTensor, open_state, read_boxes
 from resumekit.serialization.tensors import Leaf, buffers_of
 from resumekit.serialization.writing import (
     ExtraFiles,
@@ -44,6 +52,7 @@ __all__ = [
     "Choice",
     "Copy",
     "Deferral",
+    "ElementType",
     "ExtraFiles",
     "FlatPart",
     "FrozenFiles",
@@ -56,6 +65,9 @@ __all__ = [
     "Proposal",
     "ShardedPayload",
     "Source",
+    "StatePath",
+    "StoredState",
+    "StoredTensor",
     "arrange",
     "assign",
     "buffers_of",
@@ -69,8 +81,11 @@ __all__ = [
     "index_name",
     "is_sharded",
     "leaf_digests",
+    "leaves_of",
     "local_part",
+    "open_state",
     "part_like",
+    "read_boxes",
     "read_payload",
     "read_sharded",
     "sharded_like",

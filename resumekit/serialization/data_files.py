@@ -15,7 +15,7 @@ from resumekit.serialization.fetching import ByteRange, Fetch, byte_ranges, read
 from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
 from resumekit.serialization.layouts import part_name
 from resumekit.serialization.tensors import flat_bytes
-from resumekit.storage import MAX_JSON_BYTES, StepReader
+from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, StepReader
 
 _AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
 
@@ -71,6 +71,10 @@ class WriterFiles:
             divided[numbers[id(owner)]][1].append(fetch)
         return divided
 
+    def block_digests(self, stored_name: str) -> tuple[int, tuple[str, ...]]:
+        """See ``DataFile.block_digests_of``; of a part that is in no file, an error."""
+        return self._owners.get(stored_name, self._files[0]).block_digests_of(stored_name)
+
 
 class DataFile:
     """One data file, by the index beside it."""
@@ -81,6 +85,7 @@ class DataFile:
         self._where = f"{step.name}/{stem}.safetensors"
         self._records = {record.name: record for record in self.index.records}
         self._header = header(self.index.records, self.index.ties)
+        self._are_digests_checked = False
 
     def read(self, parts: list[ByteRange], *, check_header: bool) -> None:
         """Fills the targets of these parts of the file; compares its header, if asked to."""
@@ -100,6 +105,25 @@ class DataFile:
         """The strides that a tensor had in memory, where they were not row-major."""
         return self._records[name].strides
 
+    def block_digests_of(self, stored_name: str) -> tuple[int, tuple[str, ...]]:
+        """Where a stored tensor begins in its first block, and the digests of all its blocks.
+
+        Where two files agree in both, the bytes of the tensor are equal.
+
+        Raises:
+            CorruptCheckpointError: the digests are not those of the manifest, or it is not there.
+        """
+        if not self._are_digests_checked:
+            with self._open() as reader:
+                reader.read_pieces([], self.index.block_digests)
+            self._are_digests_checked = True
+        record = self._records.get(stored_name)
+        if record is None:
+            raise self._lacks(f"{stored_name[:200]!r}")
+        begin = len(self._header) + record.begin
+        first, end = begin // BLOCK_BYTES, -(-(begin + record.num_bytes) // BLOCK_BYTES)
+        return begin % BLOCK_BYTES, self.index.block_digests[first:end]
+
     def require(self, fetches: Sequence[Fetch], tensors: Mapping[str, Logical]) -> None:
         """Raises CorruptCheckpointError unless the file is complete and has the parts to fetch."""
         with self._open() as reader:
@@ -113,11 +137,14 @@ class DataFile:
             record, sizes = self._records.get(_stored_name(fetch)), fetch.chunk.box.sizes
             element = tensors[fetch.name].element
             if record is None or (record.shape, record.element) != (sizes, element):
-                raise CorruptCheckpointError(
-                    self._where,
-                    found=f"its index has no {_stored_name(fetch)[:200]!r} of shape {sizes}",
-                    expected="the part that the index of all ranks lists",
-                )
+                raise self._lacks(f"{_stored_name(fetch)[:200]!r} of shape {sizes}")
+
+    def _lacks(self, part: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            self._where,
+            found=f"its index has no {part}",
+            expected="the part that the index of all ranks lists",
+        )
 
     def memory_of(
         self,

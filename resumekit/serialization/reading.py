@@ -207,13 +207,15 @@ class _View:
     """What one group wrote of a component, by its index.
 
     Attributes:
+        files: the data files.
+        index: of the group.
         meta_tensors: the tensors of the state on the meta device, by name.
     """
 
     def __init__(self, source: Source, name: str, index: ShardedIndex, files: DataFiles) -> None:
         self.where = f"{source.step.name}/{source.directory}/{name}"
-        self._files = files
-        self._index = index
+        self.files = files
+        self.index = index
         if source.key not in index.states:
             raise CorruptCheckpointError(self.where, found=f"has no state of {source.key!r}")
         self._tree = index.states[source.key]
@@ -236,7 +238,7 @@ class _View:
         wanted = {
             name: partners.get(id(self.meta_tensors[name])) for name in self.taken(needed) & named
         }
-        self._values |= _read(self._index, wanted, self.where, self._files)
+        self._values |= _read(self.index, wanted, self.where, self.files)
 
     def taken(self, needed: set[int] | None) -> set[str]:
         """The names of the tensors that are needed."""
