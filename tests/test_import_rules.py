@@ -52,6 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "diff": {"errors", "state", "storage", "serialization", "capture"},
+    "fork": {"errors", "state", "storage"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),
@@ -66,7 +67,7 @@ LAYERS: dict[str, set[str]] = {
     "demo_script": {"adapters"},  # it is written as a user's script
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
-        "diff",
+        *("diff", "fork"),
     },
 }
 

@@ -227,6 +227,22 @@ def diff(
         raise typer.Exit(EXIT_NO)
 
 
+@app.command()
+def fork(
+    path: DirectoryOrStep,
+    directory: Annotated[Path, typer.Argument(metavar="NEW", help="The new run's directory.")],
+    step: OneStep = None,
+    only_weights: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Take the model's weights alone, for fine-tuning."),
+    ] = False,
+) -> None:
+    """Begin a new run from a checkpoint of another one; the same command resumes from it."""
+    from resumekit.cli.views import fork_run
+
+    fork_run(_existing(path), directory, step=step, only_weights=only_weights)
+
+
 def _existing(path: Path) -> Path:
     if not path.is_dir():
         found = "not a directory" if path.exists() else "no such directory"

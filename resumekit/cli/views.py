@@ -1,4 +1,4 @@
-"""Output of ``list``, ``inspect``, ``verify`` and ``export``; no command changes a checkpoint."""
+"""Output of the commands that look at checkpoints; none of them changes one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from resumekit.errors import (
     CorruptCheckpointError,
     NoUsableCheckpointError,
 )
+from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
 from resumekit.progress_display import human_bytes, show_progress
-from resumekit.storage import Manifest, StepName, StepReader, Store
+from resumekit.storage import ForkOrigin, Manifest, StepName, StepReader, Store, lineage_of
 
 _PIPE_WIDTH = 160
 _FROZEN = ".frozen.safetensors"  # the only files that checkpoints share, see docs/format.md
@@ -46,6 +48,9 @@ def list_directory(directory: Path, *, as_json: bool) -> None:
         cells = (str(name), *_middle(manifest, shared.get(name, 0)), state)
         table.add_row(*map(Text, cells))
     console().print(table)
+    newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
+    for origin in () if newest is None else lineage_of(newest):
+        print_line(f"forked from {_lineage_line(origin)}")
 
 
 def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
@@ -94,6 +99,24 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
     names = export_model(reader, file, key=component, dtype=dtype)
     size = human_bytes(file.stat().st_size)
     print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
+
+
+def fork_run(path: Path, directory: Path, *, step: str | None, only_weights: bool) -> None:
+    """Makes a run that begins from a checkpoint, and prints what it has.
+
+    Args:
+        path: a step directory, or a run directory: its newest readable checkpoint.
+        directory: of the new run.
+        step: of a run directory, this checkpoint.
+        only_weights: whether to take the model's weights alone.
+
+    Raises:
+        ResumekitError: see ``fork_checkpoint``.
+    """
+    reader = reader_at(path, step)
+    made = fork_checkpoint(reader, directory, only_weights=only_weights)
+    (*_, origin) = lineage_of(Store(directory).open_step(StepName.from_text(made.name)).manifest)
+    print_line(f"{made}: {origin}; run the same command with {directory}")
 
 
 def verify_directory(directory: Path, *, step: str | None) -> bool:
@@ -212,6 +235,8 @@ def _plain(
     rest = {"created": manifest.created, "num_bytes": _size(manifest), "metric": manifest.metric}
     if shared_bytes:
         rest["shared_bytes"] = shared_bytes
+    if lineage_of(manifest):
+        rest["lineage"] = [asdict(origin) for origin in lineage_of(manifest)]
     if isinstance(manifest.details.get("journal"), Mapping):
         rest["journal"] = manifest.details["journal"]
     return {**row, "progress": dict(manifest.progress), **rest}
@@ -250,6 +275,7 @@ def _facts(name: str, manifest: Manifest) -> Table:
         "run": manifest.run_id,
         "attempt": manifest.attempt,
         "parent": manifest.parent,
+        "forked from": ", ".join(map(_lineage_line, lineage_of(manifest))),
         "ranks": manifest.world_size,
         "progress": ", ".join(f"{key} {value}" for key, value in manifest.progress.items()),
         "finished": manifest.finished,
@@ -292,6 +318,10 @@ def _value_table(values: Mapping[str, Any]) -> Table:
 
 def _time(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC").replace("Z", " UTC")
+
+
+def _lineage_line(origin: ForkOrigin) -> str:
+    return f"{origin} ({_time(origin.forked)})"
 
 
 def _metric(metric: Mapping[str, str] | None) -> str:

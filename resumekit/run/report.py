@@ -22,7 +22,7 @@ from resumekit.state import (
     Slot,
     StateComponent,
 )
-from resumekit.storage import Manifest
+from resumekit.storage import LINEAGE, ForkOrigin, Manifest
 
 # Gives lines for state that the run has and no component holds.
 Finding = Callable[[], Iterable[CaptureLine]]
@@ -51,6 +51,7 @@ class Reporter:
         self._interval: SaveInterval | None = None  # the last one that was logged
         self._findings: list[Finding] = []
         self._known: set[tuple[str, Any]] = set()  # the fidelity of each part, once announced
+        self._lineage: Any = None  # where the run was forked from another one
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
     def log(self, message: str) -> None:
@@ -190,7 +191,8 @@ class Reporter:
     # ---------------------------------------------------------------- what changed
 
     def take_history(self, manifest: Manifest) -> None:
-        """The changes that earlier resumes followed, and room for those of this one."""
+        """The changes that earlier resumes followed, with room for those of this one; and forks."""
+        self._lineage = manifest.details.get(LINEAGE)
         earlier = manifest.details.get("changes", [])
         self._history = [*earlier, {"step": manifest.step, "changes": []}]
 
@@ -219,6 +221,8 @@ class Reporter:
             details["resume_from"] = self._options.resume_from
         if self._interval is not None:
             details["saves"] = str(self._interval)
+        if self._lineage:
+            details[LINEAGE] = self._lineage
         history = [entry for entry in self._history if entry["changes"]]
         if history:
             details["changes"] = history
@@ -254,6 +258,7 @@ class ResumeReport:
         not_needed: what the checkpoint holds for the loop of another framework, and was left out.
         rejected: newer checkpoints that were passed over.
         finished: why the run is over, if it is.
+        weights_of: the checkpoint of another run whose weights a fresh start begins with.
     """
 
     resumed: bool
@@ -265,8 +270,11 @@ class ResumeReport:
     not_needed: tuple[str, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     finished: str | None = None
+    weights_of: ForkOrigin | None = None
 
     def __str__(self) -> str:
+        if self.weights_of is not None:
+            return f"starting with {self.weights_of}; all else is fresh"
         if not self.resumed:
             return "starting"
         if self.finished is not None:

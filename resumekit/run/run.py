@@ -35,7 +35,7 @@ from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
 from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
-from resumekit.storage import Manifest, StepName, Store
+from resumekit.storage import Manifest, StepName, Store, holds_only_weights, lineage_of
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
@@ -87,6 +87,7 @@ class Run:
         self._membership: ComponentGroups
         self._looked = False
         self._found: Found | None = None  # until it is loaded
+        self._initial: Found | None = None  # the weights that a forked run starts with
         self._report: ResumeReport | None = None
         self._unlogged: ResumeReport | None = None  # until the line about it is logged
         self._resumed_from: Manifest | None = None  # until the trace has it
@@ -147,6 +148,8 @@ class Run:
             self._load_buffer,
         )
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
+        if self._found is not None and holds_only_weights(self._found.manifest):
+            self._initial, self._found = self._found, None
         self._parent = None if self._found is None else self._found.manifest
         progress = self._found and self._found.states.get(Slot.PROGRESS.value)
         if progress:
@@ -173,7 +176,7 @@ class Run:
                 given() if callable(given) else given, gradients=gradient_keys(saved)
             )
             self._begin_saving()
-            report = ResumeReport(resumed=False) if found is None else self._load(found)
+            report = self._start() if found is None else self._load(found)
             self._found = found = None
             self._load_buffer.give_back()
             seed = self._components.seed
@@ -197,7 +200,8 @@ class Run:
         assert self._store is not None
         others = self._store.unrelated_names  # of a mistyped directory
         unrelated = f", beside {others}" if others else ""
-        self.reporter.start = f"starting in {self.directory}{unrelated}"
+        weights = "" if report.weights_of is None else f" with {report.weights_of}, all else fresh"
+        self.reporter.start = f"starting in {self.directory}{unrelated}{weights}"
 
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
         may_change = "world_size" in self.options.allow_changes
@@ -236,11 +240,22 @@ class Run:
             record_command=options.record_command,
         )
 
+    def _start(self) -> ResumeReport:
+        """A fresh start, perhaps with the weights of another run."""
+        found, self._initial = self._initial, None
+        if found is None:
+            return ResumeReport(resumed=False)
+        self._loading(found).load_weights()
+        self.reporter.take_history(found.manifest)
+        self._replicas.check_after_resume()
+        return ResumeReport(resumed=False, weights_of=lineage_of(found.manifest)[-1])
+
+    def _loading(self, found: Found) -> Loading:
+        members, sources = self._membership, self._sources(self._membership)
+        return Loading(found, self.world, self.options, self.components, members, sources)
+
     def _load(self, found: Found) -> ResumeReport:
-        sources = self._sources(self._membership)
-        loading = Loading(
-            found, self.world, self.options, self.components, self._membership, sources
-        )
+        loading = self._loading(found)
         fit = loading.fit(self._fingerprint)
         self.reporter.take_history(found.manifest)
         changes = loading.divide()

@@ -17,8 +17,15 @@ from resumekit.storage.io.file_system import (
 from resumekit.storage.io.host_memory import HostBuffer, address_of, use_huge_pages
 from resumekit.storage.io.threads import ThreadedCalls, num_threads
 from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
+from resumekit.storage.lineage import (
+    LINEAGE,
+    ForkOrigin,
+    forked_details,
+    holds_only_weights,
+    lineage_of,
+)
 from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
-from resumekit.storage.ownership import Owner, PosixLock
+from resumekit.storage.ownership import DirectoryLock, Owner, PosixLock, is_unused
 from resumekit.storage.parts import Part, Parts
 from resumekit.storage.pieces import Piece, cut
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
@@ -28,16 +35,19 @@ from resumekit.storage.store import Store
 __all__ = [
     "BLOCK_BYTES",
     "FORMAT_VERSION",
+    "LINEAGE",
     "MANIFEST",
     "MAX_JSON_BYTES",
     "BlockDigester",
     "Checkpoint",
     "ComponentRecord",
+    "DirectoryLock",
     "Entry",
     "FileEntry",
     "FileReader",
     "FileSystem",
     "FileWriter",
+    "ForkOrigin",
     "Free",
     "HostBuffer",
     "LocalFileSystem",
@@ -58,6 +68,10 @@ __all__ = [
     "combine",
     "cut",
     "digest_of_block",
+    "forked_details",
+    "holds_only_weights",
+    "is_unused",
+    "lineage_of",
     "num_threads",
     "parse_json",
     "select_deletions",

@@ -41,7 +41,8 @@ from resumekit.storage.directories import (
     remove_tree,
     write_small,
 )
-from resumekit.storage.files import FileWriter
+from resumekit.storage.files import FileEntry, FileWriter
+from resumekit.storage.foreign_files import copy_file, link_file
 from resumekit.storage.io.file_system import MAKE_ROOM, FileSystem, describe, save_errors
 from resumekit.storage.io.syncing import UnsyncedFiles
 from resumekit.storage.manifest import Manifest
@@ -210,6 +211,21 @@ class Staging:
             logger.debug("%s is written again, not linked: %s", path, describe(error))
             return False
         return True
+
+    def take(self, source: Path, entry: FileEntry) -> None:
+        """A file of another run's checkpoint becomes a file of this one: a link, or else a copy.
+
+        Args:
+            source: the file; it is durable.
+            entry: its line in that checkpoint's manifest.
+
+        Raises:
+            CheckpointError: it could not be read, or is not what the manifest says.
+            SaveError: it could not be written.
+        """
+        if not link_file(self._file_system, source, self.path / entry.path):
+            with self.create(entry.path, writer=entry.writer) as writer:
+                copy_file(self._file_system, source, entry, writer)
 
     def commit(self, manifest: Manifest, owner: Owner) -> Path:
         """The step directory, durable once this returns.

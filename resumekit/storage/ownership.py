@@ -266,6 +266,19 @@ def check_owner(file_system: FileSystem, directory: Path, owner: Owner) -> None:
         )
 
 
+def is_unused(file_system: FileSystem, directory: Path) -> bool:
+    """Whether a directory is missing, or holds at most what ``Store.acquire`` makes.
+
+    Raises:
+        OSError: it could not be listed.
+    """
+    try:
+        entries = file_system.list(directory)
+    except FileNotFoundError:
+        return True
+    return {entry.name for entry in entries} <= {OWNER, LOCK, STAGING}
+
+
 _OF_A_RUN = frozenset({OWNER, LOCK, STAGING, QUARANTINE})
 _NUM_NAMED = 3
 

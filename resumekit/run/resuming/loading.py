@@ -195,6 +195,25 @@ class Loading:
         after = call_everywhere(self.world, self.components, ComponentState.after_resume)
         return (*self._start_fresh(fresh), *notes[0], *after)
 
+    def load_weights(self) -> None:
+        """Loads the models of a checkpoint that holds nothing else.
+
+        Raises:
+            StateMismatchError: it has a model that this run has not, or a model refuses its state;
+                nothing was changed.
+            IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
+        """
+        live = {component.key for component in self.components}
+        for key in self.found.states.keys() - live:
+            raise StateMismatchError(
+                key,
+                found=f"{self.found.name} has its weights, and this run has no {key}",
+                expected="the models of the run that was forked",
+            )
+        self.divide()
+        self.world.everywhere(self._check_states)
+        self.world.everywhere(self._restore)
+
     def _check_states(self) -> None:
         """Lets every component refuse its state before any of them loads. Changes nothing."""
         for component in self.components:
