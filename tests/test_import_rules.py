@@ -65,9 +65,12 @@ LAYERS: dict[str, set[str]] = {
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
+    "html_report": {
+        *("errors", "progress_display", "storage", "journal", "prove", "resumekit"),
+    },
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
-        *("diff", "fork"),
+        *("diff", "fork", "html_report"),
     },
 }
 
@@ -83,6 +86,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/storage/", frozenset({"xxhash"})),
     ("resumekit/progress_display.py", TERMINAL),  # loaded when a bar is drawn
     ("resumekit/cli", NUMERICS | TERMINAL),
+    ("resumekit/html_report/", frozenset({"jinja2"})),
     ("resumekit/demo", NUMERICS | TERMINAL),
     ("resumekit/prove/report", NUMERICS | TERMINAL),
     # Test files inherit it. It is loaded when it is asked for, and pytest with it.

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 import resumekit
+from resumekit.cli.report_command import report
 from resumekit.errors import ConfigurationError, ResumekitError
 
 EXIT_NO = 1
@@ -241,6 +242,9 @@ def fork(
     from resumekit.cli.views import fork_run
 
     fork_run(_existing(path), directory, step=step, only_weights=only_weights)
+
+
+app.command()(report)
 
 
 def _existing(path: Path) -> Path:

@@ -1,0 +1,59 @@
+"""``report``: one HTML file about a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resumekit.errors import ConfigurationError
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The HTML file; default DIR's name plus .html."
+        ),
+    ] = None,
+    png: Annotated[
+        bool, typer.Option("--png", help="Also write a picture of the page; needs Chromium.")
+    ] = False,
+) -> None:
+    """Write one self-contained HTML file about a run. Changes nothing in the run directory."""
+    from resumekit.html_report import read_run, run_page
+
+    if not directory.is_dir():
+        found = "not a directory" if directory.exists() else "no such directory"
+        raise ConfigurationError(str(directory), found=found, expected="a run directory")
+    file = output or Path(f"{directory.resolve().name}.html")
+    if file.resolve().is_relative_to(directory.resolve()):
+        raise ConfigurationError(
+            str(file), found="inside the run directory", expected="a file outside of it"
+        )
+    write_page(run_page(read_run(directory)), file, png=png)
+
+
+def write_page(page: str, file: Path, *, png: bool) -> None:
+    """Writes a page and, if asked, its picture; prints their paths.
+
+    Raises:
+        ConfigurationError: the page cannot be written there.
+        MissingDependencyError: a picture is wanted, and there is no browser.
+        ScreenshotError: the browser failed.
+    """
+    from resumekit.html_report import take_screenshot
+
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            str(file), found=f"cannot be written ({error.strerror})", expected="a file path"
+        ) from error
+    typer.echo(str(file))
+    if png:
+        picture = file.with_suffix(".png")
+        take_screenshot(file, picture)
+        typer.echo(str(picture))

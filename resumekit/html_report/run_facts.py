@@ -1,0 +1,291 @@
+"""What a run directory records, for a report. Reads only, also while the run is in progress.
+
+Whatever cannot be read is listed in ``RunFacts.problems``, and the rest is read all the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from resumekit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from resumekit.html_report.charts import Point
+from resumekit.journal import (
+    DIRECTORY,
+    LOSS,
+    SAVE,
+    STEP,
+    Attempt,
+    Has,
+    Header,
+    Record,
+    compared,
+    find_attempts,
+)
+from resumekit.storage import Manifest, Owner, StepName, Store
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A step directory.
+
+    Args:
+        name: of the directory.
+        manifest: None when it cannot be used.
+        problem: why it cannot be used; empty for one that can.
+        num_bytes: of all files.
+        num_shared_bytes: of files that an older checkpoint has, too.
+    """
+
+    name: str
+    manifest: Manifest | None
+    problem: str = ""
+    num_bytes: int = 0
+    num_shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class AttemptFacts:
+    """One launch of the run, as its first rank recorded it.
+
+    Args:
+        header: of its journal.
+        first_step: the first step that it trained; None without one.
+        last_step: the last step that it trained; None without one.
+        num_steps: the steps that it trained.
+        saved_steps: the steps at which it saved.
+        losses: the loss by step.
+        verdict: the comparison of the steps that it repeated; empty for a fresh start.
+        is_different: whether a repeated step differs.
+        last_written: when its journal was written last, ISO 8601.
+        num_lost_steps: the steps that the next attempt trained again; None for the newest attempt.
+        num_missing_files: ranks without a journal file that can be read.
+    """
+
+    header: Header
+    first_step: int | None
+    last_step: int | None
+    num_steps: int
+    saved_steps: tuple[int, ...]
+    losses: tuple[Point, ...] = field(repr=False)
+    verdict: str
+    is_different: bool
+    last_written: str
+    num_lost_steps: int | None = None
+    num_missing_files: int = 0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run directory records.
+
+    Args:
+        directory: the run directory.
+        checkpoints: all step directories, newest first.
+        attempts: all launches with a journal, oldest first.
+        quarantined: the names of damaged checkpoints that a resume has moved away.
+        owner: the newest launch; None when it is not recorded.
+        is_running: whether a process on this node uses the directory now.
+        problems: what could not be read, and why.
+    """
+
+    directory: Path
+    checkpoints: tuple[CheckpointFacts, ...]
+    attempts: tuple[AttemptFacts, ...]
+    quarantined: tuple[str, ...]
+    owner: Owner | None
+    is_running: bool
+    problems: tuple[str, ...]
+
+    @property
+    def newest(self) -> CheckpointFacts | None:
+        """The newest checkpoint that can be used."""
+        return next((each for each in self.checkpoints if each.manifest), None)
+
+    @property
+    def finished(self) -> str | None:
+        """Why the run is over, or None."""
+        manifest = self.newest.manifest if self.newest else None
+        return manifest.finished if manifest else None
+
+
+def read_run(directory: Path) -> RunFacts:
+    """Everything that a run directory records.
+
+    Raises:
+        DirectoryError: the directory cannot be listed.
+    """
+    store = Store(directory)
+    problems: list[str] = []
+    checkpoints = tuple(_checkpoints(store))
+    problems += [f"{each.name}: {each.problem}" for each in checkpoints if each.problem]
+    owner = _owner(directory, problems)
+    return RunFacts(
+        directory=store.directory,
+        checkpoints=checkpoints,
+        attempts=_attempts(directory / DIRECTORY, problems),
+        quarantined=tuple(store.quarantined()),
+        owner=owner,
+        is_running=_is_locked(directory / ".lock"),
+        problems=tuple(problems),
+    )
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def _checkpoints(store: Store) -> list[CheckpointFacts]:
+    seen: set[tuple[int, int]] = set()
+    found = [_checkpoint(store, name, seen) for name in reversed(store.step_names())]
+    return [each for each in reversed(found) if each is not None]
+
+
+def _checkpoint(store: Store, name: StepName, seen: set[tuple[int, int]]) -> CheckpointFacts | None:
+    try:
+        manifest = store.open_step(name).manifest
+    except CheckpointNotFoundError:
+        return None  # the run has removed it since the directory was listed
+    except CheckpointError as error:
+        word = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
+        return CheckpointFacts(str(name), None, f"{word}: {error}")
+    num_bytes = num_shared = 0
+    for entry in manifest.files:
+        num_bytes += entry.size
+        with suppress(OSError):  # the run may remove it at any time
+            status = (store.directory / str(name) / entry.path).stat()
+            file = status.st_dev, status.st_ino
+            num_shared += entry.size if file in seen else 0
+            seen.add(file)
+    return CheckpointFacts(str(name), manifest, "", num_bytes, num_shared)
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
+    try:
+        files = find_attempts(directory)
+        names = {path.name for path in directory.glob("*.journal")}
+    except OSError as error:
+        problems.append(f"{directory.name}/: {error.strerror}")
+        return ()
+    for name in sorted(names - {each.path.name for each in files}):
+        problems.append(f"{directory.name}/{name}: no valid header")
+    by_number: dict[int, list[Attempt]] = {}
+    for each in files:
+        by_number.setdefault(each.header.number, []).append(each)
+    first_ranks = [min(each, key=lambda file: file.header.rank) for each in by_number.values()]
+    found: list[AttemptFacts] = []
+    for index, attempt in enumerate(first_ranks):
+        later = first_ranks[index + 1].header if index + 1 < len(first_ranks) else None
+        num_missing = attempt.header.world_size - len(by_number[attempt.header.number])
+        try:
+            facts = _attempt(attempt, first_ranks[:index], later, num_missing)
+        except OSError as error:
+            problems.append(f"{directory.name}/{attempt.path.name}: {error.strerror}")
+        else:
+            found.append(facts)
+    return tuple(found)
+
+
+def _attempt(
+    attempt: Attempt, earlier: list[Attempt], later: Header | None, num_missing: int
+) -> AttemptFacts:
+    records = attempt.records()
+    steps = [record.step for record in records if record.kind == STEP]
+    last = max(steps, default=None)
+    verdict, is_different = "", False
+    if attempt.header.resumed_step is not None:
+        comparison = compared(attempt.header, earlier)
+        for record in records:
+            comparison.add(record)
+        verdict = str(comparison.verdict)
+        is_different = comparison.verdict.word == "different"
+    lost = None
+    if later is not None:
+        resumed = later.resumed_step or 0
+        lost = max((last if last is not None else resumed) - resumed, 0)
+    return AttemptFacts(
+        header=attempt.header,
+        first_step=min(steps, default=None),
+        last_step=last,
+        num_steps=len(steps),
+        saved_steps=tuple(sorted({each.step for each in records if each.kind == SAVE})),
+        losses=tuple(_losses(records)),
+        verdict=verdict,
+        is_different=is_different,
+        last_written=_iso(attempt.path.stat().st_mtime),
+        num_lost_steps=lost,
+        num_missing_files=num_missing,
+    )
+
+
+def _losses(records: Sequence[Record]) -> Iterator[Point]:
+    found: dict[int, float] = {}
+    for record in records:
+        if record.kind in (STEP, LOSS) and record.has & Has.LOSS:
+            found[record.step] = record.loss
+    yield from sorted(found.items())
+
+
+def changed_settings(then: Header, now: Header) -> list[str]:
+    """What differs between the conditions of two attempts, as ``name: before -> after``."""
+    found = []
+    if then.world_size != now.world_size:
+        found.append(f"ranks: {then.world_size} -> {now.world_size}")
+    for before, after in ((then.environment, now.environment), (then.options, now.options)):
+        found += [f"{name}: {old} -> {new}" for name, old, new in _changed(before, after)]
+    code = [name for name, _, _ in _changed(then.code, now.code)]
+    found += [name if name == "command line" else f"source file {name}" for name in code]
+    loaders = [name for name, _, _ in _changed(then.geometry, now.geometry)]
+    return found + [f"batch geometry of loader {name}" for name in loaders]
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in then:
+        if name in now and then[name] != now[name]:
+            yield name, then[name], now[name]
+
+
+# ---------------------------------------------------------------- the process that uses it
+
+
+def _owner(directory: Path, problems: list[str]) -> Owner | None:
+    try:
+        return Owner.from_bytes((directory / "owner.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, CheckpointError) as error:
+        problems.append(f"owner.json: {error}")
+        return None
+
+
+# struct flock of 64-bit Linux: type, whence, start, length, process
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process on this node holds the lock; asks the kernel and takes nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return bool(kind != fcntl.F_UNLCK)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

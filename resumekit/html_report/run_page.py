@@ -1,0 +1,261 @@
+"""The page about a run directory: what it concludes, its charts and its tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from resumekit.html_report.charts import Chart, Line, Mark, Point, drawn
+from resumekit.html_report.rendering import Headline, render
+from resumekit.html_report.run_facts import CheckpointFacts, RunFacts, changed_settings
+from resumekit.progress_display import human_bytes
+from resumekit.storage import Manifest
+
+
+def run_page(run: RunFacts) -> str:
+    """The page as one HTML document."""
+    charts = [drawn(chart) for chart in (_loss_chart(run), _size_chart(run)) if chart.lines]
+    return render(
+        "run.html.j2",
+        title=f"{run.directory.name}: report of a run",
+        directory=str(run.directory),
+        headline=headline(run),
+        facts=_facts(run),
+        charts=[chart for chart in charts if chart is not None],
+        attempts=[_attempt_row(run, index) for index in range(len(run.attempts))],
+        resumes=list(_resumes(run)),
+        capture=_capture(run.newest.manifest) if run.newest and run.newest.manifest else [],
+        newest=run.newest.name if run.newest else "",
+        checkpoints=[_checkpoint_row(run, each) for each in run.checkpoints],
+        num_bytes=human_bytes(_disk_bytes(run)),
+        problems=run.problems,
+        quarantined=run.quarantined,
+    )
+
+
+def headline(run: RunFacts) -> Headline:
+    """What the page concludes."""
+    different = [each for each in run.attempts if each.is_different]
+    newest = run.newest
+    if newest is None or newest.manifest is None:
+        text = "No checkpoint to resume from"
+        why = "The next launch starts from step 0."
+        if run.is_running and not run.checkpoints:
+            return Headline("mild", "Running, nothing saved yet", "No checkpoint was made so far.")
+        return Headline("bad", text, why)
+    step = newest.manifest.step
+    if different:
+        numbers = ", ".join(str(each.header.number) for each in different)
+        text = f"Attempt {numbers} did not repeat the steps exactly"
+        return Headline("bad", text, different[0].verdict)
+    detail = f"{_judgement(run)} Newest valid checkpoint: {newest.name}."
+    if run.finished is not None:
+        return Headline("good", f"Finished at step {step} ({run.finished})", detail)
+    if run.is_running:
+        return Headline("good", f"Running; resumable from step {step}", detail)
+    return Headline("good", f"Resumable from step {step}", detail)
+
+
+def _judgement(run: RunFacts) -> str:
+    resumed = [each for each in run.attempts if each.verdict]
+    if not resumed:
+        return "The run was never resumed."
+    words = {each.verdict.partition(": ")[2].partition(" ")[0] for each in resumed}
+    repeated = sum(each.num_lost_steps or 0 for each in run.attempts)
+    if words <= {"identical", ""}:
+        return f"{_count(len(resumed), 'resume')}, {_count(repeated, 'repeated step')}: identical."
+    return f"{_count(len(resumed), 'resume')}; not every repeated step could be compared."
+
+
+def _facts(run: RunFacts) -> list[tuple[str, str]]:
+    stops = run.attempts[:-1]
+    lost = [each.num_lost_steps or 0 for each in stops]
+    last = [each.last_step for each in run.attempts if each.last_step is not None]
+    ranks = list(dict.fromkeys(str(each.header.world_size) for each in run.attempts))
+    facts = [
+        ("Attempts", str(len(run.attempts))),
+        ("Steps trained", str(max(last, default=0))),
+        ("Steps trained again", f"{sum(lost)} after {_count(len(stops), 'stop')}"),
+        ("Ranks", " → ".join(ranks) or "-"),
+        ("Checkpoints kept", f"{len(run.checkpoints)}, {human_bytes(_disk_bytes(run))}"),
+    ]
+    if run.is_running and run.owner:
+        facts.append(("Running as", f"process {run.owner.pid} on {run.owner.host}"))
+    return facts
+
+
+# ---------------------------------------------------------------- charts
+
+
+def _loss_chart(run: RunFacts) -> Chart:
+    recorded = [each for each in run.attempts if each.losses]
+    lines = [Line(f"attempt {each.header.number}", each.losses) for each in recorded]
+    repeated = [point for each in _repeated(run) for point in each]
+    if repeated:
+        lines.append(Line("trained again later", tuple(repeated), is_wide=True))
+    marks: list[Mark] = []
+    for each, later in zip(run.attempts, run.attempts[1:], strict=False):
+        if each.last_step is None:
+            continue
+        text = f"attempt {each.header.number} stopped after step {each.last_step}"
+        marks.append(Mark(each.last_step, "kill", text))
+        resumed = later.header.resumed_step or 0
+        text = f"attempt {later.header.number} resumed from step {resumed}"
+        marks.append(Mark(resumed, "resume", text))
+    return Chart(
+        "Loss over steps",
+        f"{_count(len(recorded), 'attempt')} drawn over each other; {_judgement(run)}",
+        "step",
+        "loss",
+        tuple(lines),
+        tuple(marks),
+    )
+
+
+def _repeated(run: RunFacts) -> Iterator[list[Point]]:
+    """The losses that a later attempt recorded again, each range ending in a gap."""
+    for then, now in zip(run.attempts, run.attempts[1:], strict=False):
+        resumed = now.header.resumed_step or 0
+        points = [point for point in then.losses if point[0] > resumed]
+        if points:
+            yield [*points, (points[-1][0], math.nan)]
+
+
+def _size_chart(run: RunFacts) -> Chart:
+    found = [
+        (each.manifest.step, (each.num_bytes - each.num_shared_bytes) / 1e6)
+        for each in reversed(run.checkpoints)
+        if each.manifest
+    ]
+    line = Line("size without shared files", tuple(found))
+    lines = (line,) if len(found) > 2 else ()
+    return Chart(
+        "Size of the kept checkpoints",
+        "One point per checkpoint.",
+        "step",
+        "MB",
+        lines,
+        has_dots=True,
+    )
+
+
+# ---------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class ResumeRow:
+    """What one resume restored and reported.
+
+    Args:
+        title: which resume.
+        restored: each component with its fidelity; empty when no checkpoint of the attempt is kept.
+        notes: what was lost, changed or left out.
+    """
+
+    title: str
+    restored: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...]
+
+
+def _attempt_row(run: RunFacts, index: int) -> dict[str, Any]:
+    each = run.attempts[index]
+    environment = each.header.environment
+    versions = ("torch", "transformers", "accelerate", "lightning", "deepspeed", "resumekit")
+    resumed = each.header.resumed_step
+    steps = "none"
+    if each.first_step is not None:
+        steps = f"{each.first_step} to {each.last_step}"
+    return {
+        "number": each.header.number,
+        "began": "fresh start" if resumed is None else f"step {resumed}",
+        "steps": steps,
+        "last_written": _time(each.last_written),
+        "end": _end(run, index),
+        "lost": "-" if each.num_lost_steps is None else each.num_lost_steps,
+        "verdict": each.verdict or "-",
+        "class": "bad" if each.is_different else "",
+        "ranks": each.header.world_size,
+        "device": environment.get("device", ""),
+        "versions": ", ".join(f"{n} {environment[n]}" for n in versions if n in environment),
+    }
+
+
+def _end(run: RunFacts, index: int) -> str:
+    each = run.attempts[index]
+    if index + 1 < len(run.attempts):
+        if each.num_lost_steps:
+            return f"stopped without a save after step {each.last_step}"
+        return "stopped right after a save"
+    if run.is_running:
+        return "is running"
+    newest = run.newest.manifest if run.newest else None
+    if newest and newest.finished is not None and newest.attempt == each.header.attempt:
+        return f"finished ({newest.finished})"
+    return "ended before the run was over"
+
+
+def _resumes(run: RunFacts) -> Iterator[ResumeRow]:
+    manifests = [each.manifest for each in run.checkpoints if each.manifest]
+    for then, now in zip(run.attempts, run.attempts[1:], strict=False):
+        header = now.header
+        begins = "a fresh start" if header.resumed_step is None else f"step {header.resumed_step}"
+        notes = [f"not restored: {name}" for name in header.excluded]
+        notes += [f"changed: {line}" for line in changed_settings(then.header, header)]
+        written = next((each for each in manifests if each.attempt == header.attempt), None)
+        if written is not None:
+            notes += [
+                f"reported: {line}"
+                for entry in written.details.get("changes", ())
+                if entry.get("step") == header.resumed_step
+                for line in entry.get("changes", ())
+            ]
+        restored = () if written is None else tuple(_capture(written))
+        yield ResumeRow(f"Attempt {header.number}, from {begins}", restored, tuple(notes))
+
+
+def _capture(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """Component, fidelity and reason; first what is not exact."""
+    rows = []
+    for key, line in manifest.capture.items():
+        word = line.get("fidelity") or "not used"
+        rows.append((key, str(word), str(line.get("reason", ""))))
+    order = {"exact": 1, "not used": 2}
+    return sorted(rows, key=lambda row: order.get(row[1], 0))
+
+
+def _checkpoint_row(run: RunFacts, each: CheckpointFacts) -> dict[str, Any]:
+    if each.manifest is None:
+        return {"name": each.name, "state": each.problem, "class": "bad"}
+    manifest = each.manifest
+    numbers = {one.header.attempt: one.header.number for one in run.attempts}
+    metric = manifest.metric
+    state = "valid" if manifest.finished is None else f"valid, finished ({manifest.finished})"
+    return {
+        "name": each.name,
+        "epoch": manifest.progress.get("epoch", ""),
+        "created": _time(manifest.created),
+        "attempt": numbers.get(manifest.attempt, "-"),
+        "size": human_bytes(each.num_bytes),
+        "shared": human_bytes(each.num_shared_bytes) if each.num_shared_bytes else "-",
+        "metric": "-" if metric is None else f"{metric['name']} {_number(metric['value'])}",
+        "state": state,
+        "class": "good",
+    }
+
+
+def _disk_bytes(run: RunFacts) -> int:
+    return sum(each.num_bytes - each.num_shared_bytes for each in run.checkpoints)
+
+
+def _number(value: str) -> str:
+    return f"{float.fromhex(value):.6g}"
+
+
+def _time(text: str) -> str:
+    return text.replace("T", " ")[: len("2026-01-31 12:00:00")]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,128 @@
+"""The pages in headless Chromium: no console message, no request, working zoom, a picture."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from resumekit.cli import main
+from resumekit.errors import MissingDependencyError
+from resumekit.html_report import find_browser, read_run, run_page, take_screenshot
+from resumekit.html_report.screenshot import ScreenshotError, browse
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "build" / "report_pictures"  # ignored by git, kept after the tests
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    try:
+        return find_browser()
+    except MissingDependencyError as error:
+        pytest.skip(f"{error}")
+
+
+@pytest.fixture
+def page(stopped_twice: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "run.html"
+    file.write_text(run_page(read_run(stopped_twice)), encoding="utf-8")
+    return file
+
+
+def opened(browser: str, page: Path, *, script: str = "") -> tuple[str, list[str]]:
+    """The document after a script has run, and each message in the console."""
+    if script:
+        changed = page.with_name("changed.html")
+        text = page.read_text(encoding="utf-8")
+        changed.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+        page = changed
+    done = browse(browser, page, ["--enable-logging=stderr", "--dump-dom"])
+    return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
+
+
+def test_a_page_opens_without_a_message_and_its_axes_are_drawn(browser: str, page: Path) -> None:
+    document, messages = opened(browser, page)
+    assert messages == []
+    assert re.search(r'<g class="axes"><text[^>]*>\d', document)
+
+
+def test_a_request_and_an_error_are_seen(browser: str, page: Path) -> None:
+    request = "const image = new Image(); image.src = 'http://127.0.0.1:9/a.png'"
+    _, messages = opened(browser, page, script=request)
+    assert any("Content Security Policy" in each for each in messages)
+    _, messages = opened(browser, page, script="absent()")
+    assert any("absent is not defined" in each for each in messages)
+
+
+def test_zooming_shows_a_part_and_show_all_returns(browser: str, page: Path) -> None:
+    script = (
+        "const view = () => document.querySelector('.plot').getAttribute('viewBox');"
+        "const click = (name) => document.querySelector(`[data-action=${name}]`).click();"
+        "const views = [view()]; click('in'); views.push(view()); click('all'); views.push(view());"
+        "document.title = views.join('|')"
+    )
+    document, messages = opened(browser, page, script=script)
+    assert messages == []
+    title = re.search("<title>([^<]*)</title>", document)
+    assert title
+    first, zoomed, whole = title[1].split("|")
+    assert first == whole != zoomed
+
+
+def test_pointing_at_a_step_shows_the_values_of_each_attempt(browser: str, page: Path) -> None:
+    script = (
+        "const chart = document.querySelector('svg[role=img]');"
+        "const box = chart.getBoundingClientRect();"
+        "const clientX = box.left + 0.3 * box.width;"
+        "chart.dispatchEvent(new PointerEvent('pointermove', {clientX}))"
+    )
+    document, messages = opened(browser, page, script=script)
+    assert messages == []
+    assert re.search(r'class="values">step \d+ · .*attempt 1: \d', document)
+
+
+@pytest.mark.parametrize(("name", "options"), [("light", ()), ("dark", (DARK,))])
+def test_a_picture_shows_the_whole_page(
+    browser: str, page: Path, name: str, options: tuple[str, ...]
+) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    picture = PICTURES / f"run_{name}.png"
+    picture.unlink(missing_ok=True)
+    take_screenshot(page, picture, options=options)
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert width == 1100
+    assert height > 1200
+
+
+def test_without_a_browser_the_remedy_is_named(
+    stopped_twice: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(stopped_twice), "-o", str(tmp_path / "a.html"), "--png"])
+    assert ended.value.code == 2
+    assert "apt-get install chromium" in capsys.readouterr().err
+    assert (tmp_path / "a.html").is_file()
+
+
+def test_a_browser_that_takes_no_picture_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = tmp_path / "chromium"
+    failing.write_text("#!/bin/sh\necho no display >&2\nexit 1\n")
+    failing.chmod(0o755)
+    shell = shutil.which("sh")
+    assert shell
+    (tmp_path / "sh").symlink_to(shell)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ScreenshotError, match="no display"):
+        take_screenshot(tmp_path / "a.html", tmp_path / "a.png")
