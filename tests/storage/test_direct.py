@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from resumekit.storage import HostBuffer, LocalFileSystem
+from resumekit.storage.io import direct
 from resumekit.storage.io.direct import MIN_DIRECT_BYTES, _is_cached
 
 SIZE = 3 * MIN_DIRECT_BYTES + 4096 + 77
@@ -177,3 +178,25 @@ def test_a_file_in_the_page_cache_is_read_from_there(
     refused = _refusing("preadv", monkeypatch)
     assert _read(disk / "x") == bytes(image)
     assert refused == []
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_each_part_of_a_file_is_judged_by_its_first_read(
+    disk: Path, image: memoryview, monkeypatch: pytest.MonkeyPatch, num_parts: int
+) -> None:
+    (disk / "x").write_bytes(image)
+    judged: list[int] = []
+
+    def is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
+        judged.append(offset)
+        return _is_cached(descriptor, offset, num_bytes)
+
+    monkeypatch.setattr(direct, "_is_cached", is_cached)
+    monkeypatch.setattr(direct, "_JUDGED_BYTES", 2 * MIN_DIRECT_BYTES // num_parts)
+    local, memory = LocalFileSystem(), HostBuffer(SIZE).view
+    handle = local.open(disk / "x")
+    for begin in (0, MIN_DIRECT_BYTES, 0):
+        local.read_into(handle, begin, memory[begin : begin + MIN_DIRECT_BYTES])
+    local.close(handle)
+    assert memory[: 2 * MIN_DIRECT_BYTES] == image[: 2 * MIN_DIRECT_BYTES]
+    assert judged == [0, MIN_DIRECT_BYTES][:num_parts]

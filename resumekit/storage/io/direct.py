@@ -17,7 +17,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from resumekit.log import logger
@@ -25,6 +25,7 @@ from resumekit.storage.io.host_memory import address_of, libc
 
 ALIGNED_BYTES = 4096
 MIN_DIRECT_BYTES = 1 << 20  # below it, a write into the page cache returns sooner
+_JUDGED_BYTES = 64 << 20  # read the same way; to ask for each block costs a tenth of a fast disk
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux; longer lists are refused by writev
 
 # linux/magic.h: memory, and servers to which each direct request would be a round trip.
@@ -49,12 +50,14 @@ class _File:
         device: of its file system.
         size: bytes that were written so far.
         is_direct: whether its descriptor has O_DIRECT set now.
+        cached: by part of ``_JUDGED_BYTES``, whether its first read found the page cache filled.
     """
 
     path: Path
     device: int
     size: int = 0
     is_direct: bool = False
+    cached: dict[int, bool] = field(default_factory=dict)
 
 
 class DirectIO:
@@ -119,7 +122,10 @@ class DirectIO:
         aligned = buffer[: _aligned_bytes(buffer, offset)]
         if file is None or aligned.nbytes < MIN_DIRECT_BYTES or not self._is_supported(file):
             return os.preadv(descriptor, [buffer], offset)
-        if _is_cached(descriptor, offset, aligned.nbytes):
+        part = offset // _JUDGED_BYTES
+        if part not in file.cached:
+            file.cached[part] = _is_cached(descriptor, offset, aligned.nbytes)
+        if file.cached[part]:
             return os.preadv(descriptor, [buffer], offset)
         try:
             return os.preadv(self._for_direct_reads(descriptor), [aligned], offset)
