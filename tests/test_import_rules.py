@@ -61,6 +61,7 @@ LAYERS: dict[str, set[str]] = {
         *("errors", "log", "state", "distributed", "requirements", "resumekit"),
         *("storage", "capture", "data", "run", "frameworks"),
     },
+    "launcher": {"errors"},
     "prove": {"errors", "log", "tracing"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
@@ -83,6 +84,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/state/", frozenset()),
     ("resumekit/analysis/", frozenset()),
+    ("resumekit/launcher/", frozenset()),
     ("resumekit/storage/", frozenset({"xxhash"})),
     ("resumekit/progress_display.py", TERMINAL),  # loaded when a bar is drawn
     ("resumekit/cli", NUMERICS | TERMINAL),
@@ -106,6 +108,7 @@ COMPUTED = "<computed>"
 # Modules that import what they compute, with the reason.
 COMPUTES_IMPORTS = {
     "resumekit/__init__.py": "public names are loaded on first use, from a table of literals",
+    "resumekit/launcher/startup.py": "the launcher names the functions to call",
     "resumekit/testing/server.py": "the caller of the kit names the modules to preload",
     "resumekit/testing/task.py": "the caller of the kit names the training function",
 }
