@@ -141,7 +141,7 @@ class Trace:
         started = time.time_ns()
         path = directory / f"{started:020d}-{self.pid}-rank-{rank:05d}.jsonl"
         self._handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
-        self._write({"kind": "start", "rank": rank, "pid": self.pid})
+        self.write({"kind": "start", "rank": rank, "pid": self.pid})
 
     @classmethod
     def from_environment(cls, rank: int | None = None) -> Trace | None:
@@ -204,7 +204,7 @@ class Trace:
             "is_rest": is_rest or None,
         }
         record.update({name: value for name, value in optional.items() if value is not None})
-        self._write(record)
+        self.write(record)
 
     def state(
         self,
@@ -228,11 +228,11 @@ class Trace:
         record = {"kind": event, "step": step, "components": _component_digests(components)}
         if not is_durable:
             record["is_durable"] = False
-        self._write(record if micro_step is None else {**record, "micro_step": micro_step})
+        self.write(record if micro_step is None else {**record, "micro_step": micro_step})
 
     def durable(self, step: int) -> None:
         """Records that the checkpoint of a step, saved in the background, is durable now."""
-        self._write({"kind": "durable", "step": step})
+        self.write({"kind": "durable", "step": step})
 
     def close(self) -> None:
         """Closes the file. Nothing is buffered, so a process need not call it."""
@@ -240,7 +240,7 @@ class Trace:
             os.close(self._handle)
             self._handle = -1
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         record["time_ns"] = time.time_ns()
         line = json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
         rest = memoryview(line.encode())

@@ -62,7 +62,8 @@ LAYERS: dict[str, set[str]] = {
         *("storage", "capture", "data", "run", "frameworks"),
     },
     "launcher": {"errors"},
-    "prove": {"errors", "log", "tracing"},
+    "recorder": {"tracing"},
+    "prove": {"errors", "log", "tracing", "launcher", "recorder"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script

@@ -103,7 +103,7 @@ def prove(
     ],
     kills: Annotated[
         int | None,
-        typer.Option(min=0, help="How often the second run is killed at a random time; default 5."),
+        typer.Option(min=1, help="How often the second run is killed at a random time; default 5."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seeds the kill times; default 0.")] = None,
     at: Annotated[

@@ -8,8 +8,8 @@ step) must be complete, and at least one launch must have resumed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from resumekit.prove.differences import (
@@ -21,11 +21,13 @@ from resumekit.prove.differences import (
     values_before_the_first_kill,
     with_own_values,
 )
-from resumekit.prove.result import RUN, Divergence, Resume, Verdict
+from resumekit.prove.result import RUN, WEIGHTS, Divergence, Resume, Verdict
 from resumekit.prove.trace_records import (
     CHECKPOINT,
     END,
+    ORIGIN,
     RESUMED,
+    STATE_KINDS,
     STEP,
     Attempt,
     Record,
@@ -41,7 +43,7 @@ StepKey = tuple[int, int]
 MicroStep = tuple[int, int]
 
 # Where two records of one step differ, the earlier one in the life of a step is the cause.
-_ORDER = {STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
+_ORDER = {ORIGIN: 0, STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
 
 
 def compare(
@@ -67,12 +69,13 @@ def compare(
     expected = read_trace(reference)
     found = read_trace(candidate)
     divergences: list[Divergence] = []
+    firsts: dict[str, Divergence] = {}
     own_values: dict[str, None] = {}
     for rank, attempts in expected.items():
         judged = found.get(rank, ())
         truth = _Truth(attempts, judged)
         own_values.update(dict.fromkeys(truth.own_values()))
-        divergences += _execution_divergences(truth, rank, judged)
+        divergences += _execution_divergences(truth, rank, judged, firsts)
         divergences += _missing_parts(truth.run, rank, judged, last_launch)
     divergences += [_extra_rank(rank) for rank in found if rank not in expected]
     first_rank = min(expected)
@@ -87,6 +90,8 @@ def compare(
         num_ranks=len(expected),
         resumes=resumes,
         own_values=tuple(own_values),
+        firsts=tuple(firsts.values()),
+        notes=tuple(_notes(found)),
     )
 
 
@@ -162,6 +167,10 @@ class _Truth:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [Difference(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
+        if record.kind == ORIGIN and record.fields["by"] == "nothing":
+            return [Difference(RUN, WEIGHTS, "weights of no step of this run", "those of a step")]
+        if record.kind not in STATE_KINDS:
+            return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
         all_expected = self.run.checkpoints.get(record.micro_step)
@@ -194,20 +203,42 @@ class _Truth:
 
 
 def _execution_divergences(
-    truth: _Truth, rank: int, attempts: Iterable[Attempt]
+    truth: _Truth, rank: int, attempts: Iterable[Attempt], firsts: dict[str, Divergence]
 ) -> Iterator[Divergence]:
     """The first divergence of every launch, in the order in which its records were written.
 
     What follows it is only its consequence, even where that carries a smaller step: a run that
     lost its progress counts from the start again.
+
+    Args:
+        truth: what must have been recorded.
+        rank: whose attempts these are.
+        attempts: in the order of the launches.
+        firsts: receives the first divergence of each component.
     """
     for attempt in attempts:
+        is_first = True
         for record, ordinal in _with_ordinals(attempt):
             differences = truth.differences(record, ordinal)
-            if differences:
-                yield _divergence(record, rank, attempt.launch, differences)
-                break
+            for difference in differences:
+                one = _divergence(record, rank, attempt.launch, [difference])
+                firsts.setdefault(difference.component, one)
+            if differences and is_first:
+                one = _divergence(record, rank, attempt.launch, differences)
+                yield _restart(one) if _has_first_weights(attempt) else one
+                is_first = False
         truth.learn(attempt)
+
+
+def _has_first_weights(attempt: Attempt) -> bool:
+    """Whether a relaunch had the weights of step 1 when it trained its first step."""
+    return attempt.launch > 0 and steps_of([attempt], ORIGIN)[:1] == [1]
+
+
+def _restart(divergence: Divergence) -> Divergence:
+    others = (divergence.component, *divergence.others)
+    found = "weights of step 1" if divergence.leaf != WEIGHTS else divergence.found
+    return replace(divergence, component=RUN, leaf=WEIGHTS, found=found, others=others)
 
 
 def _missing_parts(
@@ -266,8 +297,22 @@ def _divergence(
     )
 
 
+def _notes(ranks: Mapping[int, tuple[Attempt, ...]]) -> Iterator[str]:
+    """What a reader must know of how the launches were aligned."""
+    for attempt in (attempt for attempts in ranks.values() for attempt in attempts):
+        for record in records_of([attempt], ORIGIN):
+            how, where = record.fields["by"], f"launch {attempt.launch}, rank {attempt.rank}"
+            if how == "ambiguous":
+                yield f"{where}: its weights are of several steps; compared from step {record.step}"
+            elif how == "counter":
+                yield f"{where}: compared from step {record.step}, by the optimizer's step counter"
+
+
 def _never_resumed(rank: int, attempts: tuple[Attempt, ...]) -> Divergence:
     step = min(steps_of(attempts, STEP), default=0)
+    if steps_of(attempts, ORIGIN):
+        found = "weights of step 1"
+        return Divergence(step, rank, RUN, WEIGHTS, found, "a resume", ORIGIN, attempts[-1].launch)
     found = f"{len(attempts)} launches, each from the first step"
     launch = max([1, *(attempt.launch for attempt in attempts)])
     return Divergence(step, rank, RUN, "", found, "a resume", RESUMED, launch)

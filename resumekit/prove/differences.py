@@ -20,12 +20,18 @@ from resumekit.prove.trace_records import (
     records_of,
 )
 
+# The recorder sees these when it looks at the right moment; absence shows nothing.
+_FOUND_BY_CHANCE = ("modules/", "grad_scaler")
+
 _STATE_ORDER = (
     "model",
+    "parameters",
+    "buffers",
     "optimizer",
     "lr_scheduler",
     "grad_scaler",
     "ema",
+    "modules",
     "data",
     "progress",
     "best_metric",
@@ -57,7 +63,7 @@ def state_differences(
     for name in names:
         if name in now and name in then:
             differences += _first(name, now[name], then[name])
-        else:
+        elif not name.startswith(_FOUND_BY_CHANCE):
             state = {True: "present", False: "absent"}
             differences.append(Difference(name, "", state[name in now], state[name in then]))
     return differences
@@ -112,6 +118,8 @@ def _rng(found: Record, expected: Record, idle: frozenset[str]) -> Iterator[Diff
 
 def _values(found: Record, expected: Record) -> Iterator[Difference]:
     now, then = found.fields.get("values", {}), expected.fields.get("values", {})
+    if found.fields.get("is_rest") and len(now) < len(then):
+        then = dict(zip(now, [*then.values()][-len(now) :], strict=True)) if now else {}
     for name in dict.fromkeys([*then, *now]):
         if now.get(name, _NOTHING) != then.get(name, _NOTHING):
             yield Difference(name, "", missing(now, name), missing(then, name))
@@ -144,7 +152,7 @@ def _slot_order(component: str) -> tuple[int, str]:
 
 
 def _is_model(component: str) -> bool:
-    return component.split("/", 1)[0] in ("model", "ema")
+    return component.split("/", 1)[0] in ("model", "ema", "parameters", "buffers", "modules")
 
 
 # Equal to nothing that a trace can hold, so that an absent value differs from a null.

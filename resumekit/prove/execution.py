@@ -1,12 +1,10 @@
-"""One run of a command: when it is killed, its launches, and what each of them left."""
+"""One run of a command: its launches, and what each of them left."""
 
 from __future__ import annotations
 
 import os
-import random
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +12,16 @@ from resumekit.errors import (
     CommandFailedError,
     CommandTimeoutError,
     ConfigurationError,
-    KillPointNotReachedError,
-    ProveError,
 )
+from resumekit.prove.kills import Kill, KillInstant
 from resumekit.prove.processes import Launch, prepared
+from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.trace_records import (
-    CHECKPOINT,
-    Attempt,
     TraceTail,
     launch_directory,
-    records_of,
-    steps_of,
 )
+from resumekit.recorder import RecorderSettings
 from resumekit.tracing import (
     INJECT_VARIABLE,
     KILL_VARIABLE,
@@ -35,152 +30,7 @@ from resumekit.tracing import (
     KillPoint,
 )
 
-
-@dataclass(frozen=True)
-class KillInstant:
-    """Between two steps of a run.
-
-    Args:
-        step: the step that must have been traced.
-        fraction: how much of a step's usual time passes after that, from 0 to 1.
-    """
-
-    step: int
-    fraction: float
-
-
-def kill_instants(
-    steps: Sequence[int], num_kills: int, *, first_saved: int | None, rng: random.Random
-) -> tuple[KillInstant, ...]:
-    """Random instants in ascending order, one in each of ``num_kills`` equal parts of a run.
-
-    The last one falls behind the first save, or nothing could be resumed; where it is not known
-    when a run saves, it falls into the second half.
-
-    Args:
-        steps: the optimizer steps of the uninterrupted run, ascending.
-        num_kills: how many instants.
-        first_saved: the step of the first checkpoint, if the trace contains one.
-        rng: the source of the instants.
-
-    Raises:
-        ProveError: the run is too short for that, or saves nothing before its last step.
-    """
-    num_gaps = len(steps) - 1
-    if num_gaps < num_kills:
-        raise ProveError(
-            "the command",
-            found=f"trained {len(steps)} steps",
-            expected=f"more than {num_kills}, one for each kill",
-            remedy="Train longer, or ask for fewer kills",
-        )
-    saved = len(steps) // 2 if first_saved is None else bisect_left(steps, first_saved)
-    if num_kills and saved >= num_gaps and first_saved is not None:
-        raise ProveError(
-            "the command",
-            found=f"saved nothing before its last step, {steps[-1]}",
-            expected="a checkpoint that a killed run can resume from",
-            remedy="Save more often",
-        )
-    width = num_gaps / num_kills if num_kills else 0.0
-    instants = [rng.uniform(part * width, (part + 1) * width) for part in range(num_kills)]
-    if instants and instants[-1] < saved:
-        instants[-1] = rng.uniform(min(saved, num_gaps - 1), num_gaps)
-    # uniform() may give its upper bound, and behind the last step there is nothing to kill.
-    instants = [min(at, num_gaps - 1e-6) for at in instants]
-    return tuple(KillInstant(steps[int(at)], at % 1.0) for at in instants)
-
-
-def chosen_points(
-    at: Sequence[str], *, kills: int | None, seed: int | None
-) -> tuple[KillPoint, ...]:
-    """The kill points that a user named; empty when the kills are to be random.
-
-    Raises:
-        ConfigurationError: one is not a point, or random kills were asked for as well.
-    """
-    if at and (kills is not None or seed is not None):
-        raise ConfigurationError(
-            "at",
-            found=f"given together with {'seed' if kills is None else 'kills'}",
-            expected="either chosen points or random instants",
-        )
-    points = tuple(KillPoint.parse(text, where="at") for text in at)
-    for point in points:
-        if point.signal != "SIGKILL":
-            raise ConfigurationError(
-                "at", found=repr(str(point)), expected="a point without a signal"
-            )
-    return points
-
-
-def require_reached(
-    points: Sequence[KillPoint], reference: Mapping[int, Sequence[Attempt]], command: str
-) -> None:
-    """Checks that a run that is killed at these points can be judged.
-
-    Args:
-        points: where it will be killed.
-        reference: the trace of the uninterrupted run.
-        command: named in errors.
-
-    Raises:
-        KillPointNotReachedError: the uninterrupted run does not come to one of them.
-        ProveError: nothing is saved before the last of them.
-    """
-    attempts = [attempt for rank in reference.values() for attempt in rank]
-    events = {(record.kind, record.step) for record in records_of(attempts)}
-    for point in points:
-        if (point.event, point.number) not in events:
-            steps = [step for kind, step in events if kind == point.event]
-            expected = (
-                "a run that saves through a Checkpointer; no other run traces its checkpoints"
-            )
-            if steps:
-                expected = f"one from {point.event}:{min(steps)} to {point.event}:{max(steps)}"
-            found = f"never reaches {point}"
-            raise KillPointNotReachedError(command, found=found, expected=expected)
-    saved = first_saved(attempts)
-    if saved is not None and not any(point.is_after_save(saved) for point in points):
-        raise ProveError(
-            command,
-            found=f"has no checkpoint yet at {', '.join(map(str, points))}",
-            expected="a checkpoint that a killed run can resume from",
-            remedy=f"Kill it at checkpoint:{saved} or later, or save more often",
-        )
-
-
-def first_saved(attempts: Sequence[Attempt]) -> int | None:
-    """The step of the first checkpoint; None if the trace contains none."""
-    return min(steps_of(attempts, CHECKPOINT), default=None)
-
-
 _POLL_SECONDS = 0.001
-
-# When a launch is killed: at a random instant, or at a chosen point.
-Kill = KillInstant | KillPoint
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How every run of one command is launched.
-
-    Args:
-        command: as the user wrote it.
-        world: ranks.
-        timeout_seconds: the longest that one launch may take.
-        step_seconds: the usual time of a step; scales the instants of kills.
-        on_event: called with one line about what happens.
-    """
-
-    command: tuple[str, ...]
-    world: int
-    timeout_seconds: float
-    step_seconds: float
-    on_event: Callable[[str], None]
-
-    def __str__(self) -> str:
-        return " ".join(self.command)
 
 
 @dataclass(frozen=True)
@@ -198,6 +48,39 @@ class FinishedRun:
     launches: tuple[LaunchSummary, ...]
     failure: str
     num_left_behind: int
+
+    @property
+    def records(self) -> Path:
+        """What the recorder wrote in all launches."""
+        return self.trace.with_name("records")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every run of one command is launched.
+
+    Args:
+        command: as the user wrote it.
+        world: ranks.
+        timeout_seconds: the longest that one launch may take.
+        step_seconds: the usual time of a step; scales the instants of kills.
+        on_event: called with one line about what happens.
+        digest_every: the recorder digests states at every n-th step.
+        reference: the uninterrupted run, once there is one.
+        follows_records: whether steps are counted by the recorder, not by the script's trace.
+    """
+
+    command: tuple[str, ...]
+    world: int
+    timeout_seconds: float
+    step_seconds: float
+    on_event: Callable[[str], None]
+    digest_every: int = 1
+    reference: FinishedRun | None = None
+    follows_records: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(self.command)
 
 
 def execute(
@@ -220,12 +103,13 @@ def execute(
     launches: list[LaunchSummary] = []
     for kill in (*kills, None):
         number = len(launches)
-        trace = launch_directory(directory / "trace", number)
         began = time.monotonic()
         point = kill if isinstance(kill, KillPoint) else None
-        launch = _start(plan, directory, number, trace, point, inject)
+        launch = _start(plan, directory, number, point, inject)
+        followed = directory / ("records" if plan.follows_records else "trace")
+        tail = TraceTail(launch_directory(followed, number))
         try:
-            was_killed, newest = _watch(plan, launch, TraceTail(trace), kill)
+            was_killed, newest = _watch(plan, launch, tail, kill)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
             launch.kill()
             raise
@@ -256,26 +140,25 @@ def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
 
 
 def _start(
-    plan: Plan,
-    directory: Path,
-    number: int,
-    trace: Path,
-    point: KillPoint | None,
-    inject: str | None,
+    plan: Plan, directory: Path, number: int, point: KillPoint | None, inject: str | None
 ) -> Launch:
+    at = None if point is None else str(point)
     variables = {
         **os.environ,
-        TRACE_VARIABLE: str(trace),
+        TRACE_VARIABLE: str(launch_directory(directory / "trace", number)),
         RUN_ROOT_VARIABLE: str(directory / "runs"),
-        KILL_VARIABLE: None if point is None else str(point),
+        KILL_VARIABLE: None if plan.follows_records else at,
         INJECT_VARIABLE: inject,
         "PYTHONUNBUFFERED": "1",
     }
+    environment = {name: text for name, text in variables.items() if text is not None}
+    settings = _recorder_settings(plan, directory, number, at)
+    launcher = launch_directory(directory / "launcher", number)
     words = prepared(plan.command, world=plan.world, directory=directory / "files")
     try:
         return Launch(
             words,
-            environment={name: text for name, text in variables.items() if text is not None},
+            environment=recorded_environment(environment, launcher, settings),
             marker=TRACE_VARIABLE,
             log=directory / "logs" / f"launch-{number:05d}.txt",
         )
@@ -283,6 +166,21 @@ def _start(
         raise ConfigurationError(
             words[0], found=f"cannot be started ({error.strerror})", expected="a program"
         ) from error
+
+
+def _recorder_settings(
+    plan: Plan, directory: Path, number: int, at: str | None
+) -> RecorderSettings:
+    positions = ""
+    if number and plan.reference is not None:
+        known = launch_directory(directory / "positions", number)
+        positions = str(write_positions(known, [plan.reference.records, directory / "records"]))
+    return RecorderSettings(
+        directory=str(launch_directory(directory / "records", number)),
+        positions=positions,
+        kill=at if at is not None and plan.follows_records else "",
+        digest_every=plan.digest_every,
+    )
 
 
 def _watch(

@@ -10,6 +10,9 @@ from typing import Any
 # The component that a divergence names when steps are missing or a run did not resume.
 RUN = "run"
 
+# Its leaf when a launch continues from none of the run's weights.
+WEIGHTS = "weights"
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -79,6 +82,8 @@ class Verdict:
         own_values: values that differ from the reference from the start, never change, and were
             restored after every kill, such as the state of a generator that is neither seeded nor
             drawn from.
+        firsts: the first divergence of each component, in the order in which they were found.
+        notes: what a reader must know of how launches were aligned.
     """
 
     exact: bool
@@ -87,6 +92,8 @@ class Verdict:
     num_ranks: int
     resumes: tuple[Resume, ...]
     own_values: tuple[str, ...] = ()
+    firsts: tuple[Divergence, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_resumes(self) -> int:
@@ -98,6 +105,12 @@ class Verdict:
         """False when the two runs differ before the first kill: no resume can be blamed for it."""
         return self.divergence is None or self.divergence.launch > 0
 
+    @property
+    def is_restart(self) -> bool:
+        """Whether a launch did not continue from the weights of this run at all."""
+        one = self.divergence
+        return one is not None and (one.component, one.leaf) == (RUN, WEIGHTS)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a JSON report."""
         return asdict(self)
@@ -105,13 +118,17 @@ class Verdict:
     def __str__(self) -> str:
         if self.divergence is None:
             equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
-            names = ", ".join(self.own_values)
+            # A generator that nobody draws from has the state that its process started with.
+            names = ", ".join(name for name in self.own_values if not name.startswith("rng"))
             return f"{equal} (each run has its own constant {names})" if names else equal
         if not self.is_reproducible:
             return (
                 f"NOT REPRODUCIBLE: {self.divergence}. The two runs differ before the first kill; "
                 "seed the script and make its operations deterministic"
             )
+        if self.is_restart:
+            found = f"launch {self.divergence.launch}, rank {self.divergence.rank}"
+            return f"WEIGHTS RESTARTED: {found}: {self.divergence.found}"
         return f"DIVERGED: {self.divergence}"
 
 
@@ -139,6 +156,7 @@ class Outcome(str, Enum):
 
     EXACT = "exact"  # the killed run is the uninterrupted one
     DIVERGED = "diverged"  # it is not
+    RESTARTED = "weights restarted"  # a relaunch did not continue from the run's weights
     NOT_REPRODUCIBLE = "not reproducible"  # the two differ before the first kill
     FAILED = "failed"  # a relaunch after a kill failed
     CAUGHT = "caught"  # a component was left out, and the verdict names it
@@ -189,6 +207,7 @@ class Trial:
         launches: every launch, in order.
         num_left_behind: processes that outlived a launch which ended by itself; they were killed.
         digests: one digest per component of the last state, by name.
+        recorded: the comparison of what the recorder saw; None when it saw no step.
     """
 
     injected: str | None
@@ -198,6 +217,7 @@ class Trial:
     launches: tuple[LaunchSummary, ...]
     num_left_behind: int
     digests: Mapping[str, str]
+    recorded: Verdict | None = None
 
     @property
     def num_kills(self) -> int:

@@ -7,40 +7,26 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError, TraceError
-from resumekit.prove.comparison import compare
-from resumekit.prove.differences import (
-    Leaf,
-    constant_components,
-    constant_leaves,
-    last_digests,
-)
-from resumekit.prove.execution import (
-    FinishedRun,
+from resumekit.errors import ConfigurationError, ProveError
+from resumekit.launcher import option_against_environment
+from resumekit.prove.differences import constant_leaves, last_digests
+from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted
+from resumekit.prove.kills import (
     Kill,
-    Plan,
     chosen_points,
-    execute,
-    execute_uninterrupted,
     first_saved,
     kill_instants,
     require_reached,
 )
-from resumekit.prove.result import Outcome, ProveResult, Trial, Verdict
-from resumekit.prove.trace_records import (
-    CHECKPOINT,
-    STEP,
-    Attempt,
-    read_trace,
-    records_of,
-    steps_of,
-)
-from resumekit.tracing import KillPoint
+from resumekit.prove.recording import failure_of_recorder, read_records
+from resumekit.prove.result import ProveResult
+from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, records_of, steps_of
+from resumekit.prove.trials import Judge, forgiven
 
 EVERY_COMPONENT = "all"
 
@@ -73,8 +59,7 @@ def prove(
 
     Args:
         command: program and arguments, e.g. ``["python", "train.py"]``.
-        kills: how often the second run is killed at a random instant; 5 without it, 0 compares two
-            uninterrupted runs.
+        kills: how often the second run is killed at a random instant; 5 without it.
         seed: what the instants are drawn from; 0 without it.
         at: points instead of random instants, one launch killed at each of them in this order:
             ``"step:35"``, right after that step was recorded, before it could be saved, or
@@ -98,8 +83,13 @@ def prove(
     """
     points = chosen_points(at, kills=kills, seed=seed)
     num_kills = _KILLS if kills is None else kills
-    if num_kills < 0:
-        raise ConfigurationError("kills", found=str(kills), expected="0 or more")
+    if num_kills < 1:
+        raise ConfigurationError(
+            "kills",
+            found=str(kills),
+            expected="1 or more",
+            remedy="A run that nobody kills shows nothing about a resume",
+        )
     if inject is not None:
         num_kills = _KILLS_WITH_INJECTION
     if not points and seed is None:
@@ -108,11 +98,17 @@ def prove(
     with _workplace(keep) as directory:
         on_event("the run that nobody kills")
         reference = execute_uninterrupted(plan, directory / "reference")
-        attempts = _first_rank(reference, plan)
-        plan = replace(plan, step_seconds=_step_seconds(attempts))
+        followed, follows_records = _followed(reference, plan)
+        attempts = followed.get(0, ())
+        plan = replace(
+            plan,
+            step_seconds=_step_seconds(attempts),
+            reference=reference,
+            follows_records=follows_records,
+        )
         chosen: Sequence[Kill] = points
         if points:
-            require_reached(points, read_trace(reference.trace), str(plan))
+            require_reached(points, followed, str(plan))
         else:
             chosen = kill_instants(
                 _steps(attempts),
@@ -121,7 +117,7 @@ def prove(
                 rng=random.Random(seed),
             )
         constant = constant_leaves(attempts)
-        judge = _Judge(plan, directory, reference.trace, constant, chosen)
+        judge = Judge(plan, directory, reference, constant, chosen)
         components = _injected_components(inject, attempts)
         trials = tuple(judge.trial(component) for component in components)
         result = ProveResult(
@@ -133,110 +129,11 @@ def prove(
             num_steps=len(_steps(attempts)),
             reference_seconds=sum(launch.seconds for launch in reference.launches),
             reference_digests=last_digests(attempts, excluded=constant),
-            trials=_forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
+            trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
         )
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
     return result
-
-
-@dataclass(frozen=True)
-class _Judge:
-    """Runs trials against one uninterrupted run.
-
-    Args:
-        plan: what to launch.
-        directory: for the files of all runs.
-        reference: the trace of the uninterrupted run.
-        constant: leaves that may differ between runs.
-        kills: of each trial.
-    """
-
-    plan: Plan
-    directory: Path
-    reference: Path
-    constant: frozenset[Leaf]
-    kills: Sequence[Kill]
-
-    def trial(self, component: str | None) -> Trial:
-        """One killed run, with or without a component left out, and its verdict."""
-        what = "killed" if component is None else f"without-{component.replace('/', '-')}"
-        self.plan.on_event(f"the run that is {what.replace('-', ' ')}")
-        run = execute(self.plan, self.directory / what, kills=self.kills, inject=component)
-        num_kills = sum(launch.was_killed for launch in run.launches)
-        verdict = self._verdict(run, expect_resume=num_kills > 0)
-        trial = Trial(
-            injected=component,
-            outcome=_outcome(component, verdict, run.failure),
-            verdict=verdict,
-            failure=run.failure,
-            launches=run.launches,
-            num_left_behind=run.num_left_behind,
-            digests=self._digests(run) if verdict else {},
-        )
-        if trial.outcome in (Outcome.EXACT, Outcome.MISSED):
-            self._require_kills(num_kills)
-        self.plan.on_event(trial.outcome.value)
-        return trial
-
-    def _require_kills(self, num_kills: int) -> None:
-        """A run that was not killed as it should have been is no proof."""
-        missed = self.kills[num_kills:]
-        if missed and isinstance(missed[0], KillPoint):
-            raise KillPointNotReachedError(
-                str(self.plan),
-                found=f"the killed run never reached {missed[0]}",
-                expected="one launch killed at each point, in the given order",
-            )
-        if self.kills and not num_kills:
-            raise ProveError(
-                str(self.plan),
-                found="ended before the first kill could hit",
-                expected="a run that can be interrupted",
-                remedy="Train longer",
-            )
-
-    def _digests(self, run: FinishedRun) -> dict[str, str]:
-        return last_digests(read_trace(run.trace).get(0, ()), excluded=self.constant)
-
-    def _verdict(self, run: FinishedRun, *, expect_resume: bool) -> Verdict | None:
-        try:
-            return compare(
-                self.reference,
-                run.trace,
-                expect_resume=expect_resume,
-                last_launch=run.launches[-1].number,
-            )
-        except TraceError:
-            return None  # every launch failed before it could trace anything
-
-
-def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Outcome:
-    divergence = None if verdict is None else verdict.divergence
-    if verdict is not None and not verdict.is_reproducible:
-        return Outcome.NOT_REPRODUCIBLE
-    if component is not None and divergence is not None:
-        named = component in (divergence.component, divergence.slot)
-        return Outcome.CAUGHT if named else Outcome.MISNAMED
-    if failure or verdict is None:
-        return Outcome.FAILED
-    if component is not None:
-        return Outcome.MISSED
-    return Outcome.EXACT if divergence is None else Outcome.DIVERGED
-
-
-def _forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:
-    """The trials; those not noticed that left out a component which never changes have no effect.
-
-    Leaving out what is still as it was at the start of the run makes no difference to be found.
-    """
-    constant = constant_components(attempts)
-    return tuple(
-        replace(trial, outcome=Outcome.NO_EFFECT)
-        if trial.outcome is Outcome.MISSED and trial.injected in constant
-        else trial
-        for trial in trials
-    )
 
 
 def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
@@ -259,20 +156,33 @@ def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tup
     return (inject,)
 
 
-def _first_rank(run: FinishedRun, plan: Plan) -> tuple[Attempt, ...]:
-    """What rank 0 traced in the uninterrupted run."""
-    try:
-        attempts = read_trace(run.trace).get(0, ())
-    except TraceError:
-        attempts = ()
-    if not _steps(attempts):
-        raise ProveError(
-            str(plan),
-            found="ended without having traced a step",
-            expected="a trace to compare",
-            remedy="Use a Checkpointer, or call resumekit.trace(step, loss=loss, ...) in each step",
-        )
-    return attempts
+def _followed(run: FinishedRun, plan: Plan) -> tuple[dict[int, tuple[Attempt, ...]], bool]:
+    """What counts the steps of a command, by rank, and whether the recorder wrote it.
+
+    A script's trace comes first: it has the script's own step numbers and checkpoints.
+    """
+    traced, recorded = read_records(run.trace), read_records(run.records)
+    failure = failure_of_recorder(run.records)
+    if failure:
+        plan.on_event(f"the recorder stopped, nothing it saw is compared: {failure}")
+    if _steps(traced.get(0, ())):
+        return traced, False
+    if _steps(recorded.get(0, ())) and not failure:
+        return recorded, True
+    found = "trained no step of a torch optimizer or of a DeepSpeed engine"
+    remedy = "Call resumekit.trace(step, loss=loss, ...) in each step"
+    option = option_against_environment(plan.command)
+    if failure:
+        found = f"could not be recorded ({failure})"
+    elif option:
+        found = f"was not recorded: python {option} ignores PYTHONPATH or sitecustomize"
+        remedy = f"Leave {option} out"
+    raise ProveError(
+        str(plan),
+        found=found,
+        expected="steps to compare",
+        remedy=remedy,
+    )
 
 
 def _steps(attempts: Sequence[Attempt]) -> list[int]:

@@ -16,7 +16,11 @@ from resumekit.errors import TraceError
 START, STEP, CHECKPOINT, RESUMED, END = "start", "step", "checkpoint", "resumed", "end"
 DURABLE = "durable"
 
+# Of the recorder alone: where a launch continues, and why nothing follows.
+ORIGIN, FAILED = "origin", "failed"
+
 STATE_KINDS = (CHECKPOINT, RESUMED, END)
+_KINDS = (START, STEP, DURABLE, ORIGIN, FAILED, *STATE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Record:
     """One line of a trace.
 
     Args:
-        kind: ``start``, ``step``, ``checkpoint``, ``durable``, ``resumed`` or ``end``.
+        kind: ``start``, ``step``, ``checkpoint``, ``durable``, ``resumed``, ``end``, or of the
+            recorder ``origin`` and ``failed``.
         step: the optimizer step it is about; 0 for ``start``.
         time_ns: when it was written (Unix time).
         fields: everything else, as written.
@@ -180,7 +185,7 @@ def _parse(path: Path, number: int, line: bytes) -> Record:
         raise TraceError(
             f"{path}, line {number}", found=f"not a record ({error})", expected="one JSON object"
         ) from error
-    if kind not in (START, STEP, DURABLE, *STATE_KINDS) or not isinstance(step, int):
+    if kind not in _KINDS or not isinstance(step, int):
         raise TraceError(
             f"{path}, line {number}", found=f"kind {kind!r}, step {step!r}", expected="a record"
         )

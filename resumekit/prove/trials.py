@@ -1,0 +1,137 @@
+"""Trials: runs that are killed and relaunched, each compared with one uninterrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from resumekit.errors import KillPointNotReachedError, ProveError, TraceError
+from resumekit.prove.comparison import compare
+from resumekit.prove.differences import Leaf, constant_components, last_digests
+from resumekit.prove.execution import FinishedRun, Plan, execute
+from resumekit.prove.kills import Kill
+from resumekit.prove.recording import failure_of_recorder
+from resumekit.prove.result import Outcome, Trial, Verdict
+from resumekit.prove.trace_records import Attempt, read_trace
+from resumekit.tracing import KillPoint
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Runs trials against one uninterrupted run.
+
+    Args:
+        plan: what to launch.
+        directory: for the files of all runs.
+        reference: the uninterrupted run.
+        constant: leaves that may differ between runs.
+        kills: of each trial.
+    """
+
+    plan: Plan
+    directory: Path
+    reference: FinishedRun
+    constant: frozenset[Leaf]
+    kills: Sequence[Kill]
+
+    def trial(self, component: str | None) -> Trial:
+        """One killed run, with or without a component left out, and its verdict."""
+        what = "killed" if component is None else f"without-{component.replace('/', '-')}"
+        self.plan.on_event(f"the run that is {what.replace('-', ' ')}")
+        run = execute(self.plan, self.directory / what, kills=self.kills, inject=component)
+        num_kills = sum(launch.was_killed for launch in run.launches)
+        traced = None
+        if not self.plan.follows_records:
+            traced = self._verdict(self.reference.trace, run.trace, run, num_kills > 0)
+        recorded = None if component else self._recorded(run, num_kills)
+        # The script's trace names its steps and states; the recorder sees more of them.
+        verdict = traced if traced is not None and not _is_outdone(traced, recorded) else recorded
+        trial = Trial(
+            injected=component,
+            outcome=_outcome(component, verdict, run.failure),
+            verdict=verdict,
+            failure=run.failure,
+            launches=run.launches,
+            num_left_behind=run.num_left_behind,
+            digests=self._digests(run) if verdict else {},
+            recorded=recorded,
+        )
+        if trial.outcome in (Outcome.EXACT, Outcome.MISSED):
+            self._require_kills(num_kills)
+        self.plan.on_event(trial.outcome.value)
+        return trial
+
+    def _require_kills(self, num_kills: int) -> None:
+        """A run that was not killed as it should have been is no proof."""
+        missed = self.kills[num_kills:]
+        if missed and isinstance(missed[0], KillPoint):
+            raise KillPointNotReachedError(
+                str(self.plan),
+                found=f"the killed run never reached {missed[0]}",
+                expected="one launch killed at each point, in the given order",
+            )
+        if self.kills and not num_kills:
+            raise ProveError(
+                str(self.plan),
+                found="ended before the first kill could hit",
+                expected="a run that can be interrupted",
+                remedy="Train longer",
+            )
+
+    def _digests(self, run: FinishedRun) -> dict[str, str]:
+        trace = run.records if self.plan.follows_records else run.trace
+        return last_digests(read_trace(trace).get(0, ()), excluded=self.constant)
+
+    def _recorded(self, run: FinishedRun, num_kills: int) -> Verdict | None:
+        if any(map(failure_of_recorder, (self.reference.records, run.records))):
+            return None
+        # A traced run may have resumed after its last step, of which the recorder sees nothing.
+        expect_resume = self.plan.follows_records and num_kills > 0
+        return self._verdict(self.reference.records, run.records, run, expect_resume)
+
+    def _verdict(
+        self, reference: Path, candidate: Path, run: FinishedRun, expect_resume: bool
+    ) -> Verdict | None:
+        last_launch = run.launches[-1].number
+        try:
+            return compare(
+                reference, candidate, expect_resume=expect_resume, last_launch=last_launch
+            )
+        except TraceError:
+            return None  # every launch failed before it could write anything
+
+
+def _is_outdone(traced: Verdict, recorded: Verdict | None) -> bool:
+    """Whether the recorder saw a difference where the script's trace shows none."""
+    return traced.exact and recorded is not None and not recorded.exact
+
+
+def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Outcome:
+    divergence = None if verdict is None else verdict.divergence
+    if verdict is not None and not verdict.is_reproducible:
+        return Outcome.NOT_REPRODUCIBLE
+    if component is not None and divergence is not None:
+        named = component in (divergence.component, divergence.slot)
+        return Outcome.CAUGHT if named else Outcome.MISNAMED
+    if failure or verdict is None:
+        return Outcome.FAILED
+    if verdict.is_restart:
+        return Outcome.RESTARTED
+    if component is not None:
+        return Outcome.MISSED
+    return Outcome.EXACT if divergence is None else Outcome.DIVERGED
+
+
+def forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:
+    """The trials; those not noticed that left out a component which never changes have no effect.
+
+    Leaving out what is still as it was at the start of the run makes no difference to be found.
+    """
+    constant = constant_components(attempts)
+    return tuple(
+        replace(trial, outcome=Outcome.NO_EFFECT)
+        if trial.outcome is Outcome.MISSED and trial.injected in constant
+        else trial
+        for trial in trials
+    )

@@ -1,0 +1,79 @@
+"""The hooks of torch that the recorder listens to."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from resumekit.recorder.recorder import Recorder
+from resumekit.recorder.settings import RecorderSettings
+
+
+class _Process:
+    """The recorder of this process, for the activations that follow the first."""
+
+    recorder: Recorder | None = None
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of this process."""
+    return _Process.recorder
+
+
+def install(settings: RecorderSettings) -> None:
+    """Registers every hook; without a step of an optimizer nothing is written."""
+    recorder = _Process.recorder = Recorder(settings)
+    register_optimizer_step_pre_hook(_only_eager(lambda it, *_: recorder.before_step(it)))
+    register_optimizer_step_post_hook(_only_eager(lambda it, *_: recorder.after_step(it)))
+    _listen_to_models(recorder)
+    _listen_to_backward(recorder)
+
+
+def _only_eager(hook: Any) -> Any:
+    """A hook that torch.compile leaves out of its graphs, which stay as without it."""
+
+    @functools.wraps(hook)
+    def called(*arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*arguments)
+
+    return called
+
+
+def _listen_to_models(recorder: Recorder) -> None:
+    depth = threading.local()
+
+    def enter(module: Any, inputs: Any) -> None:
+        depth.value = getattr(depth, "value", 0) + 1
+
+    def leave(module: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        depth.value = max(getattr(depth, "value", 1) - 1, 0)
+        # A loss function is a module, too: what it is called with depends on the weights.
+        is_model = depth.value == 0 and module.training and torch.is_grad_enabled()
+        if is_model and next(module.parameters(), None) is not None:
+            recorder.saw_batch([inputs, keywords])
+
+    register_module_forward_pre_hook(_only_eager(enter))
+    # Only the hook after forward sees keyword arguments; called after an exception, too.
+    register_module_forward_hook(_only_eager(leave), with_kwargs=True, always_call=True)
+
+
+def _listen_to_backward(recorder: Recorder) -> None:
+    # There is no hook: `Tensor.backward` calls this function by its name in the module.
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def recorded(tensors: Any, *arguments: Any, **keywords: Any) -> None:
+        if not torch.compiler.is_compiling():
+            recorder.saw_loss(tensors)
+        backward(tensors, *arguments, **keywords)
+
+    torch.autograd.backward = recorded

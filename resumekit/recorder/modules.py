@@ -1,0 +1,156 @@
+"""The models of a process, found among its live objects: also those that nobody trains.
+
+An averaged model, a target network or a frozen teacher belongs to the state of a training run, and
+no hook shows it. Looking at the live objects runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from resumekit.recorder.digests import combined, tensor_digest
+
+Leaves = dict[str, str]
+
+# Models may be made after the first steps. The relaunched process has to look at the same steps, so
+# they are steps of the whole run, apart from the first ones of a process.
+_SCAN_EVERY = 20
+_FIRST_SCANS = 2
+
+
+class Modules:
+    """The outermost modules of this process, its optimizers and gradient scalers."""
+
+    def __init__(self) -> None:
+        self._roots: list[weakref.ref[Any]] = []
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._scalers: list[weakref.ref[Any]] = []
+        self._num_scans = 0
+
+    def scan_if_due(self, step: int) -> None:
+        """Looks for objects again: at the first steps of a process, and now and then.
+
+        Args:
+            step: of the whole run.
+        """
+        if self._num_scans < _FIRST_SCANS or step % _SCAN_EVERY == 0:
+            self._num_scans += 1
+            self._scan()
+
+    def components(
+        self, parameters: Iterable[torch.Tensor]
+    ) -> tuple[dict[str, Leaves], dict[int, str]]:
+        """The digests of every model, and the names of trained parameters by ``id``.
+
+        Models that are trained are parameters and buffers, each other one is a component.
+
+        Args:
+            parameters: of the optimizer that steps.
+        """
+        trained = set(map(id, parameters))
+        for optimizer in _live(self._optimizers):
+            trained.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        models = self._models()
+        components = _of_trained([model for model in models if model.has_any(trained)])
+        others: dict[str, list[Leaves]] = {}
+        for model in models:
+            if not model.has_any(trained) and (state := {**model.digests, **model.buffers}):
+                others.setdefault(model.kind, []).append(state)
+        # Two of one class have no names to distinguish them, and one of them may be garbage.
+        unique = {kind: states[0] for kind, states in others.items() if len(states) == 1}
+        components.update({f"modules/{kind}": state for kind, state in unique.items()})
+        scalers = [scaler for scaler in _live(self._scalers) if scaler.is_enabled()]
+        if len(scalers) == 1:
+            scale = scalers[0].state_dict()
+            components["grad_scaler"] = {name: repr(value) for name, value in scale.items()}
+        return components, _names([model for model in models if model.has_any(trained)])
+
+    def _scan(self) -> None:
+        # isinstance() would ask objects for their __class__, which runs code of lazy modules.
+        alive = gc.get_objects()
+        modules = [each for each in alive if issubclass(type(each), nn.Module)]
+        modules = [each for each in modules if "_parameters" in vars(each)]  # __init__ has run
+        inner = {id(child) for each in modules for child in each.children()}
+        self._roots = [weakref.ref(each) for each in modules if id(each) not in inner]
+        self._optimizers = _refs(alive, torch.optim.Optimizer)
+        self._scalers = _refs(alive, torch.amp.grad_scaler.GradScaler)
+
+    def _models(self) -> list[_Model]:
+        """The models, those that contain others' parameters first, always in the same order."""
+        roots = [(root, list(root.named_parameters())) for root in _live(self._roots)]
+        roots.sort(key=lambda each: (-len(each[1]), type(each[0]).__name__))
+        seen: set[int] = set()
+        models: list[_Model] = []
+        for root, parameters in roots:
+            mine = {name: each for name, each in parameters if id(each) not in seen}
+            buffers = {k: v for k, v in root.named_buffers() if id(v) not in seen}
+            seen.update(map(id, [*mine.values(), *buffers.values()]))
+            models.append(_Model(type(root).__name__, mine, _digests(mine), _digests(buffers)))
+        # Where two have one class and size, what they contain decides.
+        return sorted(models, key=lambda model: model.order)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """One outermost module: its class, and what no larger one has."""
+
+    kind: str
+    parameters: dict[str, torch.Tensor]
+    digests: Leaves
+    buffers: Leaves
+
+    def has_any(self, parameters: set[int]) -> bool:
+        return any(id(each) in parameters for each in self.parameters.values())
+
+    @property
+    def order(self) -> tuple[int, str, str]:
+        return -len(self.digests), self.kind, combined(self.digests.values())
+
+
+def _prefixes(models: Sequence[_Model]) -> list[str]:
+    """What distinguishes the names of several trained models; nothing for one."""
+    if len(models) == 1:
+        return [""]
+    kinds = [model.kind for model in models]
+    counts = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    return [
+        f"{kind}." if count == 1 else f"{kind}-{count}."
+        for kind, count in zip(kinds, counts, strict=True)
+    ]
+
+
+def _of_trained(models: Sequence[_Model]) -> dict[str, Leaves]:
+    components: dict[str, Leaves] = {}
+    for prefix, model in zip(_prefixes(models), models, strict=True):
+        for key, leaves in (("parameters", model.digests), ("buffers", model.buffers)):
+            if leaves:
+                named = {f"{prefix}{name}": digest for name, digest in leaves.items()}
+                components.setdefault(key, {}).update(named)
+    return components
+
+
+def _names(models: Sequence[_Model]) -> dict[int, str]:
+    return {
+        id(parameter): f"{prefix}{name}"
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, parameter in model.parameters.items()
+    }
+
+
+def _refs(alive: Iterable[Any], kind: type) -> list[weakref.ref[Any]]:
+    return [weakref.ref(each) for each in alive if issubclass(type(each), kind)]
+
+
+def _live(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [each for ref in refs if (each := ref()) is not None]
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> Leaves:
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}

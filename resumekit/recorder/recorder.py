@@ -1,0 +1,183 @@
+"""One record for each optimizer step of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from resumekit.recorder.alignment import Origin, Position, align
+from resumekit.recorder.digests import tensor_digest, value_digest
+from resumekit.recorder.modules import Modules
+from resumekit.recorder.optimizers import (
+    learning_rates,
+    parameter_digests,
+    parameters_of,
+    position_of,
+    state_digests,
+)
+from resumekit.recorder.settings import RecorderSettings
+from resumekit.tracing import Trace, rng_digests
+
+
+class Recorder:
+    """Sees losses, batches and steps, and writes a line after each step.
+
+    A process that never steps writes nothing. A recorder that fails writes that, and then nothing
+    more; the script runs on.
+
+    Args:
+        settings: of this launch.
+    """
+
+    def __init__(self, settings: RecorderSettings) -> None:
+        self._settings = settings
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._trace: Trace | None = None
+        self._step = 0  # the last one that was recorded, counted over the whole run
+        self._before: Position | None = None
+        self._running: list[int] = []  # ids of optimizers inside their step, wrappers first
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._modules = Modules()
+        self._losses: list[str] = []
+        self._batches: list[str] = []
+        self._is_rest = False  # a resume inside an accumulation window repeats the rest of it
+        self._is_off = False
+
+    # ------------------------------------------------------------------ what the hooks see
+
+    def saw_loss(self, tensors: Any) -> None:
+        """``backward`` is called on these."""
+        self._guarded(lambda: self._losses.extend(map(_loss, _as_list(tensors))))
+
+    def saw_batch(self, inputs: Any) -> None:
+        """A model in training was called with these."""
+        self._guarded(lambda: self._batches.extend(_data_digests(inputs)))
+
+    def before_step(self, optimizer: Any, inner: Any = None) -> None:
+        """A step begins.
+
+        Args:
+            optimizer: what steps.
+            inner: what has the parameters and the state, if another object does.
+        """
+        if id(optimizer) in self._running:  # its last step raised
+            self._running.clear()
+        self._running.append(id(optimizer))
+        if len(self._running) == 1:
+            self._guarded(lambda: self._begin(inner or optimizer))
+
+    def after_step(self, optimizer: Any, inner: Any = None, *, is_skipped: bool = False) -> None:
+        """A step has ended, and its state is final; a skipped one changed nothing."""
+        if id(optimizer) not in self._running:
+            return
+        is_outermost = self._running[0] == id(optimizer)
+        del self._running[self._running.index(id(optimizer)) :]
+        if is_outermost and not is_skipped:
+            self._guarded(lambda: self._record(inner or optimizer))
+
+    # ------------------------------------------------------------------ what is written
+
+    def _begin(self, optimizer: Any) -> None:
+        self._before = position_of(optimizer)
+        if self._trace is None:
+            rank = _rank()
+            self._trace = Trace(
+                Path(self._settings.directory), rank=rank, kill=self._settings.kill or None
+            )
+            origin = self._origin(rank)
+            self._trace.write({"kind": "origin", "step": origin.step, "by": origin.by})
+            self._step = origin.step - 1
+            self._is_rest = self._step > 0
+
+    def _origin(self, rank: int) -> Origin:
+        path = self._settings.positions_of(rank)
+        if path is None or not path.exists() or self._before is None:
+            return Origin(1, "weights")
+        known = [Position(s, w, c, tuple(lr)) for s, w, c, lr in json.loads(path.read_text())]
+        return align(self._before, known)
+
+    def _record(self, optimizer: Any) -> None:
+        before, trace = self._before, self._trace
+        if before is None or trace is None:
+            return
+        self._step += 1
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        losses, self._losses = self._losses, []
+        batches, self._batches = self._batches, []
+        record: dict[str, Any] = {
+            "kind": "step",
+            "step": self._step,
+            "weights": before.weights,
+            "counter": before.counter,
+            "values": {"loss" if not i else f"loss {i + 1}": v for i, v in enumerate(losses)},
+            "lr": learning_rates(optimizer),
+            "samples": batches,
+            "rng": rng_digests(),
+        }
+        if self._is_rest:
+            record["is_rest"], self._is_rest = True, False
+        if (self._step - 1) % self._settings.digest_every == 0:
+            record["components"] = self._components(optimizer, number)
+        trace.write(record)
+
+    def _components(self, optimizer: Any, number: int) -> dict[str, dict[str, str]]:
+        self._modules.scan_if_due(self._step)
+        components, names = self._modules.components(parameters_of(optimizer))
+        loose = parameter_digests(optimizer, names)
+        if loose:
+            components.setdefault("parameters", {}).update(loose)
+        key = f"optimizer/{number}" if number else "optimizer"
+        components[key] = state_digests(optimizer, names)
+        return components
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Runs it; what it raises is recorded instead of reaching the script."""
+        if os.getpid() != self._pid:  # a forked child has hooks, too, and a run of its own
+            self._reset()
+        if self._is_off:
+            return
+        try:
+            with torch.no_grad():
+                action()
+        except Exception as error:  # noqa: BLE001 - the script must not end because of the judge
+            self._is_off = True
+            text = f"{type(error).__name__}: {error}"
+            if self._trace is None:
+                self._trace = Trace(Path(self._settings.directory), rank=_rank())
+            self._trace.write({"kind": "failed", "step": self._step, "text": text})
+
+
+def _loss(tensor: Any) -> str:
+    if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not tensor.is_complex():
+        return float(tensor.detach().item()).hex()
+    return value_digest(tensor)
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _data_digests(inputs: Any) -> list[str]:
+    """The digests of the tensors that no trained weight has gone into."""
+    if isinstance(inputs, torch.Tensor):
+        return [] if inputs.requires_grad else [tensor_digest(inputs)]
+    if isinstance(inputs, dict):
+        return [each for value in inputs.values() for each in _data_digests(value)]
+    if isinstance(inputs, (list, tuple)):
+        return [each for value in inputs for each in _data_digests(value)]
+    return []
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))

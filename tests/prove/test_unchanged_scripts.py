@@ -1,0 +1,66 @@
+"""Scripts in which nothing was changed: an exact resume is exact, and what is forgotten is named.
+
+20 to 30 seconds for each script: three launches that import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from resumekit.prove import Outcome, Trial, prove
+
+SCRIPT = Path(__file__).parent / "scripts" / "unchanged_training.py"
+
+
+def judged(*options: str, at: tuple[str, ...] = ("step:10",)) -> Trial:
+    result = prove([sys.executable, str(SCRIPT), "{dir}", *options], at=at, timeout_seconds=120)
+    assert result.num_steps == 20
+    (trial,) = result.trials
+    assert trial.failure == ""
+    return trial
+
+
+def test_an_exact_resume_of_an_unchanged_script_is_exact() -> None:
+    trial = judged(at=("step:10", "step:14"))
+    assert trial.outcome is Outcome.EXACT, str(trial.verdict)
+    assert trial.verdict is not None
+    assert [resume.step for resume in trial.verdict.resumes] == [8, 12]
+    assert trial.digests.keys() == {
+        *("parameters", "buffers", "optimizer", "modules/AveragedModel")
+    }
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "component", "also"),
+    [
+        ("optimizer", "optimizer", {"parameters", "loss"}),
+        pytest.param("averages", "modules/AveragedModel", set(), marks=pytest.mark.full),
+        pytest.param("rng", "rng", {"parameters", "loss"}, marks=pytest.mark.full),
+        pytest.param("lr", "lr", {"parameters", "loss"}, marks=pytest.mark.full),
+        pytest.param("batch", "data", {"parameters", "loss"}, marks=pytest.mark.full),
+        pytest.param("buffers", "buffers", set(), marks=pytest.mark.full),
+    ],
+)
+def test_what_an_unchanged_script_forgets_is_named(
+    forgotten: str, component: str, also: set[str]
+) -> None:
+    trial = judged("--forget", forgotten)
+    assert trial.outcome is Outcome.DIVERGED
+    assert trial.verdict is not None
+    divergence = trial.verdict.divergence
+    assert divergence is not None
+    assert (divergence.component, divergence.step, divergence.launch) == (component, 9, 1)
+    firsts = {one.component: one.step for one in trial.verdict.firsts}
+    assert also <= firsts.keys()
+    assert all(9 <= step <= 10 for step in firsts.values()), firsts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("forgotten", ["model", "everything"])
+def test_weights_that_start_again_are_an_outcome_of_their_own(forgotten: str) -> None:
+    trial = judged("--forget", forgotten)
+    assert trial.outcome is Outcome.RESTARTED
+    assert "WEIGHTS RESTARTED: launch 1" in str(trial.verdict)

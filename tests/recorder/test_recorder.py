@@ -1,0 +1,88 @@
+"""The recorder in real processes: it sees every step, and changes no bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resumekit.prove import Attempt, Record
+from resumekit.prove.recording import failure_of_recorder, read_records, recorded_environment
+from resumekit.prove.trace_records import STEP, records_of
+from resumekit.recorder import RecorderSettings
+
+SCRIPT = Path(__file__).parent / "scripts" / "several_models.py"
+
+
+def run(program: list[str], records: Path | None = None, *, digest_every: int = 1) -> str:
+    """What a program prints, recorded or not."""
+    environment = dict(os.environ)
+    if records is not None:
+        asked = RecorderSettings(directory=str(records), digest_every=digest_every)
+        environment = recorded_environment(environment, records.with_name("launcher"), asked)
+    done = subprocess.run(
+        [sys.executable, *program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "resumekit" not in done.stderr
+    return done.stdout
+
+
+def steps_in(records: Path) -> list[Record]:
+    (attempts,) = read_records(records).values()
+    assert all(isinstance(attempt, Attempt) for attempt in attempts)
+    return list(records_of(attempts, STEP))
+
+
+def test_a_recorded_run_is_the_unrecorded_one_and_every_step_is_in_its_records(
+    tmp_path: Path,
+) -> None:
+    assert run([str(SCRIPT)], tmp_path / "records") == run([str(SCRIPT)])
+    steps = steps_in(tmp_path / "records")
+    # Two optimizers; the scaler skipped one step of the first.
+    assert [record.step for record in steps] == [*range(1, 12)]
+    first, second = steps[:2]
+    assert list(first.fields["values"]) == ["loss", "loss 2"]  # one for each micro-batch
+    assert len(first.fields["samples"]) == 2  # keyword arguments; the loss function is no model
+    assert first.components.keys() == {
+        *("parameters", "buffers", "optimizer", "modules/AveragedModel", "grad_scaler")
+    }
+    assert "Model.layers.1.running_mean" in first.components["buffers"]
+    assert "Model.head.weight" in first.components["parameters"]
+    assert "Model.head.weight.exp_avg" in first.components["optimizer"]
+    assert "Linear.weight" in first.components["parameters"]  # its optimizer has not stepped yet
+    assert second.fields["lr"] == [(0.1).hex()]
+    assert "optimizer/1" in second.components
+    averages = [step.components["modules/AveragedModel"]["n_averaged"] for step in steps[::2]]
+    assert len(set(averages)) > 3
+    assert {"python", "numpy", "torch"} <= first.rng.keys()
+
+
+def test_states_are_digested_at_every_nth_step(tmp_path: Path) -> None:
+    run([str(SCRIPT)], tmp_path / "records", digest_every=4)
+    steps = steps_in(tmp_path / "records")
+    assert [step.step for step in steps if step.components] == [1, 5, 9]
+    assert all(step.fields["weights"] for step in steps)
+
+
+def test_a_process_that_does_not_train_writes_nothing(tmp_path: Path) -> None:
+    run(["-c", "import torch; torch.nn.Linear(2, 2)(torch.ones(2))"], tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_recorder_that_fails_writes_why_and_the_script_runs_on(
+    tmp_path: Path, is_broken: bool
+) -> None:
+    """A parameter group of this optimizer has a learning rate that is no number."""
+    lr = "lambda: 0.1" if is_broken else "0.1"
+    program = (
+        "import torch\n"
+        "class Odd(torch.optim.Optimizer):\n"
+        "    def step(self): print('stepped')\n"
+        f"Odd([torch.nn.Parameter(torch.ones(2))], {{'lr': {lr}}}).step()\n"
+    )
+    assert run(["-c", program], tmp_path / "records") == "stepped\n"
+    assert ("TypeError" in failure_of_recorder(tmp_path / "records")) == is_broken
