@@ -102,12 +102,12 @@ def full(session: nox.Session) -> None:
             options.append("--full-matrix")
         status = (0, 1)  # what failed is recorded, too
         session.run(*PYTEST, *options, *chosen, success_codes=status)
-        failed = _record_full_run(report, " ".join(chosen))
+        failed = _record_full_run(report, chosen, is_part=bool(session.posargs))
     if failed:
         session.error(f"{failed} tests failed")
 
 
-def _record_full_run(report: Path, chosen: str) -> int:
+def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
     """Writes the figures of a run by file under ``benchmarks/results``; the number of failures."""
     rows: dict[str, list[float]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -124,7 +124,7 @@ def _record_full_run(report: Path, chosen: str) -> int:
         for name in ("torch", "accelerate", "transformers", "lightning", "deepspeed")
     )
     lines = [
-        f"# nox -s full: {chosen}",
+        f"# nox -s full: {' '.join(chosen)}",
         "",
         f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores.",
         "",
@@ -133,7 +133,8 @@ def _record_full_run(report: Path, chosen: str) -> int:
     ]
     for name, (tests, failed, skipped, seconds) in (*sorted(rows.items()), ("all", sums)):
         lines.append(f"| {name} | {tests:.0f} | {failed:.0f} | {skipped:.0f} | {seconds:.0f} |")
-    file = RESULTS / f"{datetime.date.today()}-full.md"
+    of_part = f"-{'-'.join(Path(path).name for path in chosen)}" if is_part else ""
+    file = RESULTS / f"{datetime.date.today()}-full{of_part}.md"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(sums[1])
 
