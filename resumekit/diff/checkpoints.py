@@ -32,7 +32,7 @@ def compare_checkpoints(
     Args:
         first: a checkpoint.
         second: another one.
-        components: keys or slots to compare; by default all.
+        components: keys to compare, or slots where they are no keys; by default all.
 
     Raises:
         CheckpointError: damage, or an I/O error.
@@ -41,7 +41,7 @@ def compare_checkpoints(
     """
     mine, theirs = _records(first), _records(second)
     known = list(dict.fromkeys([*mine, *theirs]))
-    keys = [key for key in known if not components or _is_named(key, components)]
+    keys = [key for key in known if not components or _is_named(key, components, known)]
     if not keys:
         raise ConfigurationError(
             "component", found=", ".join(components), expected=f"one of {', '.join(known)}"
@@ -66,8 +66,9 @@ def _records(step: StepReader) -> dict[str, ComponentRecord]:
     return {record.key: record for record in step.manifest.components}
 
 
-def _is_named(key: str, names: Collection[str]) -> bool:
-    return key in names or key.partition("/")[0] in names
+def _is_named(key: str, names: Collection[str], known: Collection[str]) -> bool:
+    slot = key.partition("/")[0]
+    return key in names or (slot in names and slot not in known)
 
 
 def _component(

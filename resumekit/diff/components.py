@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from resumekit.capture import merge_states, merged_optimizers
@@ -15,7 +14,10 @@ from resumekit.serialization import Source, StoredState, index_name, open_state
 from resumekit.state import SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
 
-_ONE_FOR_THE_JOB = (SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.value)
+_OF_THE_JOB = frozenset(
+    each.value
+    for each in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
+)
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,23 @@ class Side:
     record: ComponentRecord
     prefix: str = ""
 
-    def states(self) -> Iterator[tuple[str, StoredState]]:
-        """Each state with what is put before its names: the rank, where each has its own."""
-        record = self.record
-        make = partial(Source, self.step, record.directory, record.key)
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks that wrote a state each; 0 where there is one for the job."""
+        return (0,) if self._is_of_job else self.record.writers
+
+    @property
+    def _is_of_job(self) -> bool:
+        return self.record.pattern in _OF_THE_JOB
+
+    def _state(self, writer: int) -> StoredState:
+        record, indices = self.record, tuple[str, ...]()
+        writer = record.writers[0] if self._is_of_job else writer
         if record.pattern == SharingPattern.SHARDED.value:
             firsts = [group[0] for group in record.groups] or [0]
-            names = tuple(index_name(first, len(firsts) > 1) for first in firsts)
-            yield "", open_state(make(names), self._merge)
-        elif record.pattern in _ONE_FOR_THE_JOB:
-            yield "", open_state(make((), record.writers[0]), self._merge)
-        else:
-            for writer in record.writers:
-                label = f"rank {writer}: " if writer else ""
-                yield label, open_state(make((), writer), self._merge)
+            indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
+        source = Source(self.step, record.directory, record.key, indices, writer)
+        return open_state(source, self._merge)
 
     def _merge(self, states: list[Any]) -> Any:
         key = self.record.key
@@ -53,12 +58,13 @@ class Side:
             return merged_optimizers(key, states)
         return merge_states(None, key, states)
 
-    def leaves(self) -> Leaves:
-        """The leaves of all states by name."""
+    def leaves(self, writers: Collection[int] = (0,)) -> Leaves:
+        """The leaves of the states of these ranks by name; the rank comes first, if not 0."""
         return {
-            f"{label}{name}": leaf
-            for label, state in self.states()
-            for name, leaf in named_leaves(state, self.prefix).items()
+            f"rank {writer}: {name}" if writer else name: leaf
+            for writer in self.writers
+            if writer in writers
+            for name, leaf in named_leaves(self._state(writer), self.prefix).items()
         }
 
 
@@ -69,7 +75,7 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         CheckpointError: damage, or an I/O error.
         StateMismatchError: groups of ranks have different values under one name.
     """
-    mine, theirs = first.leaves(), second.leaves()
+    mine, theirs = first.leaves(second.writers), second.leaves(first.writers)
     common = [name for name in mine if name in theirs]
     pairs = [
         TensorPair(name, (mine[name], theirs[name]))
@@ -83,9 +89,15 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         num_values=len(values),
         tensors=tuple(compare_tensors(pairs)),
         values=tuple(compare_values(mine, theirs)),
-        only_first=tuple(name for name in mine if name not in theirs),
-        only_second=tuple(name for name in theirs if name not in mine),
+        only_first=tuple(_without_partner(first, second, mine, theirs)),
+        only_second=tuple(_without_partner(second, first, theirs, mine)),
     )
+
+
+def _without_partner(side: Side, other: Side, mine: Leaves, theirs: Leaves) -> Iterator[str]:
+    """The ranks whose own state the other checkpoint does not have, and the names."""
+    yield from (f"rank {writer}" for writer in side.writers if writer not in other.writers)
+    yield from (name for name in mine if name not in theirs)
 
 
 def compare_values(
