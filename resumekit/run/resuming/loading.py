@@ -213,6 +213,8 @@ class Loading:
         self.divide()
         self.world.everywhere(self._check_states)
         self.world.everywhere(self._restore)
+        loaded = [each for each in self.components if each.key in self.found.states]
+        call_everywhere(self.world, loaded, ComponentState.after_resume)
 
     def _check_states(self) -> None:
         """Lets every component refuse its state before any of them loads. Changes nothing."""
