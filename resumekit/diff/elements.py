@@ -140,10 +140,10 @@ def _ordered(bits: _Array, name: str) -> _Array:
     """Whole numbers in the order of the values, neighbours one apart; both zeros are 0."""
     if name == _WITHOUT_SIGN:
         return bits.astype(np.int64)
-    sign = bits >> (8 * bits.dtype.itemsize - 1)
-    magnitude = (bits & (np.iinfo(bits.dtype).max >> 1)).astype(np.int64)
-    ordered: _Array = np.where(sign == 1, -magnitude, magnitude)
-    return ordered
+    signed = f"i{bits.dtype.itemsize}"
+    magnitude: _Array = (bits & (np.iinfo(bits.dtype).max >> 1)).view(signed)
+    np.negative(magnitude, out=magnitude, where=bits.view(signed) < 0)
+    return magnitude
 
 
 def _distances(first: _Array, second: _Array) -> _Array:
