@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
-from resumekit.errors import ForeignCheckpointError, StateMismatchError
+from resumekit.errors import CorruptCheckpointError, ForeignCheckpointError, StateMismatchError
 from resumekit.fork import fork_checkpoint
 from resumekit.storage import Manifest, StepName, StepReader, Store, lineage_of
 
@@ -170,6 +171,28 @@ def test_files_are_links_or_else_copies(
             assert is_link is (cause is None)
             assert (made / path).read_bytes() == (source / path).read_bytes()
     reader(tmp_path / "b", 6).verify()
+
+
+def test_a_file_that_changes_while_it_is_copied_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "a", stop_at=2)
+    source = reader(tmp_path / "a", 2)
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")  # it has been verified
+        raise OSError(errno.EXDEV, "another device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(CorruptCheckpointError, match="its digest is"):
+        fork_checkpoint(source, tmp_path / "b")
+    assert Store(tmp_path / "b").step_names() == []
+
+
+@pytest.mark.parametrize("rows", [None, 1, [1], [{}], [{"run_id": 1}], {"run_id": "a"}])
+def test_a_lineage_of_another_form_is_none(original: tuple[Path, Losses], rows: Any) -> None:
+    manifest = replace(newest(original[0]), details={"lineage": rows})
+    assert lineage_of(manifest) == ()
 
 
 # Only the weights

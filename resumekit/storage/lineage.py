@@ -39,10 +39,15 @@ class ForkOrigin:
 def lineage_of(manifest: Manifest) -> tuple[ForkOrigin, ...]:
     """The checkpoints that the run was forked from, the latest fork last; mostly none."""
     rows = manifest.details.get(LINEAGE)
-    names = set(ForkOrigin.__dataclass_fields__)
     rows = rows if isinstance(rows, list | tuple) else ()
-    found = [row for row in rows if isinstance(row, Mapping) and set(row) == names]
-    return tuple(ForkOrigin(**row) for row in found)
+    return tuple(ForkOrigin(**row) for row in rows if _is_origin(row))
+
+
+def _is_origin(row: Any) -> bool:
+    """Whether a row has all fields, each of its type; a manifest's details may hold anything."""
+    if not isinstance(row, Mapping) or set(row) != set(ForkOrigin.__dataclass_fields__):
+        return False
+    return all(isinstance(row[name], bool if name == "only_weights" else str) for name in row)
 
 
 def holds_only_weights(manifest: Manifest) -> bool:
