@@ -69,9 +69,23 @@ class Classifier(nn.Module):
         return self.head(hidden)
 
 
+class Holder(nn.Module):
+    """A user's class with a model in some layout as its attribute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.model(images)
+
+
 def laid_out(model: Classifier, layout: str, num_ranks: int) -> tuple[nn.Module, int, int]:
     """The model in a layout; the number of data-parallel ranks, and this one's index among them."""
     rank = int(os.environ.get("RANK", "0"))
+    if layout.startswith("wrapped "):
+        inner, num_replicas, replica = laid_out(model, layout.removeprefix("wrapped "), num_ranks)
+        return Holder(inner), num_replicas, replica
     if layout == "plain":
         return model, 1, 0
     if layout == "ddp":
@@ -351,6 +365,8 @@ def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, follower: nn.Module | None
 ) -> dict[str, list[int]]:
     """Every tensor there is, whole, by FQN; its bits as numbers. Collective."""
+    model = model.model if isinstance(model, Holder) else model
+    follower = follower.model if isinstance(follower, Holder) else follower
     if isinstance(model, FullyShardedDataParallel):
         return gathered_by_torch(model, optimizer)
     names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}

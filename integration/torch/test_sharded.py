@@ -141,6 +141,24 @@ def test_tied_frozen_grouped_and_averaged_parameters_change_their_layout(
         assert after["state_found"] == before["state_saved"]
 
 
+WRAPPED = {
+    "whole and sharded": (("ddp", 2), ("wrapped fsdp", 3), ("plain", 1)),
+    "out and back": (("plain", 1), ("wrapped fsdp", 2), ("fsdp", 3), ("wrapped ddp", 2)),
+    "both generations of FSDP": (("wrapped fsdp1", 2), ("fsdp", 2), ("fsdp1", 3)),
+    "every dimension": (("ddp", 2), ("wrapped fsdp x tp", 4), ("hsdp", 4), ("wrapped tp", 2)),
+}
+
+
+@pytest.mark.quick("whole and sharded")
+@pytest.mark.parametrize("chain", WRAPPED)
+def test_another_layout_takes_the_same_bits_over_under_other_names(kit: Kit, chain: str) -> None:
+    notes = launched(kit, WRAPPED[chain], num_beyond=0, ema="FSDP" not in chain)
+    for before, after in itertools.pairwise(notes):
+        where = f"{before['layout']} -> {after['layout']}"
+        assert after["resumed"], where
+        assert after["state_found"] == before["state_saved"], where
+
+
 def test_each_rank_writes_its_share_and_stock_tools_read_it(kit: Kit) -> None:
     from safetensors.torch import load_file
 

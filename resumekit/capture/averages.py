@@ -20,7 +20,7 @@ from resumekit.capture.restore import (
     require_fields,
 )
 from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, Renaming
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
@@ -98,6 +98,15 @@ class ObjectState(ComponentState):
             return None
         state, messages = resplit
         return {"class": class_name(self.given), "opaque": state}, messages
+
+    def entries(self, state: Any) -> Mapping[str, Any] | None:
+        """The weights of a module."""
+        given = state.get("weights") if isinstance(state, Mapping) else None
+        return given if self.weights is not None and isinstance(given, Mapping) else None
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        weights = self.entries(state)
+        return state if weights is None else {**state, "weights": renaming.keys(weights)}
 
     def first_rank_only(self) -> frozenset[str]:
         """The unsharded buffers of a module."""

@@ -26,6 +26,7 @@ from resumekit.capture.naming import by_clean_name
 from resumekit.state import (
     ComponentState,
     Fidelity,
+    Renaming,
     SharingPattern,
     Slot,
     StateComponent,
@@ -128,6 +129,14 @@ class GradientBuckets(ComponentState):
         """By the name of the DDP module; empty for one that does not rebuild its buckets."""
         found = {name: _state(module) for name, module in self._wrappers.items()}
         return {name: state for name, state in found.items() if state}
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        """Names in a DDP module are relative to it: only those of one around the model change."""
+        whole = state.get("") if isinstance(state, Mapping) else None
+        if not isinstance(whole, Mapping) or _BUCKETS not in whole:
+            return state
+        buckets = [renaming.listed(names) for names in whole[_BUCKETS]]
+        return {**state, "": {**whole, _BUCKETS: buckets}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Keeps the state until ``after_resume``, which is collective."""

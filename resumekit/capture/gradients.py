@@ -24,7 +24,7 @@ from resumekit.capture.user_state import UserState
 from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import ComponentState, Renaming, SharingPattern, Slot, StateComponent
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"
@@ -118,6 +118,10 @@ class AccumulatedGradients(ComponentState):
             return (f"{self.key}: not restored, because the ranks or the layout changed",)
         self._pending = dict(state)
         return ()
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        is_saved = isinstance(state, Mapping) and "gradients" in state
+        return {**state, "gradients": renaming.keys(state["gradients"])} if is_saved else state
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange

@@ -24,7 +24,7 @@ from resumekit.capture.restore import (
 )
 from resumekit.distributed import WorldChange
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, Renaming
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
@@ -114,6 +114,13 @@ class ModelState(ComponentState):
                 continue
             if fits(live, state.get(name)):
                 yield state[name], live
+
+    def entries(self, state: Any) -> Mapping[str, Any] | None:
+        """All of them."""
+        return state if isinstance(state, Mapping) else None
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        return renaming.keys(state) if isinstance(state, Mapping) else state
 
     def first_rank_only(self) -> frozenset[str]:
         """The names of the unsharded buffers."""
@@ -230,6 +237,9 @@ class RankBuffers(NamedTensors):
 
     def __init__(self, model: ModelState, *, key: str) -> None:
         super().__init__(model.unsharded_buffers, key=key)  # sharded ones are saved with the model
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        return renaming.keys(state) if isinstance(state, Mapping) else state
 
     def start_fresh(self) -> tuple[str, ...]:
         """A checkpoint of one rank has only the buffers of the module."""

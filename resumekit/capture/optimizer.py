@@ -34,7 +34,7 @@ from resumekit.capture.restore import (
 )
 from resumekit.errors import ConfigurationError
 from resumekit.serialization import FlatPart, is_sharded, local_part, part_like, sharded_like
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, Renaming
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
@@ -163,6 +163,17 @@ class OptimizerState(ComponentState):
                     continue
                 if fits(live, values.get(key)):
                     yield values[key], live
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        if not isinstance(state, Mapping) or not state.keys() >= {"parameters", "param_groups"}:
+            return state  # in a layout of the optimizer's own
+        groups = state["param_groups"]
+        return {
+            **state,
+            "parameters": renaming.keys(state["parameters"]),
+            "state": renaming.keys(state["state"]),
+            "param_groups": [{**g, "params": renaming.listed(g["params"])} for g in groups],
+        }
 
     def merge_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state of those of the optimizers of several pipeline stages."""

@@ -36,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     exclude: Collection[str]
     allow_missing: Collection[str]
     allow_changes: Collection[str]
+    rename: Mapping[str, str]
     resume_from: str | None
     on_save_error: str
     async_save: bool | str
@@ -75,6 +76,9 @@ class Options:
         allow_missing: components that the checkpoint may lack; they keep their live state.
         allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
             ``"world_size"``. See docs/data.md.
+        rename: prefixes of parameter names that the run has changed, saved to live, e.g.
+            ``{"model.": ""}``. Needed only where a part of the names has changed; used while the
+            checkpoint has the old names. See docs/contract.md.
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
@@ -117,6 +121,7 @@ class Options:
     exclude: Collection[str] = field(default_factory=frozenset)
     allow_missing: Collection[str] = field(default_factory=frozenset)
     allow_changes: Collection[str] = field(default_factory=frozenset)
+    rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
     on_save_error: str = "raise"
     async_save: bool | str = False
@@ -163,6 +168,7 @@ class Options:
 
     def __post_init__(self) -> None:
         parse_cadence(self.save_every, self.mtbf)
+        _check_prefixes(self.rename)
         _check_step_name(self.resume_from)
         _one_of("mode", self.mode, ("min", "max"))
         _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
@@ -215,6 +221,18 @@ def _unknown(name: str) -> ConfigurationError:
     return ConfigurationError(
         name, found="not an option", remedy=did_you_mean(name, known) or listed
     )
+
+
+def _check_prefixes(given: Any) -> None:
+    """Raises ConfigurationError unless this maps prefixes to prefixes."""
+    pairs = given.items() if isinstance(given, Mapping) else [(given, None)]
+    for each in (part for pair in pairs for part in pair):
+        if not isinstance(each, str) or (each and not each.endswith(".")):
+            raise ConfigurationError(
+                "rename",
+                found=repr(each if isinstance(given, Mapping) else given),
+                expected='prefixes that end with a dot or are empty, e.g. {"model.": ""}',
+            )
 
 
 def _check_step_name(given: Any) -> None:

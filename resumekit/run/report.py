@@ -254,7 +254,8 @@ class ResumeReport:
         path: the checkpoint's directory, or None.
         components: each component of the checkpoint and its fidelity.
         differences: what differs between the run that saved and this one.
-        changes: what became of the ranks' own states where the number of ranks has changed.
+        changes: changed parameter names, and what became of the ranks' own states where the number
+            of ranks has changed.
         not_needed: what the checkpoint holds for the loop of another framework, and was left out.
         rejected: newer checkpoints that were passed over.
         finished: why the run is over, if it is.

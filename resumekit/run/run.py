@@ -258,7 +258,7 @@ class Run:
         loading = self._loading(found)
         fit = loading.fit(self._fingerprint)
         self.reporter.take_history(found.manifest)
-        changes = loading.divide()
+        changes = (*loading.rename(), *loading.divide())
         self.reporter.log_changes(changes)
         messages = loading.load(fit.fresh)
         self._fresh = fit.fresh

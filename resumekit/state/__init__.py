@@ -13,16 +13,20 @@ from resumekit.state.components import (
     Validation,
     check_components,
 )
+from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
 
 __all__ = [
     "CaptureLine",
     "CaptureReport",
     "ComponentState",
     "Fidelity",
+    "Renaming",
     "SharingPattern",
     "Slot",
     "StateComponent",
     "Stateful",
     "Validation",
     "check_components",
+    "common_prefix_change",
+    "nearest_prefixes",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from resumekit.distributed import WorldChange
     from resumekit.state.components import CaptureLine, Fidelity
+    from resumekit.state.renaming import Renaming
 
 
 @runtime_checkable
@@ -106,6 +107,16 @@ class ComponentState:
             state: its tensors may be on the meta device.
         """
         return ()
+
+    # ---------------------------------------------------------------- names of parameters
+
+    def entries(self, state: Any) -> Mapping[str, Any] | None:
+        """The entries of a module's state by name; None for a component that holds no module."""
+        return None
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        """A saved state with the names that parameters and modules have in this run."""
+        return state
 
     # ---------------------------------------------------------------- events
 

@@ -26,6 +26,7 @@ from resumekit.capture.user_state.attributes import (
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
+from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import is_secret
 from resumekit.capture.user_state.walk import (
     Problem,
@@ -42,6 +43,7 @@ from resumekit.state import (
     CaptureLine,
     ComponentState,
     Fidelity,
+    Renaming,
     SharingPattern,
     StateComponent,
 )
@@ -140,7 +142,7 @@ class UserState(ComponentState):
         self._holders.update(new)
         self._take_baseline()
         for now, then in zip((self._first, self._made, self._known), before, strict=True):
-            kept = {path: each for path, each in then.items() if not _is_below(path, new)}
+            kept = {path: each for path, each in then.items() if not is_below(path, new)}
             now.update(kept)
         self._began = False
 
@@ -220,7 +222,7 @@ class UserState(ComponentState):
         paths = copied_paths(copies)
         if not paths:
             return self._known
-        new = {path: kind for path, kind in found.kinds().items() if _is_below(path, paths)}
+        new = {path: kind for path, kind in found.kinds().items() if is_below(path, paths)}
         return {**self._known, **new}
 
     def _owners_of_new_unsaved(
@@ -290,20 +292,23 @@ class UserState(ComponentState):
             )
         copies = copied_paths(state.get("copies", {}))
         lacking = (each for each in slots if self._has_gone(each[0]))
-        gone = sorted(_label(each) for each in lacking if not _is_below(each[0], copies))
+        gone = sorted(_label(each) for each in lacking if not is_below(each[0], copies))
         if gone:
             messages.append(f"not in this program, not restored: {_listed(gone)}")
         return tuple(messages)
 
     def _has_gone(self, owner: str) -> bool:
         """Whether no holder of this launch has the object, or will make it."""
-        names = [name for name in self._holders if _is_below(owner, [name])]
+        names = [name for name in self._holders if is_below(owner, [name])]
         is_of_model = any(self._holders[name].is_component for name in names)
         has_none = not names and not self._grows
         return has_none or (is_of_model and owner not in self._known)
 
     def _differs_at_start(self, path: str, digest: str) -> bool:
         return path in self._made and str(self._first[path]) != digest
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        return moved_state(state, self._holders, renaming)
 
     def start_fresh(self) -> tuple[str, ...]:
         return ()  # a checkpoint without it was written when nothing had changed
@@ -349,11 +354,11 @@ class UserState(ComponentState):
 
     def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What of a state is for holders that were not added yet."""
-        slots = [each for each in saved["slots"] if not _is_below(each[0], self._holders)]
+        slots = [each for each in saved["slots"] if not is_below(each[0], self._holders)]
         copies = {
             path: each
             for path, each in saved.get("copies", {}).items()
-            if not _is_below(path, self._holders)
+            if not is_below(path, self._holders)
         }
         return {**saved, "slots": slots, "copies": copies, "waiting": []}
 
@@ -369,7 +374,7 @@ class UserState(ComponentState):
         kept = {*restored, *saved["lost"], *saved["first"]}
         changed = [] if self._grows else self._changed(found, self._known)
         for path in changed:
-            if path in self._made and path not in kept and _is_below(path, saved["holders"]):
+            if path in self._made and path not in kept and is_below(path, saved["holders"]):
                 decoder.assign(found.seen[path].slot, copy.deepcopy(self._made[path]))
         decoder.run()
         return tuple(restored)
@@ -393,11 +398,6 @@ class UserState(ComponentState):
         found = walk(self._holders, self._scope)
         self.objects = found.objects
         return found
-
-
-def _is_below(path: str, names: Iterable[str]) -> bool:
-    """Whether a path is that of a holder of one of these names, or leads through one."""
-    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
 
 
 def _as_holder(given: Any) -> Holder:

@@ -30,6 +30,7 @@ from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
 from resumekit.run.resuming.load_buffer import LoadBuffer
+from resumekit.run.resuming.renames import Renames, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import drain
 from resumekit.serialization import (
@@ -75,6 +76,7 @@ class Found:
             of them.
         left: of components in stages, the names of the tensors that this rank does not hold.
         deferral: what is read when a component is loaded, straight into its tensors.
+        renames: the changes of parameter names; states that were read whole have the saved names.
         rejected: newer checkpoints that were passed over.
     """
 
@@ -84,6 +86,7 @@ class Found:
     former: dict[str, dict[int, Any]]
     left: dict[str, frozenset[str]]
     deferral: Deferral
+    renames: Renames
     rejected: tuple[Rejection, ...] = ()
 
     @property
@@ -230,12 +233,14 @@ class Finder:
             and not names_component(self.left_out, record.key)
         }
         former, wanted = self._wanted(reader, sharded)
-        found = Found(name, reader, {}, former, {}, self._deferral(reader, wanted, former))
-        for key, record in sharded.items():
+        renames = Renames(self.options.rename)
+        deferral = self._deferral(reader, wanted, former)
+        found = Found(name, reader, {}, former, {}, deferral, renames)
+        for key in models_first(sharded):
             live = components.get(key)
             in_stages = key in self.membership and self.membership.is_in_stages(live)
             found.states[key], found.left[key] = read_sharded_component(
-                reader, record, live, in_stages=in_stages
+                reader, sharded[key], live, in_stages=in_stages, renames=renames
             )
         for (directory, writer), numbers in wanted.items():
             states = read_payload(reader, directory, writer, list(numbers), found.deferral)
@@ -311,7 +316,12 @@ def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
 
 
 def read_sharded_component(
-    reader: StepReader, record: ComponentRecord, live: StateComponent | None, *, in_stages: bool
+    reader: StepReader,
+    record: ComponentRecord,
+    live: StateComponent | None,
+    *,
+    in_stages: bool,
+    renames: Renames | None = None,
 ) -> tuple[Any, frozenset[str]]:
     """The state of a component, with this rank's shard of what is sharded here.
 
@@ -320,6 +330,7 @@ def read_sharded_component(
         record: of the component in it.
         live: the component here, if it is known yet.
         in_stages: whether each group of ranks holds some entries of it here.
+        renames: of this checkpoint; a new one by default.
 
     Returns:
         The state, and the names of the tensors that this rank's stage does not hold.
@@ -335,10 +346,12 @@ def read_sharded_component(
     source = Source(reader, record.directory, record.key, indices, record.writers[0])
     if live is None:
         return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
+    renames = renames or Renames({})
+    renames.renamed.add(record.key)
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
         live.state.check_state_dict,
-        merge=partial(merge_states, live.state, record.key),
+        merge=lambda states: renames.of(live, merge_states(live.state, record.key, states)),
         part_of=partial(part_of, live.state) if in_stages else None,
     )

@@ -20,6 +20,7 @@ from resumekit.run.resuming.compatibility import (
     regrouped_buffers,
 )
 from resumekit.run.resuming.finder import Found
+from resumekit.run.resuming.renames import models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 from resumekit.storage import ComponentRecord
@@ -132,6 +133,22 @@ class Loading:
 
         return frozenset.intersection(*self.world.everywhere(empty_here))
 
+    def rename(self) -> tuple[str, ...]:
+        """Gives the states the parameter names of this run; describes the change, if any.
+
+        Raises:
+            StateMismatchError: with the prefixes that the user gave, names have no partner.
+        """
+        found = self.found
+        components = {each.key: each for each in self.components}
+        for key in models_first(components.keys() - found.renames.renamed):
+            component = components[key]
+            if key in found.states:
+                found.states[key] = found.renames.of(component, found.states[key])
+            former = found.former.get(key, {})
+            former.update({n: found.renames.of(component, state) for n, state in former.items()})
+        return found.renames.messages()
+
     def divide(self) -> tuple[str, ...]:
         """Reshards the per-rank states where the number of ranks has changed; describes how.
 
@@ -230,6 +247,8 @@ class Loading:
         for component in sorted(given, key=lambda each: order.index(each.slot)):
             key, live = component.key, component.state.live_tensors
             state = self.found.deferral.complete(key, states[key], live)
+            if state is not states[key]:  # built again from the names of the file
+                state = self.found.renames.of(component, state)
             notes += _words(component.stateful.load_state_dict(state))
         return notes
 
