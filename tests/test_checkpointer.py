@@ -301,7 +301,9 @@ def test_what_belongs_to_another_framework_is_left_out_and_logged(
         for key in ("batch_count", "counts")
     ]
     with of_framework(tmp_path, other="Another") as checkpointer:
-        assert list(checkpointer.resume().not_needed) == lines
+        report = checkpointer.resume()
+    assert list(report.not_needed) == lines
+    assert report.fresh == ("callbacks/other",)
     started = "step-00000000 has no callbacks/other: it starts from its live state"
     assert f"resumekit: {started}" in capsys.readouterr().err
     with of_framework(tmp_path) as checkpointer:

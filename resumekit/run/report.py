@@ -257,6 +257,8 @@ class ResumeReport:
         changes: changed parameter names, and what became of the ranks' own states where the number
             of ranks has changed.
         not_needed: what the checkpoint holds for the loop of another framework, and was left out.
+        fresh: the keys of components that the checkpoint lacks, such as state of this framework's
+            loop; they start from their live state.
         rejected: newer checkpoints that were passed over.
         finished: why the run is over, if it is.
         weights_of: the checkpoint of another run whose weights a fresh start begins with.
@@ -269,6 +271,7 @@ class ResumeReport:
     differences: tuple[Difference, ...] = ()
     changes: tuple[str, ...] = ()
     not_needed: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     finished: str | None = None
     weights_of: ForkOrigin | None = None

@@ -283,6 +283,7 @@ class Run:
             differences=fit.differences,
             changes=changes,
             not_needed=fit.not_needed,
+            fresh=fit.fresh,
             rejected=found.rejected,
             finished=self.counters.finished,
         )
