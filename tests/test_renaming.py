@@ -171,6 +171,27 @@ def test_equal_names_need_no_message(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert after.checkpointer.resume().changes == ()
 
 
+class CountingAround(Around):
+    """Its attribute belongs to no other class."""
+
+    num_batches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches += 1
+        return super().forward(x)
+
+
+def test_attributes_of_the_class_around_the_model_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Job(tmp_path / "whole", as_net).train()
+    before = crashed(tmp_path / "run", lambda: CountingAround(model=make_net()))
+    after = Job(tmp_path / "run", as_net).train()
+    assert before.losses + after.losses == whole.losses
+    lost = "not in this program, not restored: model.<checkpoint>.num_batches"
+    assert capsys.readouterr().err.count(lost) == 1
+
+
 def test_another_value_would_be_seen(tmp_path: Path) -> None:
     whole = Job(tmp_path / "whole", as_net).train()
     before = crashed(tmp_path / "run", as_net)
