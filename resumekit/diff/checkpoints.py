@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 
 from resumekit.diff.components import Side, compare_component
 from resumekit.diff.leaves import are_equal, is_tensor, short_text
-from resumekit.diff.prefixes import find_prefixes
 from resumekit.diff.result import (
     CheckpointDifference,
     ComparedCheckpoint,
@@ -16,7 +15,7 @@ from resumekit.diff.result import (
 from resumekit.diff.tensors import element_of
 from resumekit.errors import ConfigurationError
 from resumekit.serialization import leaves_of
-from resumekit.state import Slot
+from resumekit.state import Slot, common_prefix_change
 from resumekit.storage import ComponentRecord, StepReader
 
 _ABSENT = "-"  # a setting that a run does not have
@@ -87,10 +86,31 @@ def _find_prefixes(first: StepReader, second: StepReader) -> tuple[str, str] | N
     for key in mine.keys() & theirs.keys():
         if key.partition("/")[0] == Slot.MODEL.value:
             names = _kinds(Side(first, mine[key])), _kinds(Side(second, theirs[key]))
-            found = find_prefixes(*names)
+            found = changed_prefixes(*names)
             if found is not None:
                 return found
     return None
+
+
+def changed_prefixes(
+    first: Mapping[str, Hashable], second: Mapping[str, Hashable]
+) -> tuple[str, str] | None:
+    """The prefix of all names on each side, where it is all that differs.
+
+    Args:
+        first: what each name stands for: its type and shape.
+        second: the same on the other side.
+
+    Returns:
+        The two prefixes; None where the names are equal, or no such change makes them equal.
+    """
+    renaming = common_prefix_change(first, second)
+    if renaming is None:
+        return None
+    if any(first[mine] != second[theirs] for mine, theirs in renaming.names.items()):
+        return None
+    ((mine, theirs),) = renaming.prefixes.items()
+    return mine, theirs
 
 
 def _kinds(side: Side) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resumekit.diff import CheckpointDifference, ComponentDifference, compare_checkpoints
-from resumekit.diff.prefixes import find_prefixes
+from resumekit.diff.checkpoints import changed_prefixes
 from resumekit.diff.tensors import boxes_of_shape
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
 from resumekit.serialization import streaming
@@ -234,7 +234,7 @@ def test_names_that_differ_by_a_prefix_are_matched(checkpoints: Any) -> None:
     ids=["other kind", "two prefixes", "more names", "one other kind", "equal names", "none"],
 )
 def test_a_match_that_is_not_one_to_one_is_none(first: Any, second: Any) -> None:
-    assert find_prefixes(first, second) is None
+    assert changed_prefixes(first, second) is None
 
 
 # Reading
