@@ -68,7 +68,8 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
     "html_report": {
-        *("errors", "progress_display", "storage", "journal", "prove", "resumekit"),
+        *("errors", "progress_display", "storage", "serialization", "journal", "prove"),
+        "resumekit",
     },
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),

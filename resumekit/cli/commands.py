@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import resumekit
-from resumekit.cli.report_command import report
+from resumekit.cli.report_command import report, traces_for, write_comparison
 from resumekit.errors import ConfigurationError, ResumekitError
 
 EXIT_NO = 1
@@ -127,6 +127,10 @@ def prove(
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
     ] = None,
+    html_path: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with charts and likely causes."),
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the files, logs and traces of every run here."),
@@ -139,19 +143,22 @@ def prove(
     from resumekit.prove import print_result
     from resumekit.prove import prove as run_proof
 
-    result = run_proof(
-        command,
-        kills=kills,
-        seed=seed,
-        at=at or (),
-        world=world,
-        inject=inject,
-        json_path=json_path,
-        keep=keep,
-        timeout_seconds=timeout_seconds,
-        on_event=lambda line: typer.echo(line, err=True),
-    )
-    print_result(result)
+    with traces_for(html_path, keep) as traces:
+        result = run_proof(
+            command,
+            kills=kills,
+            seed=seed,
+            at=at or (),
+            world=world,
+            inject=inject,
+            json_path=json_path,
+            keep=traces,
+            timeout_seconds=timeout_seconds,
+            on_event=lambda line: typer.echo(line, err=True),
+        )
+        print_result(result)
+        if html_path is not None and traces is not None:
+            write_comparison(result, traces, html_path)
     if not result.ok:
         raise typer.Exit(EXIT_NO)
 

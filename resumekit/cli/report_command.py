@@ -1,13 +1,19 @@
-"""``report``: one HTML file about a run directory."""
+"""``report``, one HTML file about a run directory, and the page of ``prove``."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from resumekit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from resumekit.prove import ProveResult
 
 
 def report(
@@ -57,3 +63,29 @@ def write_page(page: str, file: Path, *, png: bool) -> None:
         picture = file.with_suffix(".png")
         take_screenshot(file, picture)
         typer.echo(str(picture))
+
+
+@contextmanager
+def traces_for(page: Path | None, keep: Path | None) -> Iterator[Path | None]:
+    """The directory that ``prove`` keeps its runs in, for a page that is made from their traces.
+
+    Args:
+        page: the page that is wanted, or None.
+        keep: the user's directory, which stays; without one a temporary directory.
+    """
+    if page is None or keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="resumekit-prove-") as name:
+        yield Path(name)
+
+
+def write_comparison(result: ProveResult, traces: Path, file: Path) -> None:
+    """Writes the page about a result of ``prove``.
+
+    Raises:
+        ConfigurationError: the page cannot be written there.
+    """
+    from resumekit.html_report import comparison_page, of_prove
+
+    write_page(comparison_page(of_prove(result, traces)), file, png=False)

@@ -1,9 +1,19 @@
-"""One self-contained HTML file about a run."""
+"""Reports: one self-contained HTML file about a run, or about a comparison of runs."""
 
 from __future__ import annotations
 
+from resumekit.html_report.comparison_page import Comparison, comparison_page, of_prove
 from resumekit.html_report.run_facts import RunFacts, read_run
 from resumekit.html_report.run_page import run_page
 from resumekit.html_report.screenshot import find_browser, take_screenshot
 
-__all__ = ["RunFacts", "find_browser", "read_run", "run_page", "take_screenshot"]
+__all__ = [
+    "Comparison",
+    "RunFacts",
+    "comparison_page",
+    "find_browser",
+    "of_prove",
+    "read_run",
+    "run_page",
+    "take_screenshot",
+]

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from resumekit.cli import main
 from resumekit.errors import MissingDependencyError
-from resumekit.html_report import find_browser, read_run, run_page, take_screenshot
+from resumekit.html_report import (
+    comparison_page,
+    find_browser,
+    of_prove,
+    read_run,
+    run_page,
+    take_screenshot,
+)
 from resumekit.html_report.screenshot import ScreenshotError, browse
+from resumekit.prove import prove
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "build" / "report_pictures"  # ignored by git, kept after the tests
+TINY_JOB = ROOT / "tests" / "prove" / "scripts" / "tiny_job.py"
+JOB = (sys.executable, str(TINY_JOB), "{dir}", "--pause-seconds", "0")
 DARK = "--blink-settings=preferredColorScheme=0"
 
 
@@ -33,6 +44,15 @@ def page(stopped_twice: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    """The page of a proof whose resume leaves one component out."""
+    result = prove(JOB, at=("step:5",), inject="model", keep=tmp_path / "kept")
+    file = tmp_path / "prove.html"
+    file.write_text(comparison_page(of_prove(result, tmp_path / "kept")), encoding="utf-8")
+    return file
+
+
 def opened(browser: str, page: Path, *, script: str = "") -> tuple[str, list[str]]:
     """The document after a script has run, and each message in the console."""
     if script:
@@ -48,6 +68,14 @@ def test_a_page_opens_without_a_message_and_its_axes_are_drawn(browser: str, pag
     document, messages = opened(browser, page)
     assert messages == []
     assert re.search(r'<g class="axes"><text[^>]*>\d', document)
+
+
+def test_the_page_of_a_proof_opens_without_a_message(browser: str, comparison: Path) -> None:
+    document, messages = opened(browser, comparison)
+    assert messages == []
+    assert re.search(r'<g class="axes"><text[^>]*>\d', document)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    take_screenshot(comparison, PICTURES / "prove.png")
 
 
 def test_a_request_and_an_error_are_seen(browser: str, page: Path) -> None:

@@ -80,7 +80,7 @@
       }
       for (const mark of root.querySelectorAll(".mark")) {
         const x = pixel(xLow + (Number(mark.dataset.x) / UNITS) * (xHigh - xLow));
-        mark.setAttribute("transform", `translate(${x} ${top - 10})`);
+        mark.setAttribute("transform", `translate(${x} ${mark.dataset.y})`);
         mark.style.display = x < left - 1 || x > left + width + 1 ? "none" : "";
       }
     }
