@@ -23,16 +23,21 @@ from resumekit.journal.files import (
     number_of_attempt,
 )
 from resumekit.journal.records import (
+    BEGIN,
     COMMAND,
+    END,
     LOSS,
     SAVE,
+    SAVED,
     STEP,
     Has,
     Header,
     Record,
+    SaveCost,
     code_digests,
     environment,
     settings_digest,
+    timed,
 )
 from resumekit.journal.step_values import (
     LateLosses,
@@ -44,10 +49,13 @@ from resumekit.journal.step_values import (
 )
 
 __all__ = [
+    "BEGIN",
     "COMMAND",
     "DIRECTORY",
+    "END",
     "LOSS",
     "SAVE",
+    "SAVED",
     "STEP",
     "Attempt",
     "AttemptVerdict",
@@ -61,6 +69,7 @@ __all__ = [
     "RandomStates",
     "Record",
     "SampleIds",
+    "SaveCost",
     "Used",
     "Verdict",
     "code_digests",
@@ -77,6 +86,7 @@ __all__ = [
     "plain_rates",
     "settings_digest",
     "sum_over_ranks",
+    "timed",
     "verdicts",
     "worst",
 ]

@@ -7,6 +7,7 @@ import os
 import platform
 import struct
 import sys
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -28,6 +29,10 @@ RECORD_BYTES = 96
 STEP = 1  # an optimizer step
 SAVE = 2  # the random state at a safe point that saves; ``num_samples`` is the micro-step
 LOSS = 3  # the loss of an earlier step, which its device had not computed in time
+# For reports only, never compared: ``samples`` is the Unix time in nanoseconds.
+BEGIN = 4  # the attempt records its first step
+SAVED = 5  # training continues after a save; ``lr`` and ``loss`` are seconds, see ``SaveCost``
+END = 6  # the process has closed the run; a killed one has no such record
 
 
 class Has(IntEnum):
@@ -60,7 +65,7 @@ class Record(NamedTuple):
         epoch: counted from 0.
         num_samples: the samples of this step on this rank.
         has: which fields hold a value.
-        kind: ``STEP``, ``SAVE`` or ``LOSS``.
+        kind: ``STEP``, ``SAVE``, ``LOSS``, ``BEGIN``, ``SAVED`` or ``END``.
     """
 
     step: int
@@ -82,6 +87,38 @@ class Record(NamedTuple):
         """The record as it is in the file."""
         body = _BODY.pack(*self)
         return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def timed(kind: int, step: int, *, lr: float = 0.0, loss: float = 0.0) -> Record:
+    """A record of the present time."""
+    return Record(step, samples=time.time_ns(), lr=lr, loss=loss, kind=kind)
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """What a save cost on one rank.
+
+    Args:
+        step: that was saved.
+        time: when training continued, in Unix seconds.
+        blocked_seconds: how long training stood still.
+        background_seconds: how long the last background save before was written while training ran.
+    """
+
+    step: int
+    time: float
+    blocked_seconds: float
+    background_seconds: float
+
+    @classmethod
+    def of(cls, record: Record) -> SaveCost:
+        """The cost in a record of the kind ``SAVED``."""
+        return cls(record.step, record.samples / 1e9, record.lr, record.loss)
+
+    @classmethod
+    def record(cls, step: int, *, blocked_seconds: float, background_seconds: float) -> Record:
+        """The record of a save that has just returned."""
+        return timed(SAVED, step, lr=blocked_seconds, loss=background_seconds)
 
 
 _BODY = struct.Struct("<8Q2d2I2H")

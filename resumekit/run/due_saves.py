@@ -106,10 +106,12 @@ class DueSaves:
         self._finish()
         with self._tolerated(run.counters.step):
             run.save(in_background=not self.is_ending)
-            self._cadence.saved(
-                blocked_seconds=time.monotonic() - began,
-                background_seconds=run.in_flight.last_seconds,
-            )
+            cost = {
+                "blocked_seconds": time.monotonic() - began,
+                "background_seconds": run.in_flight.last_seconds,
+            }
+            self._cadence.saved(**cost)
+            run.journal.note_save(run.counters.step, **cost)
             run.reporter.log_interval(self._cadence.chosen)
 
     def finish(self) -> None:

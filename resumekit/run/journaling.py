@@ -11,7 +11,9 @@ from resumekit.data import Feed
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.journal import (
+    BEGIN,
     DIRECTORY,
+    END,
     LOSS,
     SAVE,
     Comparison,
@@ -24,6 +26,7 @@ from resumekit.journal import (
     RandomStates,
     Record,
     SampleIds,
+    SaveCost,
     Used,
     code_digests,
     compared,
@@ -39,6 +42,7 @@ from resumekit.journal import (
     plain_rates,
     settings_digest,
     sum_over_ranks,
+    timed,
     worst,
 )
 from resumekit.log import logger
@@ -85,6 +89,7 @@ class RunJournal:
         self._earlier = EarlierUse()  # of an attempt of other geometry
         self._samples: dict[str, Any] = {}  # what their comparison came to
         self._random_until = 0
+        self._last_step = 0  # that was recorded
 
     def open(
         self,
@@ -119,6 +124,7 @@ class RunJournal:
             limit_earlier(self._directory, header.rank)
             path = self._directory / name_of(number, header.attempt, header.rank)
             self._file = JournalFile(path, header)
+            self._file.append(timed(BEGIN, step).to_bytes())
         except OSError as error:
             self._switch_off(error)
 
@@ -146,6 +152,7 @@ class RunJournal:
         """
         if self._file is None:
             return
+        self._last_step = step
         ids, has = self._ids, 0
         if is_whole:
             has = _IDS_AND_COUNT if ids.is_complete else _COUNT
@@ -253,11 +260,19 @@ class RunJournal:
         if not self._header.rank:
             logger.warning("%s differ from those of the earlier attempt (%s)", text, reason)
 
+    def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
+        """Records what the save at a step has cost this rank."""
+        if self._file is not None:
+            cost = SaveCost.record(
+                step, blocked_seconds=blocked_seconds, background_seconds=background_seconds
+            )
+            self._write([cost])
+
     def close(self) -> None:
         """Records the losses that are still to come, logs the verdict, and closes the file."""
         if self._file is not None:
             self._late.wait()
-            self._write(self._computed_losses(), may_raise=False)
+            self._write([*self._computed_losses(), timed(END, self._last_step)], may_raise=False)
             self._log_verdict()
         self._end()
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DivergenceError
-from resumekit.journal import LOSS, SAVE, STEP, Has, find_attempts, verdicts
+from resumekit.journal import (
+    BEGIN,
+    END,
+    LOSS,
+    SAVE,
+    SAVED,
+    STEP,
+    Has,
+    SaveCost,
+    find_attempts,
+    verdicts,
+)
 from resumekit.tracing import INJECT_VARIABLE
 
 NEWEST = "step-00000008"
@@ -120,7 +132,8 @@ def test_a_kill_after_a_save_leaves_nothing_to_repeat(
     tmp_path.rename(moved)
     (attempt,) = find_attempts(moved / "journal")
     size = attempt.path.stat().st_size
-    attempt.path.write_bytes(attempt.path.read_bytes()[: size - 96])  # step 4 was not recorded
+    # Neither step 4 nor the end was recorded.
+    attempt.path.write_bytes(attempt.path.read_bytes()[: size - 2 * 96])
     train(moved)
     assert details(moved)["journal"] == {"verdict": "nothing repeated", "num_steps": 0}
     assert not [one for one in messages.records if "repeated step" in one.message]
@@ -286,4 +299,27 @@ def test_a_worker_of_a_loader_has_no_handle_that_writes(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     (attempt,) = find_attempts(tmp_path / "journal")
-    assert [one.step for one in attempt.records()] == [1, 2, 3]
+    assert [one.step for one in attempt.records() if one.kind == STEP] == [1, 2, 3]
+
+
+def test_begin_end_and_the_cost_of_each_save_are_recorded_for_reports(tmp_path: Path) -> None:
+    before = time.time()
+    train(tmp_path, until=9)
+    (attempt,) = find_attempts(tmp_path / "journal")
+    records = attempt.records()
+    times = [one for one in records if one.kind in (BEGIN, END)]
+    assert [(one.kind, one.step) for one in times] == [(BEGIN, 1), (END, 9)]
+    costs = [SaveCost.of(one) for one in records if one.kind == SAVED]
+    assert [cost.step for cost in costs] == [4, 8]
+    assert all(0 < cost.blocked_seconds < 60 for cost in costs)
+    assert [cost.background_seconds for cost in costs] == [0, 0]
+    moments = [times[0].samples / 1e9, *(cost.time for cost in costs), times[1].samples / 1e9]
+    assert [before, *moments] == sorted([before, *moments])
+
+
+def test_a_background_save_is_recorded_with_the_time_of_the_one_before(tmp_path: Path) -> None:
+    train(tmp_path, async_save=True)
+    (attempt,) = find_attempts(tmp_path / "journal")
+    costs = [SaveCost.of(one) for one in attempt.records() if one.kind == SAVED]
+    assert [cost.step for cost in costs] == [4, 8, 12]
+    assert [cost.background_seconds > 0 for cost in costs] == [False, True, True]
