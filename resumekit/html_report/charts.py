@@ -63,6 +63,7 @@ class Chart:
         lines: without one that has a point, nothing is drawn.
         marks: events.
         has_dots: whether every point is drawn as a dot, too.
+        from_zero: whether the y axis begins at 0.
     """
 
     title: str
@@ -72,6 +73,7 @@ class Chart:
     lines: tuple[Line, ...]
     marks: tuple[Mark, ...] = ()
     has_dots: bool = False
+    from_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def drawn(chart: Chart) -> Drawing | None:
         return None
     x_range = _padded([x for x, _ in finite] + [mark.x for mark in chart.marks], margin=0.01)
     y_range = _padded([y for _, y in finite], margin=_MARGIN)
+    if chart.from_zero:
+        y_range = 0.0, y_range[1]
     scaled = [[_scaled(point, x_range, y_range) for point in points] for points in lines]
     data = {
         "x": x_range,

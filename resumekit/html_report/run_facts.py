@@ -10,22 +10,25 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from resumekit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from resumekit.html_report.charts import Point
 from resumekit.journal import (
+    BEGIN,
     DIRECTORY,
+    END,
     LOSS,
     SAVE,
+    SAVED,
     STEP,
     Attempt,
     Has,
     Header,
     Record,
+    SaveCost,
     compared,
     find_attempts,
 )
@@ -64,8 +67,13 @@ class AttemptFacts:
         losses: the loss by step.
         verdict: the comparison of the steps that it repeated; empty for a fresh start.
         is_different: whether a repeated step differs.
-        last_written: when its journal was written last, ISO 8601.
+        began: when it recorded its first step, in Unix seconds; None where that is not recorded.
+        last_written: when its journal was written last, in Unix seconds.
+        has_closed: whether the process closed the run; None where that is not recorded.
+        costs: what each save cost.
         num_lost_steps: the steps that the next attempt trained again; None for the newest attempt.
+        lost_seconds: the time after the save that the next attempt resumed from; None where that is
+            not recorded.
         num_missing_files: ranks without a journal file that can be read.
     """
 
@@ -77,8 +85,12 @@ class AttemptFacts:
     losses: tuple[Point, ...] = field(repr=False)
     verdict: str
     is_different: bool
-    last_written: str
+    began: float | None
+    last_written: float
+    has_closed: bool | None
+    costs: tuple[SaveCost, ...] = ()
     num_lost_steps: int | None = None
+    lost_seconds: float | None = None
     num_missing_files: int = 0
 
 
@@ -183,11 +195,15 @@ def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
         by_number.setdefault(each.header.number, []).append(each)
     first_ranks = [min(each, key=lambda file: file.header.rank) for each in by_number.values()]
     found: list[AttemptFacts] = []
+    costs: tuple[SaveCost, ...] = ()
     for index, attempt in enumerate(first_ranks):
         later = first_ranks[index + 1].header if index + 1 < len(first_ranks) else None
         num_missing = attempt.header.world_size - len(by_number[attempt.header.number])
         try:
             facts = _attempt(attempt, first_ranks[:index], later, num_missing)
+            costs += facts.costs
+            if later is not None:
+                facts = replace(facts, lost_seconds=_lost_seconds(facts, later, costs))
         except OSError as error:
             problems.append(f"{directory.name}/{attempt.path.name}: {error.strerror}")
         else:
@@ -208,6 +224,7 @@ def _attempt(
             comparison.add(record)
         verdict = str(comparison.verdict)
         is_different = comparison.verdict.word == "different"
+    times = {each.kind: each.samples / 1e9 for each in records if each.kind in (BEGIN, END)}
     lost = None
     if later is not None:
         resumed = later.resumed_step or 0
@@ -221,10 +238,23 @@ def _attempt(
         losses=tuple(_losses(records)),
         verdict=verdict,
         is_different=is_different,
-        last_written=_iso(attempt.path.stat().st_mtime),
+        began=times.get(BEGIN),
+        last_written=attempt.path.stat().st_mtime,
+        has_closed=END in times if BEGIN in times else None,
+        costs=tuple(SaveCost.of(each) for each in records if each.kind == SAVED),
         num_lost_steps=lost,
         num_missing_files=num_missing,
     )
+
+
+def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[SaveCost]) -> float | None:
+    """The time from the save that an attempt resumed from to the end of the one before."""
+    if later.resumed_step is None:
+        since = stopped.began
+    else:
+        times = [each.time for each in costs if each.step == later.resumed_step]
+        since = times[-1] if times else None
+    return None if since is None else max(stopped.last_written - since, 0.0)
 
 
 def _losses(records: Sequence[Record]) -> Iterator[Point]:
@@ -285,7 +315,3 @@ def _is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return bool(kind != fcntl.F_UNLCK)
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
 from typing import Any
 
 from resumekit.html_report.charts import Chart, Line, Mark, Point, drawn
 from resumekit.html_report.rendering import Headline, render
-from resumekit.html_report.run_facts import CheckpointFacts, RunFacts, changed_settings
+from resumekit.html_report.run_facts import (
+    AttemptFacts,
+    CheckpointFacts,
+    RunFacts,
+    changed_settings,
+)
+from resumekit.journal import SaveCost
 from resumekit.progress_display import human_bytes
 from resumekit.storage import Manifest
 
 
 def run_page(run: RunFacts) -> str:
     """The page as one HTML document."""
-    charts = [drawn(chart) for chart in (_loss_chart(run), _size_chart(run)) if chart.lines]
+    wanted = (_loss_chart(run), _cost_chart(run), _size_chart(run))
+    charts = [drawn(chart) for chart in wanted if chart.lines]
     return render(
         "run.html.j2",
         title=f"{run.directory.name}: report of a run",
@@ -24,6 +33,7 @@ def run_page(run: RunFacts) -> str:
         headline=headline(run),
         facts=_facts(run),
         charts=[chart for chart in charts if chart is not None],
+        has_loss=any(each.losses for each in run.attempts),
         attempts=[_attempt_row(run, index) for index in range(len(run.attempts))],
         resumes=list(_resumes(run)),
         capture=_capture(run.newest.manifest) if run.newest and run.newest.manifest else [],
@@ -71,19 +81,26 @@ def _judgement(run: RunFacts) -> str:
 
 def _facts(run: RunFacts) -> list[tuple[str, str]]:
     stops = run.attempts[:-1]
-    lost = [each.num_lost_steps or 0 for each in stops]
     last = [each.last_step for each in run.attempts if each.last_step is not None]
     ranks = list(dict.fromkeys(str(each.header.world_size) for each in run.attempts))
     facts = [
         ("Attempts", str(len(run.attempts))),
         ("Steps trained", str(max(last, default=0))),
-        ("Steps trained again", f"{sum(lost)} after {_count(len(stops), 'stop')}"),
+        ("Steps trained again", _lost_in_all(stops)),
         ("Ranks", " → ".join(ranks) or "-"),
         ("Checkpoints kept", f"{len(run.checkpoints)}, {human_bytes(_disk_bytes(run))}"),
     ]
     if run.is_running and run.owner:
         facts.append(("Running as", f"process {run.owner.pid} on {run.owner.host}"))
     return facts
+
+
+def _lost_in_all(stops: Sequence[AttemptFacts]) -> str:
+    steps = sum(each.num_lost_steps or 0 for each in stops)
+    seconds = [each.lost_seconds for each in stops if each.lost_seconds is not None]
+    is_known = stops and len(seconds) == len(stops)
+    time = f" ({sum(seconds):.1f} s)" if is_known else ""
+    return f"{steps}{time} after {_count(len(stops), 'stop')}"
 
 
 # ---------------------------------------------------------------- charts
@@ -123,6 +140,34 @@ def _repeated(run: RunFacts) -> Iterator[list[Point]]:
             yield [*points, (points[-1][0], math.nan)]
 
 
+def _cost_chart(run: RunFacts) -> Chart:
+    costs = [cost for each in run.attempts for cost in each.costs]
+    blocked = [(each.step, each.blocked_seconds * 1000) for each in sorted(costs, key=_step_of)]
+    background = [
+        # A record has the time of the background save before it, which is the earlier one.
+        (then.step, now.background_seconds * 1000)
+        for each in run.attempts
+        for then, now in pairwise(each.costs)
+        if now.background_seconds
+    ]
+    lines = [Line("training stood still", tuple(blocked))] if blocked else []
+    if background:
+        lines.append(Line("written in the background", tuple(sorted(background))))
+    return Chart(
+        "Cost of the saves",
+        "One point per save of the first rank.",
+        "step",
+        "ms",
+        tuple(lines),
+        has_dots=True,
+        from_zero=True,
+    )
+
+
+def _step_of(cost: SaveCost) -> int:
+    return cost.step
+
+
 def _size_chart(run: RunFacts) -> Chart:
     found = [
         (each.manifest.step, (each.num_bytes - each.num_shared_bytes) / 1e6)
@@ -138,6 +183,7 @@ def _size_chart(run: RunFacts) -> Chart:
         "MB",
         lines,
         has_dots=True,
+        from_zero=True,
     )
 
 
@@ -171,9 +217,10 @@ def _attempt_row(run: RunFacts, index: int) -> dict[str, Any]:
         "number": each.header.number,
         "began": "fresh start" if resumed is None else f"step {resumed}",
         "steps": steps,
-        "last_written": _time(each.last_written),
+        "began_at": "-" if each.began is None else _utc(each.began),
+        "last_written": _utc(each.last_written),
         "end": _end(run, index),
-        "lost": "-" if each.num_lost_steps is None else each.num_lost_steps,
+        "lost": _lost(each),
         "verdict": each.verdict or "-",
         "class": "bad" if each.is_different else "",
         "ranks": each.header.world_size,
@@ -185,15 +232,23 @@ def _attempt_row(run: RunFacts, index: int) -> dict[str, Any]:
 def _end(run: RunFacts, index: int) -> str:
     each = run.attempts[index]
     if index + 1 < len(run.attempts):
+        words = {None: "stopped", True: "ended by itself", False: "killed"}[each.has_closed]
         if each.num_lost_steps:
-            return f"stopped without a save after step {each.last_step}"
-        return "stopped right after a save"
+            return f"{words} after step {each.last_step}, not saved"
+        return f"{words} right after a save"
     if run.is_running:
         return "is running"
     newest = run.newest.manifest if run.newest else None
     if newest and newest.finished is not None and newest.attempt == each.header.attempt:
         return f"finished ({newest.finished})"
-    return "ended before the run was over"
+    return "killed" if each.has_closed is False else "ended before the run was over"
+
+
+def _lost(each: AttemptFacts) -> str:
+    if each.num_lost_steps is None:
+        return "-"
+    seconds = each.lost_seconds
+    return f"{each.num_lost_steps}" + ("" if seconds is None else f", {seconds:.1f} s")
 
 
 def _resumes(run: RunFacts) -> Iterator[ResumeRow]:
@@ -255,6 +310,10 @@ def _number(value: str) -> str:
 
 def _time(text: str) -> str:
     return text.replace("T", " ")[: len("2026-01-31 12:00:00")]
+
+
+def _utc(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
 def _count(number: int, what: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ class StopError(Exception):
     """Ends a launch without a save."""
 
 
-def _train(directory: Path, *, until: int = 0, seed: int = 0, with_loss: bool = True) -> None:
+def _train(
+    directory: Path, *, until: int = 0, seed: int = 0, with_loss: bool = True, kill: bool = False
+) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -36,6 +40,8 @@ def _train(directory: Path, *, until: int = 0, seed: int = 0, with_loss: bool = 
                 optimizer.step()
                 checkpointer.step(loss=loss if with_loss else None)
                 if checkpointer.progress.step == until:
+                    if kill:
+                        os.kill(os.getpid(), signal.SIGKILL)
                     raise StopError
     except StopError:
         pass

@@ -46,10 +46,42 @@ def test_a_finished_run_is_reported_with_each_stop_and_resume(stopped_twice: Pat
         (13, 24),
     ]
     text = text_of(run_page(run))
-    for fact in ("stopped without a save after step 7", "3 repeated steps: identical", "Resumes"):
+    for fact in (
+        "ended by itself after step 7, not saved",
+        "3 repeated steps: identical",
+        "Resumes",
+    ):
         assert fact in text
     assert "model exact" in text
     assert not run.problems
+
+
+def test_times_and_the_cost_of_each_save_are_reported(stopped_twice: Path) -> None:
+    run = read_run(stopped_twice)
+    assert [[cost.step for cost in each.costs] for each in run.attempts] == [
+        [4],
+        [8, 12],
+        [16, 20, 24],
+    ]
+    costs = [cost for each in run.attempts for cost in each.costs]
+    assert all(cost.blocked_seconds > 0 for cost in costs)
+    assert all(each.began and each.began <= each.last_written + 1 for each in run.attempts)
+    assert all(each.has_closed for each in run.attempts)
+    assert [each.lost_seconds is None for each in run.attempts] == [False, False, True]
+    text = text_of(run_page(run))
+    assert "Cost of the saves" in text
+    assert "training stood still" in text
+
+
+def test_a_killed_attempt_has_no_end(train: Train, tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        train(tmp_path, until=6, kill=True)
+    os.waitpid(child, 0)
+    train(tmp_path)
+    run = read_run(tmp_path)
+    assert [each.has_closed for each in run.attempts] == [False, True]
+    assert "killed after step 6, not saved" in text_of(run_page(run))
 
 
 def test_nothing_in_the_run_directory_is_changed(stopped_twice: Path) -> None:
