@@ -6,6 +6,7 @@ printed as one line. Each command imports what it needs, so ``--help`` does not 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,6 +136,17 @@ def prove(
         Path | None,
         typer.Option(metavar="DIR", help="Keep the files, logs and traces of every run here."),
     ] = None,
+    relaunch: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="The command after a kill, if it is another one; {latest} in it is the newest "
+            "file or directory named like a checkpoint.",
+        ),
+    ] = "",
+    digest_every: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Digest weights and states at every N-th step.")
+    ] = 1,
     timeout_seconds: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each launch.")
     ] = 3600.0,
@@ -153,6 +165,8 @@ def prove(
             inject=inject,
             json_path=json_path,
             keep=traces,
+            relaunch=shlex.split(relaunch),
+            digest_every=digest_every,
             timeout_seconds=timeout_seconds,
             on_event=lambda line: typer.echo(line, err=True),
         )

@@ -17,10 +17,12 @@ from resumekit.prove.kills import Kill, KillInstant
 from resumekit.prove.processes import Launch, prepared
 from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
+from resumekit.prove.stock_checkpoints import LATEST_PLACEHOLDER, stock_checkpoints, with_latest
 from resumekit.prove.trace_records import (
     TraceTail,
     launch_directory,
 )
+from resumekit.prove.workspaces import copy_workspace
 from resumekit.recorder import RecorderSettings
 from resumekit.tracing import (
     INJECT_VARIABLE,
@@ -42,12 +44,14 @@ class FinishedRun:
         launches: every launch, in order.
         failure: what the failing launch wrote last; empty when none failed.
         num_left_behind: processes that outlived a launch which ended by itself.
+        has_stock_checkpoints: whether the script saved by its own means.
     """
 
     trace: Path
     launches: tuple[LaunchSummary, ...]
     failure: str
     num_left_behind: int
+    has_stock_checkpoints: bool
 
     @property
     def records(self) -> Path:
@@ -68,6 +72,10 @@ class Plan:
         digest_every: the recorder digests states at every n-th step.
         reference: the uninterrupted run, once there is one.
         follows_records: whether steps are counted by the recorder, not by the script's trace.
+        relaunch: the command of every launch but the first, ``{latest}`` for the newest checkpoint
+            of the script; empty where it is the same.
+        workspace: the directory of which each run gets a copy to work in; None: none is needed.
+        awaits_checkpoint: whether random kills fall after the script's first checkpoint.
     """
 
     command: tuple[str, ...]
@@ -78,9 +86,55 @@ class Plan:
     digest_every: int = 1
     reference: FinishedRun | None = None
     follows_records: bool = False
+    relaunch: tuple[str, ...] = ()
+    workspace: Path | None = None
+    awaits_checkpoint: bool = False
 
     def __str__(self) -> str:
         return " ".join(self.command)
+
+
+@dataclass(frozen=True)
+class _Folders:
+    """The directories of one run.
+
+    Args:
+        directory: of the run.
+        since_ns: when the run began; what is older was copied (Unix time).
+    """
+
+    directory: Path
+    since_ns: int
+
+    @property
+    def files(self) -> Path:
+        """What ``{dir}`` stands for."""
+        return self.directory / "files"
+
+    @property
+    def work(self) -> Path:
+        """The copy of the working directory."""
+        return self.directory / "work"
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints of the script, oldest first."""
+        return stock_checkpoints([self.files, self.work], since_ns=self.since_ns)
+
+
+class _FirstCheckpoint:
+    """Knows when the script has saved: a step after its first checkpoint was seen."""
+
+    def __init__(self, folders: _Folders) -> None:
+        self._folders = folders
+        self._seen: int | None = None
+        self._looked_at: int | None = None
+
+    def is_saved(self, step: int) -> bool:
+        """Whether it was saved before this step, the newest one."""
+        if self._seen is None and step != self._looked_at:
+            self._looked_at = step
+            self._seen = step if self._folders.checkpoints() else None
+        return self._seen is not None and step > self._seen
 
 
 def execute(
@@ -100,16 +154,22 @@ def execute(
     """
     for name in ("files", "runs", "logs"):
         (directory / name).mkdir(parents=True)
+    folders = _Folders(directory, time.time_ns())
+    if plan.workspace is not None:
+        left_out = copy_workspace(plan.workspace, folders.work)
+        if left_out:
+            plan.on_event(f"links to other directories are not copied: {', '.join(left_out)}")
+    saved = _FirstCheckpoint(folders) if plan.awaits_checkpoint else None
     launches: list[LaunchSummary] = []
     for kill in (*kills, None):
         number = len(launches)
         began = time.monotonic()
         point = kill if isinstance(kill, KillPoint) else None
-        launch = _start(plan, directory, number, point, inject)
+        launch = _start(plan, folders, number, point, inject)
         followed = directory / ("records" if plan.follows_records else "trace")
         tail = TraceTail(launch_directory(followed, number))
         try:
-            was_killed, newest = _watch(plan, launch, tail, kill)
+            was_killed, newest = _watch(plan, launch, tail, kill, saved)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
             launch.kill()
             raise
@@ -122,7 +182,13 @@ def execute(
             continue
         plan.on_event(f"launch {number}: ended with status {status}, {seconds:.1f} s")
         failure = "" if status == 0 else f"exit status {status}: {launch.log_tail()}"
-        return FinishedRun(directory / "trace", tuple(launches), failure, launch.clean_up())
+        return FinishedRun(
+            trace=directory / "trace",
+            launches=tuple(launches),
+            failure=failure,
+            num_left_behind=launch.clean_up(),
+            has_stock_checkpoints=bool(folders.checkpoints()),
+        )
     raise AssertionError("the last launch is never killed")
 
 
@@ -140,8 +206,9 @@ def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
 
 
 def _start(
-    plan: Plan, directory: Path, number: int, point: KillPoint | None, inject: str | None
+    plan: Plan, folders: _Folders, number: int, point: KillPoint | None, inject: str | None
 ) -> Launch:
+    directory = folders.directory
     at = None if point is None else str(point)
     variables = {
         **os.environ,
@@ -154,18 +221,33 @@ def _start(
     environment = {name: text for name, text in variables.items() if text is not None}
     settings = _recorder_settings(plan, directory, number, at)
     launcher = launch_directory(directory / "launcher", number)
-    words = prepared(plan.command, world=plan.world, directory=directory / "files")
+    command = _relaunched(plan, folders, number) if number and plan.relaunch else plan.command
+    words = prepared(command, world=plan.world, directory=folders.files)
     try:
         return Launch(
             words,
             environment=recorded_environment(environment, launcher, settings),
             marker=TRACE_VARIABLE,
             log=directory / "logs" / f"launch-{number:05d}.txt",
+            directory=None if plan.workspace is None else folders.work,
         )
     except OSError as error:
         raise ConfigurationError(
             words[0], found=f"cannot be started ({error.strerror})", expected="a program"
         ) from error
+
+
+def _relaunched(plan: Plan, folders: _Folders, number: int) -> Sequence[str]:
+    """The command of a launch that resumes: the first one again where there is nothing yet."""
+    if not any(LATEST_PLACEHOLDER in word for word in plan.relaunch):
+        return plan.relaunch
+    checkpoints = folders.checkpoints()
+    if not checkpoints:
+        plan.on_event(f"launch {number}: no checkpoint yet, the first command again")
+        return plan.command
+    latest, count = checkpoints[-1], len(checkpoints)
+    plan.on_event(f"launch {number}: {{latest}} is {latest.name}, the newest of {count}")
+    return with_latest(plan.relaunch, latest)
 
 
 def _recorder_settings(
@@ -184,13 +266,13 @@ def _recorder_settings(
 
 
 def _watch(
-    plan: Plan, launch: Launch, tail: TraceTail, kill: Kill | None
+    plan: Plan, launch: Launch, tail: TraceTail, kill: Kill | None, saved: _FirstCheckpoint | None
 ) -> tuple[bool, int | None]:
     """Whether the launch was killed, and then its newest step; otherwise it ended by itself."""
     deadline = time.monotonic() + plan.timeout_seconds
     while launch.poll() is None:
         newest = tail.poll() if kill is not None else None
-        if isinstance(kill, KillInstant) and newest is not None and newest >= kill.step:
+        if isinstance(kill, KillInstant) and _is_due(kill, newest, saved):
             time.sleep(kill.fraction * plan.step_seconds)
             if launch.poll() is None:
                 launch.kill()
@@ -211,6 +293,12 @@ def _watch(
     # The process that came there killed itself; a launcher and other ranks may live on for a while.
     launch.kill()
     return True, newest
+
+
+def _is_due(kill: KillInstant, newest: int | None, saved: _FirstCheckpoint | None) -> bool:
+    if newest is None or newest < kill.step:
+        return False
+    return saved is None or saved.is_saved(newest)
 
 
 def _is_at(kill: Kill | None, tail: TraceTail) -> bool:

@@ -35,10 +35,17 @@ class Launch:
         environment: the whole environment of the command.
         marker: the variable in it whose value only the processes of this launch have.
         log: stdout and stderr together go to this file.
+        directory: the working directory; that of this process without it.
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], marker: str, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        marker: str,
+        log: Path,
+        directory: Path | None = None,
     ) -> None:
         self.log = log
         self._marker = f"{marker}={environment[marker]}"
@@ -46,6 +53,7 @@ class Launch:
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environment),
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

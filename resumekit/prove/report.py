@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial
+from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial, Verdict
 
 _STYLES = {
     Outcome.EXACT: "bold green",
@@ -33,6 +33,8 @@ def print_result(result: ProveResult, console: Console | None = None) -> None:
         console.print(_launch_table(trial))
         if trial.digests:
             console.print(_digest_table(result, trial))
+        if trial.verdict and len(trial.verdict.firsts) > 1:
+            console.print(_firsts_table(trial.verdict))
         _print_verdict(result, trial, console)
     injected = [trial for trial in result.trials if trial.injected is not None]
     if injected:
@@ -70,6 +72,14 @@ def _digest_table(result: ProveResult, trial: Trial) -> Table:
     return table
 
 
+def _firsts_table(verdict: Verdict) -> Table:
+    """Where each component differs first: what comes first is the likely cause."""
+    table = Table("differs", "launch", "rank", "first at step", "in")
+    for one in verdict.firsts:
+        table.add_row(one.component, str(one.launch), str(one.rank), str(one.step), Text(one.leaf))
+    return table
+
+
 def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
     if trial.num_kills < result.num_kills_asked:
         console.print(
@@ -81,6 +91,8 @@ def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
             f"Processes that outlived the command and were killed: {trial.num_left_behind}.",
             style="yellow",
         )
+    for note in trial.verdict.notes if trial.verdict else ():
+        console.print(f"{note}.", style="yellow")
     text = f"{trial.verdict}" if trial.verdict else "FAILED: nothing was traced"
     if trial.outcome is Outcome.FAILED:
         text = f"FAILED: a launch after a kill failed, {trial.failure}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
+
+# In the names of leaves.
+_GENERATORS = frozenset({"rng", "python", "numpy", "torch", "cuda"})
 
 # The component that a divergence names when steps are missing or a run did not resume.
 RUN = "run"
@@ -118,8 +122,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.divergence is None:
             equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
-            # A generator that nobody draws from has the state that its process started with.
-            names = ", ".join(name for name in self.own_values if not name.startswith("rng"))
+            names = ", ".join(name for name in self.own_values if not _is_generator(name))
             return f"{equal} (each run has its own constant {names})" if names else equal
         if not self.is_reproducible:
             return (
@@ -138,6 +141,11 @@ def describe(value: Any) -> str:
         return f"{float.fromhex(value):.9g} = {value}"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _is_generator(name: str) -> bool:
+    """Whether a constant value is the state of a generator that nobody draws from."""
+    return not _GENERATORS.isdisjoint(re.split(r"[^a-z]+", name))
 
 
 def _short(text: str) -> str:

@@ -27,6 +27,7 @@ from resumekit.prove.recording import failure_of_recorder, read_records
 from resumekit.prove.result import ProveResult
 from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, records_of, steps_of
 from resumekit.prove.trials import Judge, forgiven
+from resumekit.prove.workspaces import workspace_of
 
 EVERY_COMPONENT = "all"
 
@@ -47,6 +48,8 @@ def prove(
     inject: str | None = None,
     json_path: Path | None = None,
     keep: Path | None = None,
+    relaunch: Sequence[str] = (),
+    digest_every: int = 1,
     timeout_seconds: float = 3600.0,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> ProveResult:
@@ -54,8 +57,9 @@ def prove(
 
     Runs the command once uninterrupted, and once with every process killed by SIGKILL, at random
     instants or at chosen points, and launched again with the same words; then compares the two
-    traces. The command's own run directories are not touched: a ``Checkpointer`` is relocated, and
-    a script of its own puts ``{dir}`` where it writes to.
+    traces and what a recorder saw of each step. The command's own run directories are not touched:
+    a ``Checkpointer`` is relocated, another script puts ``{dir}`` where it writes to, and without
+    it each run works in a copy of the working directory.
 
     Args:
         command: program and arguments, e.g. ``["python", "train.py"]``.
@@ -71,6 +75,9 @@ def prove(
         json_path: where to write the whole answer as JSON.
         keep: an absent or empty directory that keeps files, logs and traces of every run; without
             it they are removed.
+        relaunch: the command of each launch after a kill, if it is another one; ``{latest}`` in it
+            is the newest file or directory that is named like a checkpoint.
+        digest_every: the recorder digests states at every n-th step only.
         timeout_seconds: the longest that one launch may take.
         on_event: called with one line whenever something happened.
 
@@ -90,11 +97,22 @@ def prove(
             expected="1 or more",
             remedy="A run that nobody kills shows nothing about a resume",
         )
+    if digest_every < 1:
+        raise ConfigurationError("digest_every", found=str(digest_every), expected="1 or more")
     if inject is not None:
         num_kills = _KILLS_WITH_INJECTION
     if not points and seed is None:
         seed = _SEED
-    plan = Plan(tuple(command), world, timeout_seconds, 0.0, on_event)
+    plan = Plan(
+        tuple(command),
+        world,
+        timeout_seconds,
+        step_seconds=0.0,
+        on_event=on_event,
+        digest_every=digest_every,
+        relaunch=tuple(relaunch),
+        workspace=workspace_of([*command, *relaunch], Path.cwd()) if command else None,
+    )
     with _workplace(keep) as directory:
         on_event("the run that nobody kills")
         reference = execute_uninterrupted(plan, directory / "reference")
@@ -105,6 +123,7 @@ def prove(
             step_seconds=_step_seconds(attempts),
             reference=reference,
             follows_records=follows_records,
+            awaits_checkpoint=first_saved(attempts) is None and reference.has_stock_checkpoints,
         )
         chosen: Sequence[Kill] = points
         if points:
