@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -49,6 +54,7 @@ def _only_eager(hook: Any) -> Any:
 
 
 def _listen_to_models(recorder: Recorder) -> None:
+    register_module_parameter_registration_hook(lambda module, *_: recorder.saw_module(module))
     depth = threading.local()
 
     def enter(module: Any, inputs: Any) -> None:
@@ -62,6 +68,9 @@ def _listen_to_models(recorder: Recorder) -> None:
             recorder.saw_batch([inputs, keywords])
 
     register_module_forward_pre_hook(_only_eager(enter))
+    # torch 2.13 _dynamo/eval_frame.py warns that a hook is called for the wrapper, too: ours counts
+    # the outermost call only.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are")
     # Only the hook after forward sees keyword arguments; called after an exception, too.
     register_module_forward_hook(_only_eager(leave), with_kwargs=True, always_call=True)
 

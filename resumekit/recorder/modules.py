@@ -7,10 +7,12 @@ no hook shows it. Looking at the live objects runs no code of theirs.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,6 +35,12 @@ class Modules:
         self._optimizers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
         self._num_scans = 0
+        # Deterministic scripts make their models in one order, which names those of one class.
+        self._created: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+    def saw_module(self, module: nn.Module) -> None:
+        """A module gets a parameter."""
+        self._created.setdefault(module, len(self._created))
 
     def scan_if_due(self, step: int) -> None:
         """Looks for objects again: at the first steps of a process, and now and then.
@@ -56,7 +64,7 @@ class Modules:
         """
         trained = set(map(id, parameters))
         for optimizer in _live(self._optimizers):
-            trained.update(id(p) for group in optimizer.param_groups for p in group["params"])
+            trained.update(map(id, _parameters_of(optimizer)))
         models = self._models()
         components = _of_trained([model for model in models if model.has_any(trained)])
         others: dict[str, list[Leaves]] = {}
@@ -71,6 +79,25 @@ class Modules:
             scale = scalers[0].state_dict()
             components["grad_scaler"] = {name: repr(value) for name, value in scale.items()}
         return components, _names([model for model in models if model.has_any(trained)])
+
+    def number_of(self, optimizer: Any, names: Mapping[int, str]) -> int:
+        """The number of an optimizer, by the first of its parameters in the order of the models.
+
+        Not by who steps first: a relaunched process may begin with another one.
+
+        Args:
+            optimizer: the one that steps.
+            names: of the trained parameters by ``id``, in the order of the models.
+        """
+        positions = {parameter: index for index, parameter in enumerate(names)}
+
+        def first(one: Any) -> int:
+            found = (positions.get(id(each), sys.maxsize) for each in _parameters_of(one))
+            return min(found, default=sys.maxsize)
+
+        # A wrapper has the parameters, and so the number, of what it wraps.
+        firsts = {first(each) for each in (*_live(self._optimizers), optimizer)}
+        return sorted(firsts).index(first(optimizer))
 
     def _scan(self) -> None:
         # isinstance() would ask objects for their __class__, which runs code of lazy modules.
@@ -92,16 +119,21 @@ class Modules:
             mine = {name: each for name, each in parameters if id(each) not in seen}
             buffers = {k: v for k, v in root.named_buffers() if id(v) not in seen}
             seen.update(map(id, [*mine.values(), *buffers.values()]))
-            models.append(_Model(type(root).__name__, mine, _digests(mine), _digests(buffers)))
-        # Where two have one class and size, what they contain decides.
+            created = min(map(self._order_of, root.modules()))
+            kind = type(root).__name__
+            models.append(_Model(kind, created, mine, _digests(mine), _digests(buffers)))
         return sorted(models, key=lambda model: model.order)
+
+    def _order_of(self, module: nn.Module) -> int:
+        return self._created.get(module, sys.maxsize)  # a deep copy registers nothing
 
 
 @dataclass(frozen=True)
 class _Model:
-    """One outermost module: its class, and what no larger one has."""
+    """One outermost module: its class, when it was made, and what no larger one has."""
 
     kind: str
+    created: int
     parameters: dict[str, torch.Tensor]
     digests: Leaves
     buffers: Leaves
@@ -110,8 +142,9 @@ class _Model:
         return any(id(each) in parameters for each in self.parameters.values())
 
     @property
-    def order(self) -> tuple[int, str, str]:
-        return -len(self.digests), self.kind, combined(self.digests.values())
+    def order(self) -> tuple[int, int, str, str]:
+        # Of two copies with one class and size, what they contain decides.
+        return self.created, -len(self.digests), self.kind, combined(self.digests.values())
 
 
 def _prefixes(models: Sequence[_Model]) -> list[str]:
@@ -142,6 +175,11 @@ def _names(models: Sequence[_Model]) -> dict[int, str]:
         for prefix, model in zip(_prefixes(models), models, strict=True)
         for name, parameter in model.parameters.items()
     }
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    groups = getattr(optimizer, "param_groups", [])  # absent before its __init__ has run
+    return [each for group in groups for each in group["params"]]
 
 
 def _refs(alive: Iterable[Any], kind: type) -> list[weakref.ref[Any]]:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -37,6 +36,7 @@ class Recorder:
 
     def __init__(self, settings: RecorderSettings) -> None:
         self._settings = settings
+        self._modules = Modules()
         self._reset()
 
     def _reset(self) -> None:
@@ -45,14 +45,16 @@ class Recorder:
         self._step = 0  # the last one that was recorded, counted over the whole run
         self._before: Position | None = None
         self._running: list[int] = []  # ids of optimizers inside their step, wrappers first
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._modules = Modules()
         self._losses: list[str] = []
         self._batches: list[str] = []
         self._is_rest = False  # a resume inside an accumulation window repeats the rest of it
         self._is_off = False
 
     # ------------------------------------------------------------------ what the hooks see
+
+    def saw_module(self, module: torch.nn.Module) -> None:
+        """A module gets a parameter."""
+        self._modules.saw_module(module)
 
     def saw_loss(self, tensors: Any) -> None:
         """``backward`` is called on these."""
@@ -110,7 +112,6 @@ class Recorder:
         if before is None or trace is None:
             return
         self._step += 1
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
         losses, self._losses = self._losses, []
         batches, self._batches = self._batches, []
         record: dict[str, Any] = {
@@ -126,15 +127,16 @@ class Recorder:
         if self._is_rest:
             record["is_rest"], self._is_rest = True, False
         if (self._step - 1) % self._settings.digest_every == 0:
-            record["components"] = self._components(optimizer, number)
+            record["components"] = self._components(optimizer)
         trace.write(record)
 
-    def _components(self, optimizer: Any, number: int) -> dict[str, dict[str, str]]:
+    def _components(self, optimizer: Any) -> dict[str, dict[str, str]]:
         self._modules.scan_if_due(self._step)
         components, names = self._modules.components(parameters_of(optimizer))
         loose = parameter_digests(optimizer, names)
         if loose:
             components.setdefault("parameters", {}).update(loose)
+        number = self._modules.number_of(optimizer, names)
         key = f"optimizer/{number}" if number else "optimizer"
         components[key] = state_digests(optimizer, names)
         return components
@@ -143,7 +145,7 @@ class Recorder:
         """Runs it; what it raises is recorded instead of reaching the script."""
         if os.getpid() != self._pid:  # a forked child has hooks, too, and a run of its own
             self._reset()
-        if self._is_off:
+        if self._is_off or _is_capturing():
             return
         try:
             with torch.no_grad():
@@ -154,6 +156,12 @@ class Recorder:
             if self._trace is None:
                 self._trace = Trace(Path(self._settings.directory), rank=_rank())
             self._trace.write({"kind": "failed", "step": self._step, "text": text})
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: reading a value would end it."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no hints
+    return is_used and torch.cuda.is_current_stream_capturing()
 
 
 def _loss(tensor: Any) -> str:

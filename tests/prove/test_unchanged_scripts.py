@@ -64,3 +64,20 @@ def test_weights_that_start_again_are_an_outcome_of_their_own(forgotten: str) ->
     trial = judged("--forget", forgotten)
     assert trial.outcome is Outcome.RESTARTED
     assert "WEIGHTS RESTARTED: launch 1" in str(trial.verdict)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_of_two_optimizers_the_forgotten_one_is_named(is_forgotten: bool) -> None:
+    """They step in turn, so that the relaunched process begins with the second one."""
+    command = [sys.executable, str(SCRIPT.with_name("two_optimizers.py")), "{dir}"]
+    if is_forgotten:
+        command.append("--forget")
+    (trial,) = prove(command, at=("step:20",), timeout_seconds=120).trials
+    assert trial.verdict is not None
+    assert [resume.step for resume in trial.verdict.resumes] == [15]
+    if not is_forgotten:
+        assert trial.outcome is Outcome.EXACT, str(trial.verdict)
+        return
+    firsts = [(one.component, one.step) for one in trial.verdict.firsts]
+    assert firsts[:2] == [("optimizer/1", 16), ("parameters", 16)]
