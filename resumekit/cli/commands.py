@@ -147,6 +147,14 @@ def prove(
     digest_every: Annotated[
         int, typer.Option(min=1, metavar="N", help="Digest weights and states at every N-th step.")
     ] = 1,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RELATIVE",
+            help="Accept losses that differ by this much, and do not compare weights; for "
+            "operations that do not repeat.",
+        ),
+    ] = None,
     timeout_seconds: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each launch.")
     ] = 3600.0,
@@ -167,6 +175,7 @@ def prove(
             keep=traces,
             relaunch=shlex.split(relaunch),
             digest_every=digest_every,
+            tolerance=tolerance,
             timeout_seconds=timeout_seconds,
             on_event=lambda line: typer.echo(line, err=True),
         )

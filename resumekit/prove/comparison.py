@@ -52,6 +52,7 @@ def compare(
     *,
     expect_resume: bool = True,
     last_launch: int | None = None,
+    tolerance: float | None = None,
 ) -> Verdict:
     """The verdict on a run that was killed and resumed, against one that was never killed.
 
@@ -62,6 +63,8 @@ def compare(
             killed it.
         last_launch: the number of the last launch of the candidate: it is to blame when something
             was never done. Without it, that is the last one that traced anything.
+        tolerance: the largest relative difference of a loss or another value, for operations that
+            do not repeat; states are then not compared.
 
     Raises:
         TraceError: one of the traces is missing or damaged.
@@ -73,7 +76,7 @@ def compare(
     own_values: dict[str, None] = {}
     for rank, attempts in expected.items():
         judged = found.get(rank, ())
-        truth = _Truth(attempts, judged)
+        truth = _Truth(attempts, judged, tolerance)
         own_values.update(dict.fromkeys(truth.own_values()))
         divergences += _execution_divergences(truth, rank, judged, firsts)
         divergences += _missing_parts(truth.run, rank, judged, last_launch)
@@ -92,6 +95,7 @@ def compare(
         own_values=tuple(own_values),
         firsts=tuple(firsts.values()),
         notes=tuple(_notes(found)),
+        tolerance=tolerance,
     )
 
 
@@ -146,7 +150,13 @@ def _with_ordinals(attempt: Attempt) -> Iterator[tuple[Record, int]]:
 class _Truth:
     """What one rank of the judged run must have done."""
 
-    def __init__(self, reference: tuple[Attempt, ...], candidate: tuple[Attempt, ...]) -> None:
+    def __init__(
+        self,
+        reference: tuple[Attempt, ...],
+        candidate: tuple[Attempt, ...],
+        tolerance: float | None,
+    ) -> None:
+        self._tolerance = tolerance
         self.run = _logical_run(reference)
         self._idle_generators = idle_generators(reference)
         constant = constant_leaves(reference)
@@ -160,7 +170,12 @@ class _Truth:
             expected = self.run.steps.get((record.step, ordinal))
             if expected is None:
                 return [Difference(RUN, "", "trained", "no such step")]
-            return step_differences(record, expected, idle_generators=self._idle_generators)
+            return step_differences(
+                record,
+                expected,
+                idle_generators=self._idle_generators,
+                tolerance=self._tolerance,
+            )
         if record.kind == END:
             end = self.run.end
             if end is None or end.step != record.step:
@@ -169,7 +184,7 @@ class _Truth:
             return self._state_differences(record, end)
         if record.kind == ORIGIN and record.fields["by"] == "nothing":
             return [Difference(RUN, WEIGHTS, "weights of no step of this run", "those of a step")]
-        if record.kind not in STATE_KINDS:
+        if record.kind not in STATE_KINDS or self._tolerance is not None:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
@@ -199,6 +214,8 @@ class _Truth:
         self._own_checkpoints.update({record.micro_step: record for record in saved})
 
     def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
+        if self._tolerance is not None:
+            return []
         return state_differences(record, with_own_values(expected, self._own_values))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import isclose
 from typing import Any, TypeVar
 
 import xxhash
@@ -70,7 +71,11 @@ def state_differences(
 
 
 def step_differences(
-    found: Record, expected: Record, *, idle_generators: frozenset[str] = frozenset()
+    found: Record,
+    expected: Record,
+    *,
+    idle_generators: frozenset[str] = frozenset(),
+    tolerance: float | None = None,
 ) -> list[Difference]:
     """What differs between two executions of one step.
 
@@ -82,13 +87,17 @@ def step_differences(
         found: the execution that is judged.
         expected: the one of the reference.
         idle_generators: random number generators that the run never draws from.
+        tolerance: the largest relative difference of a value; states are then not compared, as of
+            a digest nothing is known but whether it is equal.
     """
     inputs = [
         *_data(found, expected),
         *_lr(found, expected),
         *_rng(found, expected, idle_generators),
     ]
-    values = list(_values(found, expected))
+    values = list(_values(found, expected, tolerance))
+    if tolerance is not None:
+        return [*inputs, *values]
     return [*inputs, *state_differences(found, expected, model_last=not values), *values]
 
 
@@ -116,13 +125,21 @@ def _rng(found: Record, expected: Record, idle: frozenset[str]) -> Iterator[Diff
     return _first("rng", drawn_from(found), drawn_from(expected))
 
 
-def _values(found: Record, expected: Record) -> Iterator[Difference]:
+def _values(found: Record, expected: Record, tolerance: float | None) -> Iterator[Difference]:
     now, then = found.fields.get("values", {}), expected.fields.get("values", {})
     if found.fields.get("is_rest") and len(now) < len(then):
         then = dict(zip(now, [*then.values()][-len(now) :], strict=True)) if now else {}
     for name in dict.fromkeys([*then, *now]):
-        if now.get(name, _NOTHING) != then.get(name, _NOTHING):
+        a, b = now.get(name, _NOTHING), then.get(name, _NOTHING)
+        if a != b and not (tolerance is not None and _is_close(a, b, tolerance)):
             yield Difference(name, "", missing(now, name), missing(then, name))
+
+
+def _is_close(found: Any, expected: Any, tolerance: float) -> bool:
+    try:
+        return isclose(float.fromhex(found), float.fromhex(expected), rel_tol=tolerance)
+    except (TypeError, ValueError):  # not numbers
+        return False
 
 
 def _first(

@@ -75,6 +75,7 @@ class Plan:
         relaunch: the command of every launch but the first, ``{latest}`` for the newest checkpoint
             of the script; empty where it is the same.
         workspace: the directory of which each run gets a copy to work in; None: none is needed.
+        tolerance: the relative difference that values may have; None: none.
         awaits_checkpoint: whether random kills fall after the script's first checkpoint.
     """
 
@@ -88,6 +89,7 @@ class Plan:
     follows_records: bool = False
     relaunch: tuple[str, ...] = ()
     workspace: Path | None = None
+    tolerance: float | None = None
     awaits_checkpoint: bool = False
 
     def __str__(self) -> str:

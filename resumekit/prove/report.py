@@ -10,6 +10,7 @@ from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial, V
 
 _STYLES = {
     Outcome.EXACT: "bold green",
+    Outcome.WITHIN_TOLERANCE: "yellow",
     Outcome.CAUGHT: "green",
     Outcome.NO_EFFECT: "yellow",
 }

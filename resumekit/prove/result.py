@@ -78,7 +78,8 @@ class Verdict:
     """Whether a run that was killed and resumed is, bit for bit, the run that never was.
 
     Args:
-        exact: every execution of every step, every state and the end are equal.
+        exact: every execution of every step, every state and the end are equal; under a tolerance
+            what it lets through is not a difference.
         divergence: the first difference; None when exact.
         num_steps: steps of the reference run.
         num_ranks: ranks of the reference run.
@@ -88,6 +89,7 @@ class Verdict:
             drawn from.
         firsts: the first divergence of each component, in the order in which they were found.
         notes: what a reader must know of how launches were aligned.
+        tolerance: the relative difference that values may have; None: every bit is compared.
     """
 
     exact: bool
@@ -98,6 +100,7 @@ class Verdict:
     own_values: tuple[str, ...] = ()
     firsts: tuple[Divergence, ...] = ()
     notes: tuple[str, ...] = ()
+    tolerance: float | None = None
 
     @property
     def num_resumes(self) -> int:
@@ -121,7 +124,10 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.divergence is None:
-            equal = f"EXACT: {self.num_steps} steps, {self.num_resumes} resumes, every bit equal"
+            done = f"{self.num_steps} steps, {self.num_resumes} resumes"
+            if self.tolerance is not None:
+                return f"EQUAL WITHIN {self.tolerance:g}: {done}; weights are not compared"
+            equal = f"EXACT: {done}, every bit equal"
             names = ", ".join(name for name in self.own_values if not _is_generator(name))
             return f"{equal} (each run has its own constant {names})" if names else equal
         if not self.is_reproducible:
@@ -132,7 +138,8 @@ class Verdict:
         if self.is_restart:
             found = f"launch {self.divergence.launch}, rank {self.divergence.rank}"
             return f"WEIGHTS RESTARTED: {found}: {self.divergence.found}"
-        return f"DIVERGED: {self.divergence}"
+        within = "" if self.tolerance is None else f" (tolerance of values {self.tolerance:g})"
+        return f"DIVERGED{within}: {self.divergence}"
 
 
 def describe(value: Any) -> str:
@@ -163,6 +170,7 @@ class Outcome(str, Enum):
     """The answer of one trial."""
 
     EXACT = "exact"  # the killed run is the uninterrupted one
+    WITHIN_TOLERANCE = "within the tolerance"  # the same, but for small differences of values
     DIVERGED = "diverged"  # it is not
     RESTARTED = "weights restarted"  # a relaunch did not continue from the run's weights
     NOT_REPRODUCIBLE = "not reproducible"  # the two differ before the first kill
@@ -173,7 +181,7 @@ class Outcome(str, Enum):
     NO_EFFECT = "no effect"  # the same, and it never held anything but its first state
 
 
-_GOOD = frozenset({Outcome.EXACT, Outcome.CAUGHT, Outcome.NO_EFFECT})
+_GOOD = frozenset({Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.CAUGHT, Outcome.NO_EFFECT})
 
 
 @dataclass(frozen=True)

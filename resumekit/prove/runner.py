@@ -50,6 +50,7 @@ def prove(
     keep: Path | None = None,
     relaunch: Sequence[str] = (),
     digest_every: int = 1,
+    tolerance: float | None = None,
     timeout_seconds: float = 3600.0,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> ProveResult:
@@ -78,6 +79,8 @@ def prove(
         relaunch: the command of each launch after a kill, if it is another one; ``{latest}`` in it
             is the newest file or directory that is named like a checkpoint.
         digest_every: the recorder digests states at every n-th step only.
+        tolerance: the largest relative difference of a loss, for operations that do not repeat;
+            states are then not compared. It is stated in the verdict.
         timeout_seconds: the longest that one launch may take.
         on_event: called with one line whenever something happened.
 
@@ -97,6 +100,10 @@ def prove(
             expected="1 or more",
             remedy="A run that nobody kills shows nothing about a resume",
         )
+    if tolerance is not None and (tolerance <= 0 or inject is not None):
+        raise ConfigurationError(
+            "tolerance", found=str(tolerance), expected="more than 0, and no injection"
+        )
     if digest_every < 1:
         raise ConfigurationError("digest_every", found=str(digest_every), expected="1 or more")
     if inject is not None:
@@ -110,6 +117,7 @@ def prove(
         step_seconds=0.0,
         on_event=on_event,
         digest_every=digest_every,
+        tolerance=tolerance,
         relaunch=tuple(relaunch),
         workspace=workspace_of([*command, *relaunch], Path.cwd()) if command else None,
     )

@@ -57,7 +57,7 @@ class Judge:
             digests=self._digests(run) if verdict else {},
             recorded=recorded,
         )
-        if trial.outcome in (Outcome.EXACT, Outcome.MISSED):
+        if trial.outcome in (Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.MISSED):
             self._require_kills(num_kills)
         self.plan.on_event(trial.outcome.value)
         return trial
@@ -96,7 +96,11 @@ class Judge:
         last_launch = run.launches[-1].number
         try:
             return compare(
-                reference, candidate, expect_resume=expect_resume, last_launch=last_launch
+                reference,
+                candidate,
+                expect_resume=expect_resume,
+                last_launch=last_launch,
+                tolerance=self.plan.tolerance,
             )
         except TraceError:
             return None  # every launch failed before it could write anything
@@ -120,7 +124,9 @@ def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Ou
         return Outcome.RESTARTED
     if component is not None:
         return Outcome.MISSED
-    return Outcome.EXACT if divergence is None else Outcome.DIVERGED
+    if divergence is not None:
+        return Outcome.DIVERGED
+    return Outcome.EXACT if verdict.tolerance is None else Outcome.WITHIN_TOLERANCE
 
 
 def forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:

@@ -434,3 +434,29 @@ def test_the_tail_follows_a_trace_that_is_being_written(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('p":3,"time_ns":1}\n')
     assert tail.poll() == 3
+
+
+# ---------------------------------------------------------------------------------- a tolerance
+
+
+@pytest.mark.parametrize(("factor", "is_within"), [(1 + 1e-7, True), (1 + 1e-3, False)])
+def test_a_tolerance_accepts_small_differences_of_values_and_is_stated(
+    reference: Path, tmp_path: Path, factor: float, is_within: bool
+) -> None:
+    relaunch = good_relaunch()
+    relaunch[2] = step(6, values={"loss": float(factor / 6).hex()})
+    relaunch[4] = state("end", 6, model={"0.weight": "other"})
+    candidate = killed_then(tmp_path, *relaunch)
+    assert not compare(reference, candidate).exact
+    verdict = compare(reference, candidate, tolerance=1e-6)
+    assert verdict.exact == is_within
+    assert ("EQUAL WITHIN 1e-06: 6 steps" in str(verdict)) == is_within
+    assert ("DIVERGED (tolerance of values 1e-06): step 6" in str(verdict)) != is_within
+
+
+def test_a_tolerance_does_not_accept_another_batch(reference: Path, tmp_path: Path) -> None:
+    relaunch = good_relaunch()
+    relaunch[1] = step(5, samples=[5, 7])
+    verdict = compare(reference, killed_then(tmp_path, *relaunch), tolerance=0.5)
+    assert verdict.divergence is not None
+    assert verdict.divergence.component == "data"
