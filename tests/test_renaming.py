@@ -199,6 +199,50 @@ def test_another_value_would_be_seen(tmp_path: Path) -> None:
     assert before.losses + after.losses != whole.losses
 
 
+def test_each_model_of_several_has_its_own_change(tmp_path: Path) -> None:
+    def resumed(directory: str, *makes: Callable[[], nn.Module]) -> list[Any]:
+        torch.manual_seed(0)
+        models = dict(zip(("first", "second"), (make() for make in makes), strict=True))
+        parameters = [p for model in models.values() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        options: dict[str, Any] = {"model": models, "optimizer": optimizer}
+        with Checkpointer(tmp_path / directory, **options) as checkpointer:
+            checkpointer.resume()
+            for _ in range(3):
+                sum(model(torch.ones(4, 3)).sum() for model in models.values()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            checkpointer.save()
+        return [p.tolist() for p in parameters]
+
+    resumed("a", as_net, as_model)
+    resumed("b", as_net, as_model)
+    assert resumed("a", as_net, as_model) == resumed("b", as_peft, as_net)
+
+
+def test_frozen_tensors_follow_out_of_their_own_file(tmp_path: Path) -> None:
+    def make(*, is_wrapped: bool, is_changed: bool = False) -> tuple[nn.Module, Checkpointer]:
+        torch.manual_seed(is_changed)
+        net = nn.Sequential(nn.Linear(1100, 1000, bias=False), nn.Linear(1000, 2))
+        net[0].requires_grad_(False)
+        model = Around(model=net) if is_wrapped else net
+        optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        return net, Checkpointer(tmp_path, model=model, optimizer=optimizer, keep_latest=3)
+
+    saved, checkpointer = make(is_wrapped=True)
+    with checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    for is_wrapped in (False, True):
+        found, checkpointer = make(is_wrapped=is_wrapped, is_changed=True)
+        with checkpointer:
+            checkpointer.resume()
+            checkpointer.save()
+        values = zip(saved.parameters(), found.parameters(), strict=True)
+        assert all(torch.equal(then, now) for then, now in values)
+    assert len(list(tmp_path.glob("step-*/*/*.frozen.safetensors"))) == 1
+
+
 # ---------------------------------------------------------------- a mapping
 
 

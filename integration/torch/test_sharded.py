@@ -12,9 +12,9 @@ import pytest
 from preloads import TORCH
 from sharded_workloads import drift, take_over, train
 
-from resumekit.prove import compare
+from resumekit.prove import CHECKPOINT, compare, read_trace
 from resumekit.serialization.layouts import Layout
-from resumekit.testing import Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH
 
@@ -157,6 +157,33 @@ def test_another_layout_takes_the_same_bits_over_under_other_names(kit: Kit, cha
         where = f"{before['layout']} -> {after['layout']}"
         assert after["resumed"], where
         assert after["state_found"] == before["state_saved"], where
+
+
+@pytest.mark.quick("None")
+@pytest.mark.parametrize("inject", [None, "optimizer"])
+def test_ddp_continues_exactly_inside_another_class(kit: Kit, inject: str | None) -> None:
+    options = {"layout": "ddp", "dropout": 0.1, "batch_norm": True}
+    whole = kit.run_uninterrupted(Cell(train, options, 3))
+    run = kit.run_again(kit.new_run(Cell(train, options, 3), inject=inject), kill=KillPoint.step(4))
+    cell = Cell(train, {**options, "layout": "wrapped ddp"}, 3)
+    run = kit.run_again(replace(run, cell=cell))
+    assert not run.failure, run.failure
+    found, expected = digests(run), digests(whole)
+    assert len(expected) == 4
+    assert (found == expected) == (inject is None)
+    log = (run.directory / "launch-00001-rank-00000.log").read_text()
+    assert "parameter names: * -> model.*" in log
+    assert "gradient_buckets" not in log  # as where they are not restored
+
+
+def digests(run: Run) -> dict[int, list[str]]:
+    """The digests of the model's tensors at each save, without their names."""
+    return {
+        record.step: sorted(record.components["model"].values())
+        for attempt in read_trace(run.trace)[0]
+        for record in attempt.records
+        if record.kind == CHECKPOINT
+    }
 
 
 def test_each_rank_writes_its_share_and_stock_tools_read_it(kit: Kit) -> None:

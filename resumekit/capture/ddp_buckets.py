@@ -131,12 +131,16 @@ class GradientBuckets(ComponentState):
         return {name: state for name, state in found.items() if state}
 
     def renamed(self, state: Any, renaming: Renaming) -> Any:
-        """Names in a DDP module are relative to it: only those of one around the model change."""
-        whole = state.get("") if isinstance(state, Mapping) else None
-        if not isinstance(whole, Mapping) or _BUCKETS not in whole:
+        """Of one DDP module, there and here; the names of parameters are relative to it."""
+        if len(state) != 1 or len(self._wrappers) != 1:
             return state
-        buckets = [renaming.listed(names) for names in whole[_BUCKETS]]
-        return {**state, "": {**whole, _BUCKETS: buckets}}
+        ((then, saved),), (now,) = state.items(), self._wrappers
+        old, new = (f"{name}." if name else "" for name in (then, now))
+        buckets = [
+            [name.removeprefix(new) for name in renaming.listed(old + each for each in names)]
+            for names in saved.get(_BUCKETS, ())
+        ]
+        return {now: {**saved, _BUCKETS: buckets} if buckets else saved}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Keeps the state until ``after_resume``, which is collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.ddp_buckets import GradientBuckets, bucket_components
-from resumekit.state import Fidelity, StateComponent
+from resumekit.capture.naming import clean_names
+from resumekit.state import Fidelity, StateComponent, common_prefix_change
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,30 @@ def test_a_new_module_learns_the_order_and_changes_nothing_else() -> None:
     assert torch.equal(random_state, torch.get_rng_state())
     iterate(resumed, 2)
     assert component.state_dict() == state
+
+
+@pytest.mark.parametrize("has_prefix_now", [True, False])
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_names_follow_a_module_into_another_class(
+    *, has_prefix_now: bool, is_outside: bool
+) -> None:
+    def made(*, has_prefix: bool) -> nn.Module:
+        if has_prefix:
+            inner = Layers() if is_outside else wrapped()
+            holder = nn.Sequential(OrderedDict(model=inner))
+            return wrapped(holder) if is_outside else holder
+        return wrapped()
+
+    interrupted, resumed = (made(has_prefix=each) for each in (not has_prefix_now, has_prefix_now))
+    iterate(interrupted, 3)
+    names, live = (clean_names(each, each.state_dict()).values() for each in (interrupted, resumed))
+    renaming = common_prefix_change(list(names), list(live))
+    assert renaming is not None
+    component = buckets_of(resumed)
+    component.load_state_dict(component.renamed(buckets_of(interrupted).state_dict(), renaming))
+    assert component.after_resume() == ()
+    order = [name for each in component.state_dict().values() for name in each["buckets"][0]]
+    assert [name.removeprefix("model.").split(".")[0] for name in order[:2]] == ["last", "last"]
 
 
 def test_the_order_of_the_first_iteration_is_known_before_the_second_begins() -> None:
