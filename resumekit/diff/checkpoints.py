@@ -18,6 +18,8 @@ from resumekit.serialization import leaves_of
 from resumekit.state import Slot, common_prefix_change
 from resumekit.storage import ComponentRecord, StepReader
 
+_Names = Mapping[str, str]
+
 _ABSENT = "-"  # a setting that a run does not have
 
 
@@ -45,12 +47,10 @@ def compare_checkpoints(
         raise ConfigurationError(
             "component", found=", ".join(components), expected=f"one of {', '.join(known)}"
         )
-    prefixes = _find_prefixes(first, second)
+    prefixes, renamed = _match_names(first, second)
     sides = [
-        {key: Side(step, record, prefix) for key, record in records.items()}
-        for step, records, prefix in zip(
-            (first, second), (mine, theirs), prefixes or ("", ""), strict=True
-        )
+        {key: Side(step, record, names) for key, record in _records(step).items()}
+        for step, names in zip((first, second), renamed, strict=True)
     ]
     return CheckpointDifference(
         _described(first),
@@ -80,16 +80,26 @@ def _component(
     return compare_component(first[key], second[key])
 
 
-def _find_prefixes(first: StepReader, second: StepReader) -> tuple[str, str] | None:
-    """The prefixes of the first model whose parameters have other names in both checkpoints."""
+def _match_names(
+    first: StepReader, second: StepReader
+) -> tuple[tuple[str, str] | None, tuple[_Names, _Names]]:
+    """The prefixes of the first model whose parameters have other names in both checkpoints.
+
+    Returns:
+        The prefixes, None if there are none; and the parameters' names without them on each side.
+    """
     mine, theirs = _records(first), _records(second)
-    for key in mine.keys() & theirs.keys():
+    for key in (key for key in mine if key in theirs):
         if key.partition("/")[0] == Slot.MODEL.value:
-            names = _kinds(Side(first, mine[key])), _kinds(Side(second, theirs[key]))
-            found = changed_prefixes(*names)
-            if found is not None:
-                return found
-    return None
+            sides = _kinds(Side(first, mine[key])), _kinds(Side(second, theirs[key]))
+            prefixes = changed_prefixes(*sides)
+            if prefixes is not None:
+                one, other = (
+                    {name: name.removeprefix(prefix) for name in names}
+                    for names, prefix in zip(sides, prefixes, strict=True)
+                )
+                return prefixes, (one, other)
+    return None, ({}, {})
 
 
 def changed_prefixes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from resumekit.capture import merge_states, merged_optimizers
@@ -27,12 +27,12 @@ class Side:
     Args:
         step: the checkpoint.
         record: of the component.
-        prefix: of the parameter names, which is left out.
+        renamed: other names of parameters.
     """
 
     step: StepReader
     record: ComponentRecord
-    prefix: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def writers(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class Side:
             f"rank {writer}: {name}" if writer else name: leaf
             for writer in self.writers
             if writer in writers
-            for name, leaf in named_leaves(self._state(writer), self.prefix).items()
+            for name, leaf in named_leaves(self._state(writer), self.renamed).items()
         }
 
 

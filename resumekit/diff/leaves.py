@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.serialization import StatePath, StoredState, StoredTensor, leaves_of, state_digest
+from resumekit.serialization import (
+    StatePath,
+    StoredState,
+    StoredTensor,
+    UniqueNames,
+    leaves_of,
+    state_digest,
+)
 
 _MAX_CHARACTERS = 40
 _ARRAYS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "c8", "c16", "b1"})
@@ -17,36 +26,31 @@ _ARRAYS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "c8", "c16"
 Leaves = dict[str, Any]  # a StoredTensor, a Tensor with its values, or a plain value
 
 
-def named_leaves(stored: StoredState, prefix: str = "") -> Leaves:
+def named_leaves(stored: StoredState, renamed: Mapping[str, str] = MappingProxyType({})) -> Leaves:
     """The leaves of a state by the dotted name of their path.
 
     Args:
         stored: the state.
-        prefix: of the parameter names, which is left out: of keys, and of strings in the state
-            that are such names (the parameters of a param group).
+        renamed: other names of parameters. They replace keys, and strings that are such names (the
+            parameters of a param group).
     """
     leaves: Leaves = {}
+    names = UniqueNames()  # a key with a dot may look like two keys
     for path, leaf in leaves_of(stored.state):
-        name = _name(path, prefix)
-        if isinstance(leaf, str) and prefix:
-            leaf = leaf.removeprefix(prefix)
-        leaves[name] = stored.tensors.get(id(leaf), leaf)
-    return {name: _as_tensor(leaf) for name, leaf in leaves.items()}
+        if isinstance(leaf, str):
+            leaf = renamed.get(leaf, leaf)
+        name = names.take(_renamed(path, renamed).name or "value")
+        leaves[name] = _as_tensor(stored.tensors.get(id(leaf), leaf))
+    return leaves
 
 
-def _name(path: StatePath, prefix: str) -> str:
-    if prefix:
-        path = _without(path, prefix)
-    return path.name or "value"
-
-
-def _without(path: StatePath, prefix: str) -> StatePath:
-    if path.parent is None:
+def _renamed(path: StatePath, renamed: Mapping[str, str]) -> StatePath:
+    if not renamed or path.parent is None:
         return path
     part = path.part
     if path.kind == "key" and isinstance(part, str):
-        part = part.removeprefix(prefix)
-    return StatePath(part, path.kind, _without(path.parent, prefix))
+        part = renamed.get(part, part)
+    return StatePath(part, path.kind, _renamed(path.parent, renamed))
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -34,7 +34,7 @@ from resumekit.serialization.sharding import (
     part_like,
     sharded_like,
 )
-from resumekit.serialization.state_paths import StatePath
+from resumekit.serialization.state_paths import StatePath, UniqueNames
 from resumekit.serialization.streaming import StoredState, StoredTensor, open_state, read_boxes
 from resumekit.serialization.tensors import Leaf, buffers_of
 from resumekit.serialization.writing import (
@@ -68,6 +68,7 @@ __all__ = [
     "StatePath",
     "StoredState",
     "StoredTensor",
+    "UniqueNames",
     "arrange",
     "assign",
     "buffers_of",

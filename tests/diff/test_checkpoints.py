@@ -221,6 +221,23 @@ def test_names_that_differ_by_a_prefix_are_matched(checkpoints: Any) -> None:
     assert compare_checkpoints(*(checkpoints.whole(states("")) for _ in "ab")).prefixes is None
 
 
+def test_only_names_of_parameters_lose_their_prefix(checkpoints: Any) -> None:
+    first = {"model": {"m.a": torch.ones(1)}, "extras": {"m.b": 1, "path": "m.c"}}
+    second = {"model": {"a": torch.ones(1)}, "extras": {"b": 1, "path": "c"}}
+    found = compare_checkpoints(checkpoints.whole(first), checkpoints.whole(second))
+    assert found.prefixes == ("m.", "")
+    extras = component(found, "extras")
+    assert (extras.only_first, extras.only_second) == (("m.b",), ("b",))
+    assert [each.name for each in extras.values] == ["path"]
+
+
+def test_names_that_look_alike_are_not_mixed_up(checkpoints: Any) -> None:
+    states = [{"a.b": 1, "a": {"b": 2}}, {"a.b": 9, "a": {"b": 2}}]
+    sides = [checkpoints.whole({"extras": state}) for state in states]
+    (difference,) = component(compare_checkpoints(*sides), "extras").values
+    assert (difference.name, difference.first, difference.second) == ("a.b", "1", "9")
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
