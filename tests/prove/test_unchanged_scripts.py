@@ -81,3 +81,20 @@ def test_of_two_optimizers_the_forgotten_one_is_named(is_forgotten: bool) -> Non
         return
     firsts = [(one.component, one.step) for one in trial.verdict.firsts]
     assert firsts[:2] == [("optimizer/1", 16), ("parameters", 16)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_every_rank_of_a_sharded_model_is_compared(kind: str, is_forgotten: bool) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("wrapped_training.py")), "{dir}", kind]
+    if is_forgotten:
+        command.append("--forget")
+    (trial,) = prove(command, at=("step:8",), world=2, timeout_seconds=120).trials
+    assert trial.verdict is not None
+    assert trial.verdict.num_ranks == 2
+    assert [resume.step for resume in trial.verdict.resumes] == [5]
+    assert (trial.outcome is Outcome.EXACT) == (not is_forgotten), str(trial.verdict)
+    if is_forgotten:
+        firsts = {one.component: one.step for one in trial.verdict.firsts}
+        assert (firsts["optimizer"], firsts["parameters"]) == (6, 6)
