@@ -37,6 +37,7 @@ class Cause(str, Enum):
     EPOCH_RESTARTED = "epoch restarted"
     SAMPLES_REPEATED = "samples repeated"
     SAMPLES_SKIPPED = "samples skipped"
+    EPOCH_ORDER = "order of another epoch"
     BATCH_ORDER = "order inside the batch changed"
     BATCH_SIZE = "batch size changed"
     ORDER_RESHUFFLED = "order reshuffled"
@@ -204,6 +205,8 @@ def _of_data(case: Case) -> tuple[Cause, str]:
         return Cause.DATA_RESTARTED, evidence
     if first_of_epoch is not None and first_of_epoch + done in steps:
         return Cause.EPOCH_RESTARTED, evidence
+    if _is_same_batch_of_another_epoch(case, step):
+        return Cause.EPOCH_ORDER, evidence
     return (Cause.SAMPLES_REPEATED if step < now else Cause.SAMPLES_SKIPPED), evidence
 
 
@@ -215,6 +218,14 @@ def _of_unknown_batch(case: Case, found: str | None, expected: str | None) -> tu
     if len(now) != len(then):
         return Cause.BATCH_SIZE, f"{len(now)} samples instead of {len(then)}."
     return Cause.ORDER_RESHUFFLED, "The reference run never had this batch."
+
+
+def _is_same_batch_of_another_epoch(case: Case, step: int) -> bool:
+    used = case.history.moments.get((True, step, 0))
+    then = {} if used is None else used.parts.get(DATA, {})
+    now = case.expected.parts.get(DATA, {})
+    has_position = "batch" in now and "epoch" in now
+    return has_position and then.get("batch") == now["batch"] and then.get("epoch") != now["epoch"]
 
 
 def _first_step_of_epoch(history: History, expected: Moment) -> int | None:

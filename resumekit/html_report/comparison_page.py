@@ -19,7 +19,7 @@ from resumekit.html_report.recordings import STEP, Recording, losses, of_trace
 from resumekit.html_report.rendering import Headline, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial, read_trace
 
-_LONG_DIGEST = 24
+_DIGEST_LETTERS = 16  # the shortest digest in a trace
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,7 @@ def _short(text: str) -> str:
     """A digest cut to what a reader compares, a float as a decimal, a list cut."""
     if text.lstrip("-").startswith("0x"):
         return f"{float.fromhex(text):.9g}"
-    if len(text) >= _LONG_DIGEST and all(letter in "0123456789abcdef" for letter in text):
+    text = text.removeprefix("digest ")
+    if len(text) >= _DIGEST_LETTERS and all(letter in "0123456789abcdef" for letter in text):
         return f"{text[:8]}…"
     return text if len(text) <= 40 else f"{text[:36]}…"

@@ -99,7 +99,7 @@ class RunFacts:
     """What a run directory records.
 
     Args:
-        directory: the run directory.
+        directory: the run directory, as it was given.
         checkpoints: all step directories, newest first.
         attempts: all launches with a journal, oldest first.
         quarantined: the names of damaged checkpoints that a resume has moved away.
@@ -140,7 +140,7 @@ def read_run(directory: Path) -> RunFacts:
     problems += [f"{each.name}: {each.problem}" for each in checkpoints if each.problem]
     owner = _owner(directory, problems)
     return RunFacts(
-        directory=store.directory,
+        directory=directory,
         checkpoints=checkpoints,
         attempts=_attempts(directory / DIRECTORY, problems),
         quarantined=tuple(store.quarantined()),

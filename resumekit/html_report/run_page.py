@@ -28,7 +28,7 @@ def run_page(run: RunFacts) -> str:
     charts = [drawn(chart) for chart in wanted if chart.lines]
     return render(
         "run.html.j2",
-        title=f"{run.directory.name}: report of a run",
+        title=f"{run.directory.resolve().name}: report of a run",
         directory=str(run.directory),
         headline=headline(run),
         facts=_facts(run),

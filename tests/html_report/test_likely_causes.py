@@ -237,6 +237,7 @@ OF_STEPS: dict[str, tuple[Fault, str, Cause]] = {
     "repeated": (behind, "data", Cause.SAMPLES_REPEATED),
     "skipped": (skip, "data", Cause.SAMPLES_SKIPPED),
     "order": (change(order_seed=99), "data", Cause.ORDER_RESHUFFLED),
+    "order of the epoch before": (change(order_seed=6), "data", Cause.EPOCH_ORDER),
     "batch size": (change(batch_size=1), "data", Cause.BATCH_SIZE),
     "rng": (take("rng"), "rng", Cause.RNG_RESTARTED),
     "older rng": (take_older("rng"), "rng", Cause.RNG_BEHIND),
