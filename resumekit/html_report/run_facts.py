@@ -142,7 +142,7 @@ def read_run(directory: Path) -> RunFacts:
     return RunFacts(
         directory=directory,
         checkpoints=checkpoints,
-        attempts=_attempts(directory / DIRECTORY, problems),
+        attempts=of_all_ranks(_attempts(directory / DIRECTORY, problems), checkpoints),
         quarantined=tuple(store.quarantined()),
         owner=owner,
         is_running=_is_locked(directory / ".lock"),
@@ -209,6 +209,30 @@ def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
         else:
             found.append(facts)
     return tuple(found)
+
+
+def of_all_ranks(
+    attempts: Sequence[AttemptFacts], checkpoints: Sequence[CheckpointFacts]
+) -> tuple[AttemptFacts, ...]:
+    """The attempts, with the verdict of another rank where that is a difference.
+
+    Args:
+        attempts: as their first rank recorded them.
+        checkpoints: newest first; their manifests have the worst verdict of all ranks.
+    """
+    words: dict[str, Mapping[str, Any]] = {}
+    for manifest in (each.manifest for each in checkpoints):
+        found = manifest.details.get("journal") if manifest else None
+        if manifest and isinstance(found, Mapping):
+            words.setdefault(manifest.attempt, found)
+    return tuple(_with_verdict(each, words.get(each.header.attempt, {})) for each in attempts)
+
+
+def _with_verdict(attempt: AttemptFacts, found: Mapping[str, Any]) -> AttemptFacts:
+    if attempt.is_different or found.get("verdict") != "different":
+        return attempt
+    text = f"{found.get('num_steps')} repeated steps: different ({found.get('reason', '')})"
+    return replace(attempt, verdict=text, is_different=True)
 
 
 def _attempt(

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from resumekit.cli import main
 from resumekit.html_report import read_run, run_page
+from resumekit.html_report.run_facts import of_all_ranks
 from resumekit.html_report.run_page import headline
 from resumekit.storage import Store
 
@@ -100,6 +102,18 @@ def test_a_different_resume_is_the_headline(
     assert headline(run).tone == "bad"
     assert headline(run).text == "Attempt 2 did not repeat the steps exactly"
     assert "step 6: loss" in headline(run).detail
+
+
+def test_a_difference_on_another_rank_is_taken_from_the_manifests(stopped_twice: Path) -> None:
+    run = read_run(stopped_twice)
+    newest = run.checkpoints[0]
+    assert newest.manifest
+    details = {"journal": {"verdict": "different", "num_steps": 2, "reason": "rank 1, step 14"}}
+    changed = replace(newest, manifest=replace(newest.manifest, details=details))
+    attempts = of_all_ranks(run.attempts, (changed, *run.checkpoints[1:]))
+    assert [each.is_different for each in attempts] == [False, False, True]
+    assert attempts[2].verdict == "2 repeated steps: different (rank 1, step 14)"
+    assert of_all_ranks(run.attempts, run.checkpoints) == run.attempts
 
 
 def test_a_stopped_run_is_resumable_and_a_used_one_is_running(train: Train, tmp_path: Path) -> None:

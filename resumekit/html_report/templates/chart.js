@@ -115,6 +115,17 @@
       return view[0] + part * (view[1] - view[0]);
     }
 
+    // Long lines are thinned, each on its own: the point of another line may be a little apart.
+    function nearestOf(line, x) {
+      const reach = Math.max(0.5, (view[1] - view[0]) / 200);
+      const distance = (point) => Math.abs(point[0] - x);
+      let best = null;
+      for (const point of line.points) {
+        if (distance(point) <= reach && (!best || distance(point) < distance(best))) best = point;
+      }
+      return best;
+    }
+
     function describe(x) {
       let nearest = null;
       for (const line of data.lines) {
@@ -124,7 +135,7 @@
       }
       const found = [];
       for (const line of data.lines) {
-        const point = line.points.find(([at]) => at === nearest);
+        const point = nearestOf(line, nearest);
         if (point && point[1] !== null) found.push(`${line.name}: ${number(point[1])}`);
       }
       cursor.setAttribute("x1", pixel(nearest));
