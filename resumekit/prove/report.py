@@ -43,7 +43,7 @@ def print_result(result: ProveResult, console: Console | None = None) -> None:
 
 
 def _launch_table(trial: Trial) -> Table:
-    table = Table("launch", "went on after step", "steps done again", "ended", "seconds")
+    table = Table("launch", "resumed from step", "repeated steps", "ended", "seconds")
     resumes = {one.launch: one for one in trial.verdict.resumes} if trial.verdict else {}
     for launch in trial.launches:
         resume = resumes.get(launch.number)
