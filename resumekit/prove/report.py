@@ -92,6 +92,9 @@ def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
             f"Processes that outlived the command and were killed: {trial.num_left_behind}.",
             style="yellow",
         )
+    if trial.recorder_failure:
+        line = f"The recorder stopped, and what it saw is not compared: {trial.recorder_failure}"
+        console.print(Text(line, style="yellow"))
     for note in trial.verdict.notes if trial.verdict else ():
         console.print(f"{note}.", style="yellow")
     text = f"{trial.verdict}" if trial.verdict else "FAILED: nothing was traced"

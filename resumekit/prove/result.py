@@ -223,7 +223,8 @@ class Trial:
         launches: every launch, in order.
         num_left_behind: processes that outlived a launch which ended by itself; they were killed.
         digests: one digest per component of the last state, by name.
-        recorded: the comparison of what the recorder saw; None when it saw no step.
+        recorded: the comparison of what the recorder saw; None when it saw no step, or failed.
+        recorder_failure: why the recorder stopped; empty when it did not.
     """
 
     injected: str | None
@@ -234,6 +235,7 @@ class Trial:
     num_left_behind: int
     digests: Mapping[str, str]
     recorded: Verdict | None = None
+    recorder_failure: str = ""
 
     @property
     def num_kills(self) -> int:

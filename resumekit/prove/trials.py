@@ -44,7 +44,11 @@ class Judge:
         traced = None
         if not self.plan.follows_records:
             traced = self._verdict(self.reference.trace, run.trace, run, num_kills > 0)
-        recorded = None if component else self._recorded(run, num_kills)
+        failures = map(failure_of_recorder, (self.reference.records, run.records))
+        recorder_failure = next(filter(None, failures), "")
+        recorded = None
+        if component is None and not recorder_failure:
+            recorded = self._recorded(run, num_kills)
         # The script's trace names its steps and states; the recorder sees more of them.
         verdict = traced if traced is not None and not _is_outdone(traced, recorded) else recorded
         trial = Trial(
@@ -56,6 +60,7 @@ class Judge:
             num_left_behind=run.num_left_behind,
             digests=self._digests(run) if verdict else {},
             recorded=recorded,
+            recorder_failure=recorder_failure,
         )
         if trial.outcome in (Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.MISSED):
             self._require_kills(num_kills)
@@ -84,8 +89,6 @@ class Judge:
         return last_digests(read_trace(trace).get(0, ()), excluded=self.constant)
 
     def _recorded(self, run: FinishedRun, num_kills: int) -> Verdict | None:
-        if any(map(failure_of_recorder, (self.reference.records, run.records))):
-            return None
         # A traced run may have resumed after its last step, of which the recorder sees nothing.
         expect_resume = self.plan.follows_records and num_kills > 0
         return self._verdict(self.reference.records, run.records, run, expect_resume)

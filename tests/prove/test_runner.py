@@ -76,6 +76,16 @@ def test_a_script_that_forgets_its_optimizer_is_reported() -> None:
     assert "optimizer: state[0].momentum_buffer differs" in text_of(result)
 
 
+@pytest.mark.full  # three imports of torch
+def test_a_recorder_that_stops_is_named_and_the_trace_alone_decides() -> None:
+    """An optimizer whose learning rate is no number steps once; the recorder cannot read it."""
+    result = prove([*PLAIN, "--odd-optimizer"], kills=1, seed=1)
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.EXACT, text_of(result)
+    assert trial.recorded is None
+    assert "The recorder stopped, and what it saw is not compared: ValueError" in text_of(result)
+
+
 # ----------------------------------------------------------------------------- kills and answers
 
 

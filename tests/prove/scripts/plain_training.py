@@ -20,6 +20,16 @@ import resumekit
 NUM_SAMPLES, BATCH_SIZE = 48, 8
 
 
+class OddOptimizer(torch.optim.Optimizer):
+    """Its learning rate is no number."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.ones(1))], {"lr": "high"})
+
+    def step(self, closure: Any = None) -> Any:
+        """Changes nothing."""
+
+
 def train(
     directory: str,
     *,
@@ -111,10 +121,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--wrong", default="")
+    parser.add_argument("--odd-optimizer", action="store_true")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause-seconds", type=float, default=0.02)
     args = parser.parse_args()
     Path(args.directory).mkdir(parents=True, exist_ok=True)
+    if args.odd_optimizer:
+        OddOptimizer().step()
     train(
         args.directory,
         wrong=args.wrong,
