@@ -168,8 +168,10 @@ def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
         for each in modules:
             yield from each.parameters(recurse=False)
         return
-    named = dict(module.named_parameters(remove_duplicate=False))
+    # First: a hook of FSDP2 registers the sharded parameters again, which are the optimizer's. A
+    # forward pass without gradients leaves the whole ones of the root registered.
     state = _state_of(stateful)
+    named = dict(module.named_parameters(remove_duplicate=False))
     if named.keys() - state.keys():  # the names differ, or the state leaves some out
         clean = clean_names(module, named)
         named = {raw: each for raw, each in named.items() if clean[raw] in state or raw in state}

@@ -18,6 +18,7 @@ from resumekit import Checkpointer
 from resumekit.capture import (
     ModelState,
     OptimizerState,
+    parameter_components,
     rank_buffer_components,
     require_gradients,
     state_components,
@@ -69,6 +70,17 @@ def on_meta(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: on_meta(value) for key, value in state.items()}
     return [on_meta(value) for value in state] if isinstance(state, list) else state
+
+
+def test_after_an_evaluation_the_optimizer_still_trains_parameters_of_the_model() -> None:
+    model = sharded()
+    optimizer = stepped(model)
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    whole = set(map(id, model.parameters()))
+    assert not whole & {id(each) for group in optimizer.param_groups for each in group["params"]}
+    components = state_components(model=model, optimizer=optimizer)
+    assert parameter_components(components) == ()
 
 
 def test_the_names_are_those_of_get_state_dict() -> None:
