@@ -43,7 +43,7 @@ _STRATEGIES = (
 )
 
 # lightning 2.6 tuner/lr_finder.py, tuner/batch_size_scaling.py: checkpoints that tuners restore.
-_OF_TUNERS = (".lr_find_", ".scale_batch_size_")
+OF_TUNERS = (".lr_find_", ".scale_batch_size_")
 
 
 class ResumeCallback(Callback):
@@ -76,7 +76,8 @@ class ResumeCallback(Callback):
             "generators": checked_names("generators", generators),
             **options,
         }
-        self._make_checkpointer = partial(Checkpointer, run_directory(directory), **given)
+        self.directory = run_directory(directory)
+        self._make_checkpointer = partial(Checkpointer, self.directory, **given)
         self._ema = ema
         self._checkpointer: Checkpointer | None = None  # during a fit
         self._loop: FrameworkLoop | None = None
@@ -247,7 +248,7 @@ def check_path(path: Any) -> None:
     Raises:
         ConfigurationError: it does.
     """
-    is_tuners = path is not None and Path(path).name.startswith(_OF_TUNERS)
+    is_tuners = path is not None and Path(path).name.startswith(OF_TUNERS)
     why = "a run is resumed from its own directory only"
     refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
 

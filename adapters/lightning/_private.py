@@ -83,6 +83,14 @@ _OF_TRAINER = (
     ),
 )
 
+# Of the Trainer: reads the checkpoint of ckpt_path; replaced where a callback is attached.
+RESUME_START = _name(
+    "_checkpoint_connector.resume_start",
+    "trainer/connectors/checkpoint_connector.py _CheckpointConnector",
+    ("checkpoint_path",),
+    is_written=True,
+)
+
 # Of a source; replaced on the object.
 DATALOADER = _name(
     "dataloader", "trainer/connectors/data_connector.py _DataLoaderSource", (), is_written=True

@@ -230,7 +230,7 @@ def check_resume_argument(resume_from_checkpoint: Any, directory: Path, args: An
     if path.resolve() == directory.resolve() or str(path).lower() == "true":
         return
     steps = _steps_in(directory)
-    if saves_by_itself(args) and steps and path == _newest(args.output_dir):
+    if saves_by_itself(args) and steps and path == newest_checkpoint(args.output_dir):
         return
     found = "a checkpoint that is not of this run"
     remedy = (
@@ -259,7 +259,7 @@ def ignored_checkpoint(output_dir: str, step: int, directory: Path) -> str | Non
         step: the step that the run resumes from.
         directory: the run directory.
     """
-    newest = _newest(output_dir)
+    newest = newest_checkpoint(output_dir)
     if newest is None or _number(newest) <= step:
         return None
     return (
@@ -272,7 +272,7 @@ def _steps_in(directory: Path) -> list[StepName]:
     return Store(directory).step_names() if directory.is_dir() else []
 
 
-def _newest(output_dir: str) -> Path | None:
+def newest_checkpoint(output_dir: str) -> Path | None:
     """The newest of the Trainer's own checkpoints, or None."""
     folders = Path(output_dir).glob("checkpoint-*")
     return max((each for each in folders if _number(each)), key=_number, default=None)

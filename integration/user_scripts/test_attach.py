@@ -1,0 +1,221 @@
+"""Scripts that know nothing of resumekit train with an attached callback, and resume exactly.
+
+They are compared by the files that they write themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resumekit.attach import AttachSettings, attached_environment, run_directories
+from resumekit.storage import Store
+
+SCRIPTS = Path(__file__).with_name("official")
+TRAINER = "trainer_classification.py"
+LIGHTNING = "lightning_digits.py"
+SAVE_EVERY, KILL_AT_READ = 5, 8 * 13 + 1  # batches of 8: steps 1 to 13 were trained
+
+
+class Job:
+    """A script, launched again and again with the same files.
+
+    Args:
+        directory: of all its files.
+        script: its name.
+        *options: of the script.
+        attached: whether callbacks are attached.
+        kill_at_read: the read of the data that kills the first launch.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        script: str,
+        *options: str,
+        attached: bool = True,
+        kill_at_read: int | None = None,
+    ) -> None:
+        self.out, self.run = directory / "out", directory / "run"
+        self.private = directory / "launcher"
+        self._command = [
+            *(sys.executable, str(SCRIPTS / script)),
+            *("--output_dir", str(self.out), *options),
+        ]
+        self._attached = attached
+        self._kill = {}
+        if kill_at_read is not None:
+            self._kill = {"KILL_AT_READ": str(kill_at_read), "KILL_ONCE": str(directory / "killed")}
+
+    def launch(self, *options: str, expected: int = 0, **variables: str) -> str:
+        """What one launch writes, after it has ended with this status."""
+        environment: Mapping[str, str] = {**os.environ, **self._kill, **variables}
+        if self._attached:
+            settings = AttachSettings(str(self.run), SAVE_EVERY)
+            environment = attached_environment(environment, self.private, settings)
+        done = subprocess.run(
+            [*self._command, *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == expected, done.stdout[-3000:]
+        return done.stdout
+
+    def results(self) -> dict[str, Any]:
+        """Losses and weights, from the script's files."""
+        if (self.out / "losses.jsonl").is_file():
+            lines = (self.out / "losses.jsonl").read_text().splitlines()
+            losses = dict(json.loads(line) for line in lines)  # of repeated steps, the last ones
+        else:
+            log = json.loads((self.out / "trainer_state.json").read_text())["log_history"]
+            losses = {each["step"]: each["loss"] for each in log if "loss" in each}
+        files = sorted([*self.out.glob("*.pt"), *self.out.glob("*.safetensors")])
+        return {"losses": losses, **{path.name: contents_of(path) for path in files}}
+
+
+def contents_of(path: Path) -> Any:
+    """The bytes of the tensors in a file."""
+    if path.suffix == ".safetensors":
+        return path.read_bytes()
+    state = torch.load(path, weights_only=True)
+    return {name: value.numpy().tobytes() for name, value in state.items()}
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of a script that trains alone, by its name; each is run once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def results_of(script: str, *options: str) -> dict[str, Any]:
+        if script not in known:
+            job = Job(tmp_path_factory.mktemp("alone"), script, *options, attached=False)
+            job.launch()
+            known[script] = job.results()
+        return known[script]
+
+    return results_of
+
+
+@pytest.mark.parametrize("script", [TRAINER, pytest.param(LIGHTNING, marks=pytest.mark.full)])
+def test_an_unchanged_script_resumes_exactly(
+    tmp_path: Path, uninterrupted: Any, script: str
+) -> None:
+    job = Job(tmp_path, script, kill_at_read=KILL_AT_READ)
+    job.launch(expected=-signal.SIGKILL)
+    output = job.launch()
+    assert "(step 10) is not read" in output  # both have saved step 10
+    assert "resuming at step 10 from" in output
+    assert run_directories(job.private) == {job.run}
+    found, expected = job.results(), uninterrupted(script)
+    assert len(expected["losses"]) == 20
+    assert found == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [TRAINER, LIGHTNING])
+def test_without_a_callback_the_same_kill_changes_the_results(
+    tmp_path: Path, uninterrupted: Any, script: str
+) -> None:
+    job = Job(tmp_path, script, attached=False, kill_at_read=KILL_AT_READ)
+    job.launch(expected=-signal.SIGKILL)
+    job.launch()
+    assert job.results().keys() == uninterrupted(script).keys()
+    assert job.results() != uninterrupted(script)
+
+
+@pytest.mark.full
+def test_both_packages_of_lightning_are_attached(tmp_path: Path, uninterrupted: Any) -> None:
+    package = ("--package", "pytorch_lightning")
+    job = Job(tmp_path, LIGHTNING, *package, kill_at_read=KILL_AT_READ)
+    job.launch(expected=-signal.SIGKILL)
+    assert "resuming at step 10 from" in job.launch()
+    assert job.results() == uninterrupted(LIGHTNING)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "option"), [(TRAINER, "--only_evaluate"), (LIGHTNING, "--only_validate")]
+)
+def test_a_trainer_that_only_evaluates_gets_no_directory(
+    tmp_path: Path, script: str, option: str
+) -> None:
+    job = Job(tmp_path, script, option)
+    job.launch()
+    assert not job.run.exists()
+    assert run_directories(job.private) == set()
+
+
+@pytest.mark.full
+def test_the_second_trainer_of_a_process_has_a_directory_in_that_of_the_first(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path, TRAINER, "--second_training")
+    output = job.launch()
+    assert run_directories(job.private) == {job.run, job.run / "trainer-2"}
+    assert [Store(each).step_names()[0].step for each in (job.run, job.run / "trainer-2")] == [
+        20,
+        20,
+    ]
+    assert "not those of a run" not in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "argument", "name"),
+    [
+        (TRAINER, "--resume_from_checkpoint", "checkpoint-20"),
+        (LIGHTNING, "--ckpt_path", "own/last.ckpt"),
+    ],
+)
+def test_a_checkpoint_of_another_run_stops_it_unless_ours_is_as_far(
+    tmp_path: Path, script: str, argument: str, name: str
+) -> None:
+    other = Job(tmp_path / "other", script, attached=False)
+    other.launch()
+    job = Job(tmp_path / "job", script)
+    output = job.launch(argument, str(other.out / name), expected=2)
+    assert "at step 20" in output.splitlines()[-1]
+    assert "empty: step 0" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    job.launch()
+    assert "(step 20) is not read" in job.launch(argument, str(other.out / name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["train_transformers.py", "train_lightning.py"])
+def test_a_script_with_a_callback_keeps_its_own(tmp_path: Path, name: str) -> None:
+    script = SCRIPTS.parents[1] / "scripts" / name
+    private, directory = tmp_path / "launcher", tmp_path / "of_script"
+    settings = AttachSettings(str(tmp_path / "run"))
+    done = subprocess.run(
+        [sys.executable, str(script), "--directory", str(directory), "--epochs", "1"],
+        env=attached_environment(os.environ, private, settings),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("none is attached") == 1
+    assert not (tmp_path / "run").exists()
+    assert run_directories(private) == {directory}
+
+
+@pytest.mark.full
+def test_what_the_training_process_starts_is_left_alone(tmp_path: Path) -> None:
+    job = Job(tmp_path, TRAINER)
+    job.launch(PYTHONRESUMEKIT_TRAINS="1")
+    assert not job.run.exists()

@@ -1,0 +1,30 @@
+"""Attaches a ``ResumeCallback`` to the Trainers of a command that nobody changed.
+
+``attached_environment`` prepares the environment; the adapters of the Trainer and of Lightning
+have a module ``attaching`` each that acts in the processes of the command.
+"""
+
+from __future__ import annotations
+
+from resumekit.attach.attachment import (
+    EXIT_USAGE,
+    Attachment,
+    current_attachment,
+    exit_on_usage_error,
+    run_directories,
+    training_processes,
+)
+from resumekit.attach.other_checkpoint import replace_checkpoint
+from resumekit.attach.settings import AttachSettings, attached_environment
+
+__all__ = [
+    "EXIT_USAGE",
+    "AttachSettings",
+    "Attachment",
+    "attached_environment",
+    "current_attachment",
+    "exit_on_usage_error",
+    "replace_checkpoint",
+    "run_directories",
+    "training_processes",
+]

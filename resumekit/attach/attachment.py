@@ -1,0 +1,110 @@
+"""Which Trainers of a process get a callback, and in which directory each of them saves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from resumekit.attach.settings import AttachSettings, private_directory, read_settings
+from resumekit.errors import ConfigurationError
+from resumekit.log import logger, show_messages
+
+EXIT_USAGE = 2
+
+# Names the process that trains. What that process starts is no part of the training.
+_TRAINING_PROCESS = "PYTHONRESUMEKIT_TRAINS"
+
+_PROCESSES = "processes"
+
+
+class Attachment:
+    """The Trainers of this process that are attached.
+
+    Args:
+        settings: of the command.
+        private: the launcher's directory.
+    """
+
+    def __init__(self, settings: AttachSettings, private: Path) -> None:
+        self._settings = settings
+        self._private = private
+        self._num_trainers = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``ResumeCallback`` that the user gave."""
+        every = self._settings.save_every
+        return {} if every is None else {"save_every": every}
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether this process may attach: no process that it descends from trains."""
+        return os.environ.get(_TRAINING_PROCESS, str(os.getpid())) == str(os.getpid())
+
+    def next_directory(self) -> Path:
+        """The run directory of the next Trainer: that of the command, then ``trainer-2`` in it."""
+        self._num_trainers += 1
+        directory = Path(self._settings.directory)
+        if self._num_trainers > 1:
+            directory /= f"trainer-{self._num_trainers}"
+        self.note_training(directory)
+        return directory
+
+    def note_training(self, directory: Path) -> None:
+        """Records that a Trainer trains in this process, for the supervisor.
+
+        Args:
+            directory: of its run.
+        """
+        os.environ[_TRAINING_PROCESS] = str(os.getpid())
+        folder = self._private / _PROCESSES
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{socket.gethostname()}@{os.getpid()}").open("a") as file:
+            file.write(f"{directory.absolute()}\n")
+
+    def note_script(self, directory: Path, *, logs: bool) -> None:
+        """Records that the script has a ``ResumeCallback``, so that none is attached.
+
+        Args:
+            directory: of its run.
+            logs: whether this rank logs.
+        """
+        self.note_training(directory)
+        if logs:
+            show_messages()
+            logger.info("the script has a ResumeCallback in %s: none is attached", directory)
+
+
+@functools.cache
+def current_attachment() -> Attachment | None:
+    """The attachment of this process, always the same one; None where nothing is to be attached."""
+    private = private_directory()
+    return None if private is None else Attachment(read_settings(private), private)
+
+
+def training_processes(private: Path) -> list[int]:
+    """The ids of the processes on this node in which a Trainer has begun to train."""
+    names = (path.name.rpartition("@") for path in (private / _PROCESSES).glob("*"))
+    return sorted(int(pid) for host, _, pid in names if host == socket.gethostname())
+
+
+def run_directories(private: Path) -> set[Path]:
+    """The run directories of all Trainers that have begun to train, on any node."""
+    notes = (private / _PROCESSES).glob("*")
+    return {Path(line) for note in notes for line in note.read_text().splitlines()}
+
+
+@contextmanager
+def exit_on_usage_error() -> Iterator[None]:
+    """Ends the process with the exit code of usage errors and one line, without a traceback."""
+    try:
+        yield
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        raise SystemExit(EXIT_USAGE) from None

@@ -1,0 +1,71 @@
+"""What the processes of a command are to attach: a file and a distribution on their path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from resumekit.launcher import Activation, prepared_environment
+
+_FILE = "attach.json"
+
+_ACTIVATIONS = (
+    # The module that has the class: transformers itself loads its modules on demand.
+    Activation("transformers.trainer", "resumekit.adapters.transformers.attaching:attach", {}),
+)
+
+# Lightning asks the installed distributions for callbacks: lightning 2.6 fabric/utilities/
+# registry.py _load_external_callbacks. This one is on the path of the command only.
+_NAME = "resumekit-attach"
+_METADATA = f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 0\n"
+_ENTRY_POINTS = "".join(
+    f"[{package}.callbacks_factory]\nresumekit = resumekit.adapters.lightning.attaching:callbacks\n"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+)
+
+
+@dataclass(frozen=True)
+class AttachSettings:
+    """How the Trainers of a command save.
+
+    Args:
+        directory: the run directory, an absolute path.
+        save_every: as in ``Options``; None where the user did not give it.
+    """
+
+    directory: str
+    save_every: int | str | None = None
+
+
+def attached_environment(
+    environment: Mapping[str, str], private: Path, settings: AttachSettings
+) -> dict[str, str]:
+    """The environment with which a command trains with a ``ResumeCallback`` in its Trainers.
+
+    Args:
+        environment: of the command otherwise.
+        private: an absolute path, see ``prepared_environment``.
+        settings: for all its processes.
+    """
+    information = private / f"{_NAME.replace('-', '_')}-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text(_METADATA)
+    (information / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (private / _FILE).write_text(json.dumps(asdict(settings)))
+    return prepared_environment(environment, private, _ACTIVATIONS)
+
+
+def private_directory() -> Path | None:
+    """The launcher's directory, in a process of the command; None in any other."""
+    try:
+        return Path(str(distribution(_NAME).locate_file("")))
+    except PackageNotFoundError:
+        return None
+
+
+def read_settings(private: Path) -> AttachSettings:
+    """The settings of this command."""
+    return AttachSettings(**json.loads((private / _FILE).read_text()))
