@@ -65,6 +65,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "recorder": {"tracing"},
     "prove": {"errors", "log", "tracing", "launcher", "recorder"},
+    "supervisor": {"errors", "storage", "journal", "launcher", "attach", "prove"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
@@ -74,7 +75,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
-        *("diff", "fork", "html_report"),
+        *("diff", "fork", "html_report", "attach", "supervisor"),
     },
 }
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ from resumekit.storage import Store
 SCRIPTS = Path(__file__).with_name("official")
 TRAINER = "trainer_classification.py"
 LIGHTNING = "lightning_digits.py"
+MODULE = (sys.executable, "-m")
+TORCHRUN = (*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ACCELERATE = (
+    *(*MODULE, "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+)
 SAVE_EVERY, KILL_AT_READ = 5, 8 * 13 + 1  # batches of 8: steps 1 to 13 were trained
 
 
@@ -47,24 +53,33 @@ class Job:
     ) -> None:
         self.out, self.run = directory / "out", directory / "run"
         self.private = directory / "launcher"
-        self._command = [
-            *(sys.executable, str(SCRIPTS / script)),
-            *("--output_dir", str(self.out), *options),
-        ]
+        self._command = [str(SCRIPTS / script), "--output_dir", str(self.out), *options]
         self._attached = attached
         self._kill = {}
         if kill_at_read is not None:
             self._kill = {"KILL_AT_READ": str(kill_at_read), "KILL_ONCE": str(directory / "killed")}
 
-    def launch(self, *options: str, expected: int = 0, **variables: str) -> str:
+    def supervise(self, *launcher: str, expected: int = 0) -> str:
+        """What ``resumekit run`` and all its launches write."""
+        words = [*("run", "--dir", str(self.run), "--save-every", str(SAVE_EVERY)), "--"]
+        command = [*(launcher or [sys.executable]), *self._command]
+        return self._output([*MODULE, "resumekit.cli", *words, *command], os.environ, expected)
+
+    def launch(
+        self, *options: str, launcher: Sequence[str] = (), expected: int = 0, **variables: str
+    ) -> str:
         """What one launch writes, after it has ended with this status."""
-        environment: Mapping[str, str] = {**os.environ, **self._kill, **variables}
+        environment: Mapping[str, str] = {**os.environ, **variables}
         if self._attached:
             settings = AttachSettings(str(self.run), SAVE_EVERY)
             environment = attached_environment(environment, self.private, settings)
+        command = [*(launcher or [sys.executable]), *self._command, *options]
+        return self._output(command, environment, expected)
+
+    def _output(self, command: Sequence[str], environment: Mapping[str, str], expected: int) -> str:
         done = subprocess.run(
-            [*self._command, *options],
-            env=environment,
+            command,
+            env={**environment, **self._kill},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -96,32 +111,45 @@ def contents_of(path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of a script that trains alone, by its name; each is run once."""
-    known: dict[str, dict[str, Any]] = {}
+    """The results of a script without resumekit, by its name and launcher; each is run once."""
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def results_of(script: str, *options: str) -> dict[str, Any]:
-        if script not in known:
-            job = Job(tmp_path_factory.mktemp("alone"), script, *options, attached=False)
-            job.launch()
-            known[script] = job.results()
-        return known[script]
+    def results_of(script: str, *launcher: str) -> dict[str, Any]:
+        key = (script, *launcher)
+        if key not in known:
+            job = Job(tmp_path_factory.mktemp("alone"), script, attached=False)
+            job.launch(launcher=launcher)
+            known[key] = job.results()
+        return known[key]
 
     return results_of
 
 
 @pytest.mark.parametrize("script", [TRAINER, pytest.param(LIGHTNING, marks=pytest.mark.full)])
-def test_an_unchanged_script_resumes_exactly(
+def test_an_unchanged_script_is_restarted_and_resumes_exactly(
     tmp_path: Path, uninterrupted: Any, script: str
 ) -> None:
     job = Job(tmp_path, script, kill_at_read=KILL_AT_READ)
-    job.launch(expected=-signal.SIGKILL)
-    output = job.launch()
+    output = job.supervise()
+    assert "newest checkpoint: step 10: restart 1 of 3 in 1 s" in output
     assert "(step 10) is not read" in output  # both have saved step 10
     assert "resuming at step 10 from" in output
-    assert run_directories(job.private) == {job.run}
     found, expected = job.results(), uninterrupted(script)
     assert len(expected["losses"]) == 20
     assert found == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"), [(TORCHRUN, 2), (ACCELERATE, 1)], ids=["torchrun", "accelerate"]
+)
+def test_the_ranks_of_a_launcher_are_restarted_and_resume_exactly(
+    tmp_path: Path, uninterrupted: Any, launcher: Sequence[str], num_ranks: int
+) -> None:
+    job = Job(tmp_path, TRAINER, kill_at_read=KILL_AT_READ // num_ranks)
+    output = job.supervise(*launcher)
+    assert output.count("resuming at step 10 from") == 1
+    assert job.results() == uninterrupted(TRAINER, *launcher)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from resumekit.attach.attachment import (
     run_directories,
     training_processes,
 )
+from resumekit.attach.frameworks import lines_for_loop, note_import
 from resumekit.attach.other_checkpoint import replace_checkpoint
 from resumekit.attach.settings import AttachSettings, attached_environment
 
@@ -24,6 +25,8 @@ __all__ = [
     "attached_environment",
     "current_attachment",
     "exit_on_usage_error",
+    "lines_for_loop",
+    "note_import",
     "replace_checkpoint",
     "run_directories",
     "training_processes",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from resumekit.attach.frameworks import NOTED_MODULES
 from resumekit.launcher import Activation, prepared_environment
 
 _FILE = "attach.json"
@@ -55,7 +56,11 @@ def attached_environment(
     (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY_POINTS)
     (private / _FILE).write_text(json.dumps(asdict(settings)))
-    return prepared_environment(environment, private, _ACTIVATIONS)
+    notes = [
+        Activation(name, "resumekit.attach:note_import", {"private": str(private), "module": name})
+        for name in NOTED_MODULES
+    ]
+    return prepared_environment(environment, private, [*_ACTIVATIONS, *notes])
 
 
 def private_directory() -> Path | None:

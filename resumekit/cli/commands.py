@@ -16,6 +16,7 @@ import typer
 
 import resumekit
 from resumekit.cli.report_command import report, traces_for, write_comparison
+from resumekit.cli.run_command import run
 from resumekit.errors import ConfigurationError, ResumekitError
 
 EXIT_NO = 1
@@ -275,6 +276,10 @@ def fork(
 
 
 app.command()(report)
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="--dir DIR [OPTIONS] --",
+)(run)
 
 
 def _existing(path: Path) -> Path:

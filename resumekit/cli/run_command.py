@@ -1,0 +1,39 @@
+"""``run``: trains with an unchanged script, and restarts it after a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(help="The training command, e.g. python train.py.")
+    ],
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="The run directory.", show_default=False)
+    ],
+    save_every: Annotated[
+        str | None,
+        typer.Option(metavar="STEPS|TIME", help="Save every 500 steps, or every 10min."),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="Restarts in a row without a new checkpoint; 0 for no restart."),
+    ] = 3,
+) -> None:
+    """Train with an unchanged script of the Trainer or of Lightning, and restart it if it fails."""
+    from resumekit.attach import AttachSettings
+    from resumekit.supervisor import Supervisor
+
+    every = int(save_every) if save_every is not None and save_every.isdecimal() else save_every
+    settings = AttachSettings(str(directory.expanduser().absolute()), every)
+    supervisor = Supervisor(
+        command,
+        settings,
+        max_restarts=max_restarts,
+        on_event=lambda line: typer.echo(f"resumekit run: {line}", err=True),
+    )
+    raise typer.Exit(supervisor.run())
