@@ -32,6 +32,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     ├── RankLostError (RuntimeError)         a rank died or does not answer
     ├── DivergenceError (RuntimeError)       a repeated step differs from the earlier attempt
     ├── TraceError (RuntimeError)            a trace is missing or damaged
+    ├── ReplayError (RuntimeError)           the steps of a run could not be replayed
     └── ProveError (RuntimeError)            the result of a command could not be determined
         ├── CommandFailedError               it failed without being killed
         ├── CommandTimeoutError (TimeoutError) it did not end within the timeout
@@ -205,6 +206,10 @@ class DivergenceError(ResumekitError, RuntimeError):
 
 class TraceError(ResumekitError, RuntimeError):
     """A trace is missing, or a line in it is damaged (a torn last line is not damage)."""
+
+
+class ReplayError(ResumekitError, RuntimeError):
+    """The steps of a run could not be replayed: the command failed, or trains another run."""
 
 
 class ProveError(ResumekitError, RuntimeError):

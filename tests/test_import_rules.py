@@ -34,6 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "progress_display": {"log"},
     "analysis": {"errors"},
     "requirements": {"errors", "log"},
+    "replay_plan": set(),
     "state": {"errors"},
     "distributed": {"errors", "log", "state"},
     "storage": {"errors", "log", "state"},
@@ -47,12 +48,14 @@ LAYERS: dict[str, set[str]] = {
     "run": {
         *("errors", "log", "state", "distributed", "tracing", "analysis", "resumekit"),
         *("storage", "serialization", "capture", "data", "journal", "progress_display"),
+        "replay_plan",
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "diff": {"errors", "state", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
+    "replay": {"errors", "storage", "journal", "diff", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),
@@ -76,6 +79,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
         *("diff", "fork", "html_report", "attach", "supervisor"),
+        *("diff", "fork", "html_report", "replay"),
     },
 }
 

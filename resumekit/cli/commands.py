@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import resumekit
+from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report, traces_for, write_comparison
 from resumekit.cli.run_command import run
 from resumekit.errors import ConfigurationError, ResumekitError
@@ -280,6 +281,7 @@ app.command(
     context_settings={"allow_interspersed_args": False},
     options_metavar="--dir DIR [OPTIONS] --",
 )(run)
+app.command(options_metavar="[OPTIONS] --")(replay)
 
 
 def _existing(path: Path) -> Path:

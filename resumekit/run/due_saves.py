@@ -43,7 +43,10 @@ class DueSaves:
 
     def count_step(self, step: int) -> None:
         """An optimizer step was counted."""
-        if not self._cadence.needs_agreement:
+        replay = self._run.replay
+        if replay is not None:
+            self._is_requested = replay.saves_after(step)
+        elif not self._cadence.needs_agreement:
             self._is_due = self._is_due or self._cadence.is_due(step)
 
     def forget(self) -> None:
@@ -80,6 +83,10 @@ class DueSaves:
         Raises:
             SaveError: the save has failed, or the one in flight; unless a failure is only logged.
         """
+        replay = self._run.replay
+        if replay is not None and not replay.saves_after(self._run.counters.step):
+            self.forget()
+            return
         if not self._is_requested and not self.is_ending and self._must_skip():
             if self._is_due:  # a clock stays due, its save is made later
                 self._note_skipped()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,21 @@ class RunJournal:
     Args:
         directory: the run directory.
         raises: whether a difference ends the run.
+        observer: gets the header and each record, and makes the random states be recorded at every
+            step.
     """
 
-    def __init__(self, directory: Path, *, raises: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        raises: bool = False,
+        observer: Callable[[Header, Record], None] | None = None,
+    ) -> None:
         self._directory = directory / DIRECTORY
         self._raises = raises
+        self._observer = observer
+        self._random_every = RANDOM_EVERY if observer is None else 1
         self._file: JournalFile | None = None
         self.is_new = True  # ``open`` has not been called yet
         self._comparison: Comparison | None = None  # of an attempt that has resumed
@@ -157,7 +167,7 @@ class RunJournal:
         if is_whole:
             has = _IDS_AND_COUNT if ids.is_complete else _COUNT
         torch_state = host = devices = 0
-        if step <= self._random_until or step % RANDOM_EVERY == 0:
+        if step <= self._random_until or step % self._random_every == 0:
             has, torch_state, host, devices = self._random_digests(has)
         rates = plain_rates(group for each in self._optimizers for group in each.param_groups)
         lr, lr_digest = 0.0, 0
@@ -289,6 +299,9 @@ class RunJournal:
             self._file.append(b"".join(map(Record.to_bytes, records)))
         except OSError as error:
             self._switch_off(error)
+        if self._observer is not None:
+            for record in records:
+                self._observer(self._header, record)
         if self._comparison is not None and not self._is_decided:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)

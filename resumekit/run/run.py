@@ -20,6 +20,7 @@ from resumekit.run.components import RunComponents, weakly
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.journaling import RunJournal, header_of_attempt
 from resumekit.run.options import Options
+from resumekit.run.replaying import Replay
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.compatibility import (
     HORIZON,
@@ -61,7 +62,10 @@ class Run:
         data_parallel_group: Any,
     ) -> None:
         show_messages()
-        self.directory = relocated(directory)
+        self.replay = replay = Replay.of_run(directory)
+        if replay is not None:
+            options = replay.options(options)
+        self.directory = relocated(directory) if replay is None else replay.directory
         self.options = options
         self._components = owned = RunComponents(options, extras, generators)
         self.counters, self.position, self.rng = owned.counters, owned.position, owned.rng
@@ -78,7 +82,11 @@ class Run:
         self.reporter.add_finding(self.unsaved_state.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
-        self.journal = RunJournal(self.directory, raises=options.on_divergence == "raise")
+        self.journal = RunJournal(
+            self.directory,
+            raises=options.on_divergence == "raise",
+            observer=None if replay is None else replay.note,
+        )
         self.in_flight = SaveInFlight(self.world, must_fit=options.async_save == "auto")
         self._store: Store | None = None
         self._saver: Saver

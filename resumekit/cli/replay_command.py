@@ -1,0 +1,70 @@
+"""``replay``: repeats steps of a run in a scratch directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resumekit.errors import ConfigurationError
+
+_EXIT_DIFFERENT = 1
+
+
+def replay(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory.")],
+    command: Annotated[
+        list[str], typer.Argument(help="The training command, e.g. python train.py.")
+    ],
+    from_step: Annotated[
+        int,
+        typer.Option(
+            "--from",
+            metavar="STEP",
+            min=0,
+            help="Begin from the newest checkpoint at or before this step.",
+        ),
+    ],
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many after it; default: to the next checkpoint or the journal's end."
+        ),
+    ] = None,
+    until_differs: Annotated[
+        bool,
+        typer.Option("--until-differs", help="End after the first step that is not as recorded."),
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="NEW", help="Keep the run directory of the replay here."),
+    ] = None,
+    allow_writes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-writes", help="Run even where an overlay cannot protect the working directory."
+        ),
+    ] = False,
+) -> None:
+    """Repeat steps of a run, and compare them with its journal. Changes nothing in the run."""
+    from resumekit.replay import replay as run_replay
+
+    if not directory.is_dir():
+        raise ConfigurationError(
+            str(directory), found="no such directory", expected="the run directory of a job"
+        )
+    result = run_replay(
+        command,
+        directory,
+        from_step=from_step,
+        num_steps=steps,
+        until_differs=until_differs,
+        keep=keep,
+        allow_writes=allow_writes,
+        on_event=lambda line: typer.echo(line, err=True),
+    )
+    for line in result.lines():
+        typer.echo(line)
+    if not result.is_equal:
+        raise typer.Exit(_EXIT_DIFFERENT)

@@ -1,0 +1,100 @@
+"""Compares what a replay has left with the run: its journal, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from resumekit.diff import compare_checkpoints
+from resumekit.journal import (
+    LOSS,
+    STEP,
+    Attempt,
+    Has,
+    Header,
+    Record,
+    changes,
+    loss_is_comparable,
+    replayed,
+)
+from resumekit.replay.result import LOSS_FIELD, CheckpointResult, RankResult
+from resumekit.storage import StepReader, Store
+
+_FIELDS = {
+    "sample ids": Has.IDS,
+    "RNG state": Has.RNG,
+    "learning rates": Has.LR,
+    LOSS_FIELD: Has.LOSS,
+}
+
+
+def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
+    """The steps of one rank, compared with those that the run recorded.
+
+    Args:
+        now: the journal of the replay.
+        recorded: those of the run, oldest first.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    comparison, records = replayed(now.header, recorded), now.records()
+    for record in records:
+        comparison.add(record)
+    own_rank = [each for each in recorded if each.header.rank == now.header.rank]
+    then: dict[int, int] = {}
+    for attempt in own_rank:
+        then.update(_fields(attempt.records(after=now.header.resumed_step or 0)))
+    mine = _fields(records)
+    both = [mine[step] & then[step] for step in mine if step in then]
+    verdict = comparison.verdict
+    return RankResult(
+        rank=now.header.rank,
+        num_steps=len(mine),
+        num_compared=len(both),
+        fields={
+            name: count
+            for name, field in _FIELDS.items()
+            if (count := sum(bool(each & field) for each in both))
+        },
+        difference=comparison.difference,
+        obstacle=verdict.reason if verdict.word == "not comparable" else "",
+        changes=_changes(own_rank[-1].header, now.header) if own_rank else (),
+    )
+
+
+def _fields(records: Sequence[Record]) -> dict[int, int]:
+    """Which fields have a value, by step; a loss may come in a record of its own."""
+    found: dict[int, int] = {}
+    for record in records:
+        if record.kind in (STEP, LOSS):
+            found[record.step] = found.get(record.step, 0) | record.has
+    return found
+
+
+def _changes(then: Header, now: Header) -> tuple[str, ...]:
+    obstacle = loss_is_comparable(then, now)
+    return (*changes(then, now), *([obstacle] if obstacle else []))
+
+
+def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
+    """A checkpoint of the run, compared with what the replay saved at that step.
+
+    Raises:
+        CheckpointError: damage, or an I/O error.
+    """
+    store, name = Store(scratch), str(original.name)
+    steps = [each for each in store.step_names() if each.step == original.name.step]
+    if not steps:
+        return CheckpointResult(name, None, "not compared: the replay did not save there")
+    saved = store.open_step(steps[0])
+    if dict(saved.manifest.progress) != dict(original.manifest.progress):
+        return CheckpointResult(name, None, "not compared: saved at another point of the step")
+    found = compare_checkpoints(original, saved)
+    if found.is_equal:
+        num_tensors = sum(each.num_tensors for each in found.components)
+        num_values = sum(each.num_values for each in found.components)
+        text = f"{num_tensors} tensors and {num_values} other values equal"
+    else:
+        text = f"differs in {', '.join(e.key for e in found.components if not e.is_equal)}"
+    return CheckpointResult(name, found.is_equal, text)

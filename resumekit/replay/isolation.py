@@ -1,0 +1,78 @@
+"""Keeps what a replayed command writes away from the user's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTS = Path(__file__).with_name("mounts.py")
+
+# Of trackers and of the Hub: nothing is sent. A tracker that a script configures in its code may
+# ignore them; then the overlay keeps its files, but not what it sends.
+_OFFLINE = {
+    "WANDB_MODE": "disabled",
+    "WANDB_DISABLED": "true",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def offline_environment(environment: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """The environment of a command whose trackers send nothing."""
+    mlflow = {"MLFLOW_TRACKING_URI": (scratch / "mlflow").as_uri()}
+    return {**environment, **_OFFLINE, **mlflow}
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """An overlay over directories.
+
+    Args:
+        directories: those whose files stay as they are.
+        layers: an empty directory that takes what is written.
+        visible: a directory that the command sees as it is, even inside of one of them.
+    """
+
+    directories: tuple[Path, ...]
+    layers: Path
+    visible: Path
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command that runs a command behind the overlay."""
+        settings = {
+            "directories": [str(directory) for directory in self.directories],
+            "layers": str(self.layers),
+            "kept": str(self.visible),
+        }
+        return [sys.executable, "-I", "-S", str(_MOUNTS), json.dumps(settings), *command]
+
+    def obstacle(self) -> str:
+        """Why the kernel does not allow it; empty if it does."""
+        found = subprocess.run(self.command(()), capture_output=True, text=True, check=False)
+        for layer in self.layers.iterdir():
+            remove_layer(layer)
+        return found.stderr.strip() if found.returncode else ""
+
+
+def outermost(directories: Iterable[Path]) -> tuple[Path, ...]:
+    """The directories with their links resolved, without those inside another one."""
+    resolved = sorted({directory.resolve() for directory in directories})
+    return tuple(each for each in resolved if not any(other in each.parents for other in resolved))
+
+
+def remove_layer(layer: Path) -> None:
+    """Removes what an overlay has written; the kernel leaves a directory without permissions."""
+    import shutil
+
+    inner = layer / "work" / "work"
+    if inner.is_dir():
+        os.chmod(inner, 0o700)
+    shutil.rmtree(layer, ignore_errors=True)

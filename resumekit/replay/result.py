@@ -1,0 +1,118 @@
+"""The verdict on a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from resumekit.journal import Difference
+
+LOSS_FIELD = "loss"
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank has replayed.
+
+    Args:
+        rank: its number.
+        num_steps: that it has done.
+        num_compared: of them, those that the journal has.
+        fields: what was compared, each with the number of steps.
+        difference: the first value that differs.
+        obstacle: why nothing could be compared.
+        changes: what has changed since the run, e.g. ``"source of train.py"``.
+    """
+
+    rank: int
+    num_steps: int
+    num_compared: int
+    fields: dict[str, int]
+    difference: Difference | None
+    obstacle: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointResult:
+    """A checkpoint of the run and the replay's own one of that step.
+
+    Args:
+        name: of the run's.
+        is_equal: None: not compared.
+        text: what was found.
+    """
+
+    name: str
+    is_equal: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay came to.
+
+    Args:
+        ranks: of each rank.
+        checkpoints: of each checkpoint on the way.
+        num_wanted: the steps that were to be replayed.
+    """
+
+    ranks: tuple[RankResult, ...]
+    checkpoints: tuple[CheckpointResult, ...]
+    num_wanted: int
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that all ranks have done."""
+        return min(each.num_steps for each in self.ranks)
+
+    @property
+    def first_difference(self) -> tuple[int, Difference] | None:
+        """The first difference of all ranks, with its rank."""
+        found = [(each.rank, each.difference) for each in self.ranks if each.difference is not None]
+        return min(found, key=lambda each: each[1].step, default=None)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether something was compared, and nothing differs."""
+        checkpoints = [each.is_equal for each in self.checkpoints]
+        compared = True in checkpoints or all(each.num_compared for each in self.ranks)
+        obstacles = any(each.obstacle for each in self.ranks)
+        differs = self.first_difference is not None or False in checkpoints
+        return compared and not obstacles and not differs
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'} replayed"
+        if self.first_difference is not None:
+            rank, difference = self.first_difference
+            of_rank = f"rank {rank}, " if len(self.ranks) > 1 else ""
+            return f"{steps}, different from {of_rank}{difference}"
+        different = [each.name for each in self.checkpoints if each.is_equal is False]
+        if different:
+            return f"{steps}, the state differs at {different[0]}"
+        obstacles = [each.obstacle for each in self.ranks if each.obstacle]
+        if obstacles:
+            return f"{steps}, not comparable ({obstacles[0]})"
+        if not self.is_equal:
+            return f"{steps}, not compared: the journal has none of them"
+        weights = any(each.is_equal for each in self.checkpoints)
+        if weights or all(LOSS_FIELD in each.fields for each in self.ranks):
+            return f"{steps}, identical"
+        return f"{steps}: data, RNG and learning rate identical; weights not compared"
+
+    def lines(self) -> list[str]:
+        """The verdict, and what was compared."""
+        first = self.ranks[0]
+        fields = ", ".join(f"{name} ({count})" for name, count in first.fields.items())
+        found = [self.verdict, f"  compared, in steps: {fields or 'nothing'}"]
+        missing = first.num_steps - first.num_compared
+        if missing:
+            found.append(f"  not compared: {missing} steps that the journal does not have")
+        if self.num_steps < self.num_wanted and self.first_difference is None:
+            found.append(f"  the command ended after {self.num_steps} of {self.num_wanted} steps")
+        found += [f"  {each.name}: {each.text}" for each in self.checkpoints]
+        if first.changes:
+            found.append(f"  changed since the run: {', '.join(first.changes)}")
+        return found

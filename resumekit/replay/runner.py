@@ -1,0 +1,152 @@
+"""``replay``: repeats steps of a run in a scratch directory, and compares them with the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from resumekit.errors import ConfigurationError, ReplayError
+from resumekit.journal import DIRECTORY, find_attempts
+from resumekit.replay.comparing import compare_rank, compare_saved
+from resumekit.replay.isolation import Isolation, offline_environment, outermost, remove_layer
+from resumekit.replay.result import ReplayResult
+from resumekit.replay.selection import Selection, select_steps
+from resumekit.replay_plan import VARIABLE, ReplayPlan
+
+
+def replay(
+    command: Sequence[str],
+    directory: Path,
+    *,
+    from_step: int,
+    num_steps: int | None = None,
+    until_differs: bool = False,
+    keep: Path | None = None,
+    allow_writes: bool = False,
+    on_event: Callable[[str], None] = lambda line: None,
+) -> ReplayResult:
+    """Repeats steps of a run, and says whether they are what the run recorded.
+
+    The run directory is only read. The command runs with a scratch directory in its position that
+    has the checkpoint to begin from, and ends after the last step.
+
+    Args:
+        command: program and arguments, as the run was started.
+        directory: of the run.
+        from_step: the newest checkpoint at or before this step is taken.
+        num_steps: after ``from_step``; by default up to the next checkpoint or the journal's end.
+        until_differs: end after the first step that differs; by default at the journal's end.
+        keep: an absent or empty directory that becomes the scratch directory and stays.
+        allow_writes: run the command even where its other files cannot be kept apart.
+        on_event: called with one line about what happens.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at or before the step.
+        ConfigurationError: an argument is wrong; or the kernel allows no overlay.
+        ReplayError: the command failed, or did not use the run directory.
+    """
+    _require_program(command)
+    chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
+    scratch = _scratch(keep, directory)
+    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
+    try:
+        isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
+        words = list(command)
+        obstacle = isolation.obstacle()
+        if not obstacle:
+            words = isolation.command(command)
+        elif not allow_writes:
+            raise ConfigurationError(
+                "overlay",
+                found=f"not possible here ({obstacle}), so the command could change your files",
+                remedy="Pass --allow-writes if it writes nothing that matters",
+            )
+        shutil.copytree(
+            chosen.begin.path, scratch / chosen.begin.path.name, copy_function=_link_or_copy
+        )
+        plan = ReplayPlan(
+            directory=str(directory.resolve()),
+            scratch=str(scratch),
+            last_step=None if chosen.ends_run else chosen.last_step,
+            saved_steps=tuple(each.name.step for each in chosen.checkpoints),
+            until_differs=until_differs,
+        )
+        on_event(
+            f"replaying steps {chosen.first_step} to {chosen.last_step} of {directory}, "
+            f"from {chosen.begin.name}, {'no ' if obstacle else ''}overlay over the files"
+        )
+        status = _run(words, {**offline_environment(os.environ, scratch), VARIABLE: plan.to_text()})
+        return _result(chosen, scratch, status, command)
+    finally:
+        for layer in layers.iterdir():
+            remove_layer(layer)
+        shutil.rmtree(layers, ignore_errors=True)
+        if keep is None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _require_program(command: Sequence[str]) -> None:
+    if not command:
+        raise ConfigurationError(
+            "command",
+            found="nothing to run",
+            remedy="Put it behind --, as in: resumekit replay runs/a --from 500 -- python train.py",
+        )
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(command[0], found="no such program", expected="a program")
+
+
+def _scratch(keep: Path | None, directory: Path) -> Path:
+    """The empty run directory of the replay."""
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="resumekit-replay-run-"))
+    if keep.resolve().is_relative_to(directory.resolve()):
+        raise ConfigurationError(
+            str(keep), found="inside the run directory", expected="a directory outside of it"
+        )
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ConfigurationError(str(keep), found="it is not empty", expected="a new directory")
+    keep.mkdir(parents=True, exist_ok=True)
+    return keep.resolve()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    # What is read from them is compared with the digests of the manifest.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _run(words: Sequence[str], environment: dict[str, str]) -> int:
+    """The exit status of the command, which has the terminal."""
+    process = subprocess.Popen(words, env={**environment, "PYTHONUNBUFFERED": "1"})
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, a debugger
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:
+    attempts = find_attempts(scratch / DIRECTORY)
+    if status:
+        done = max((each.records()[-1].step for each in attempts if each.records()), default=0)
+        where = f"after step {done}" if done else "before the first step"
+        raise ReplayError(" ".join(command), found=f"ended with exit status {status} {where}")
+    if not attempts:
+        raise ReplayError(
+            " ".join(command),
+            found="did not use the run directory",
+            remedy="Give the directory that the script gives to its Checkpointer",
+        )
+    return ReplayResult(
+        ranks=tuple(compare_rank(each, chosen.attempts) for each in attempts),
+        checkpoints=tuple(compare_saved(each, scratch) for each in chosen.checkpoints),
+        num_wanted=chosen.last_step - chosen.begin.name.step,
+    )

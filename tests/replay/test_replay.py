@@ -1,0 +1,196 @@
+"""``resumekit replay``: equal steps, the first that differs, and files that stay as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from resumekit.cli import main
+from resumekit.replay.isolation import Isolation, outermost
+
+NUM_STEPS = 64
+SAVED = (10, 20, 30, 40, 50, 60, 64)
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+with Checkpointer(
+    "runs/a", model=model, optimizer=optimizer, save_every=10, keep_latest=None
+) as checkpointer:
+    loader = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
+    for (batch,) in checkpointer.batches(loader, epochs=4):
+        loss = (model(batch) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        checkpointer.step(loss=loss)
+        step = checkpointer.progress.step
+        Path("best.pt").write_text(f"weights of step {step}")
+        with Path("runs/tracker.csv").open("a") as file:
+            file.write(f"{step},{loss.item()}\\n")
+        print("done", step)
+"""
+
+
+class Outcome(NamedTuple):
+    """What a command has printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+def content(directory: Path) -> dict[str, tuple[str, int]]:
+    """Digest and time of each file."""
+    return {
+        str(path.relative_to(directory)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+class Job:
+    """A directory with scripts and a finished run.
+
+    Args:
+        directory: of the scripts.
+        monkeypatch: enters it.
+        capfd: reads what the command prints.
+    """
+
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        self.directory = directory
+        self._capfd = capfd
+        monkeypatch.chdir(directory)
+
+    def replay(self, *options: object, script: str = "train.py") -> Outcome:
+        """Runs the command; no file of the job may change."""
+        before = content(self.directory)
+        words = ["replay", "runs/a", *map(str, options), "--", sys.executable, script]
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        after = content(self.directory)
+        assert {path: after[path] for path in before} == before
+        assert all(path.startswith("kept") for path in after.keys() - before.keys())
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, *self._capfd.readouterr())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a script, an edited copy of it, and the finished run."""
+    directory = tmp_path_factory.mktemp("job")
+    (directory / "train.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "train.py"], cwd=directory, check=True, capture_output=True)
+    line = "loss = (model(batch) ** 2).mean()"
+    edited = f"{line} * (1.001 if checkpointer.progress.step >= 26 else 1)"
+    (directory / "edited.py").write_text(SCRIPT.replace(line, edited))
+    return directory
+
+
+@pytest.fixture
+def job(trained: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Job:
+    """The same, entered."""
+    return Job(trained, monkeypatch, capfd)
+
+
+def test_random_steps_are_identical_to_the_journal(job: Job) -> None:
+    first = random.Random(os.urandom(8)).randrange(10, 50)
+    num_steps = random.Random(first).randrange(1, 14)
+    begin = max(step for step in SAVED if step <= first)
+    found = job.replay("--from", first, "--steps", num_steps)
+    total = first + num_steps - begin
+    assert found.code == 0, (first, num_steps, found)
+    assert f"{total} step{'s' if total > 1 else ''} replayed, identical" in found.out
+    assert f"from step-{begin:08d}, overlay over the files" in found.err
+    printed = [line for line in found.out.splitlines() if line.startswith("done")]
+    assert printed == [f"done {step}" for step in range(begin + 1, first + num_steps + 1)]
+    for step in SAVED:
+        was_compared = f"step-{step:08d}: " in found.out
+        assert was_compared == (first < step <= first + num_steps)
+
+
+def test_a_changed_line_is_found_at_the_first_step_that_it_affects(job: Job) -> None:
+    found = job.replay("--from", 20, "--until-differs", script="edited.py")
+    assert found.code == 1
+    assert "7 steps replayed, different from step 27: loss" in found.out
+    assert "changed since the run: command line" in found.out
+    assert "done 27\n" in found.out
+    assert "done 28\n" not in found.out
+
+
+def test_without_the_random_state_a_replay_differs(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESUMEKIT_INJECT", "rng")
+    found = job.replay("--from", 20, "--steps", 4)
+    assert found.code == 1
+    assert "4 steps replayed, different from step 21: " in found.out
+
+
+def test_the_last_steps_of_a_finished_run(job: Job) -> None:
+    found = job.replay("--from", 60, "--keep", "kept")
+    assert found.code == 0
+    assert "4 steps replayed, identical" in found.out
+    assert "step-00000064: 17 tensors and" in found.out
+
+
+def test_a_step_before_the_first_checkpoint_is_refused(job: Job) -> None:
+    found = job.replay("--from", 9)
+    assert found.code == 2
+    assert "no checkpoint at or before step 9, expected one of the steps 10, 20" in found.err
+
+
+def test_where_no_overlay_is_possible_the_command_does_not_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = str(job.directory / "runs" / "a")
+    monkeypatch.chdir("/")  # /proc is mounted below it
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", run, "--from", "10", "--", sys.executable, "no.py"])
+    assert ended.value.code == 2
+    assert "Pass --allow-writes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("may_mount", [True, False])
+def test_an_overlay_keeps_files_as_they_are(may_mount: bool, tmp_path: Path) -> None:
+    drop = [] if may_mount else ["setpriv", "--bounding-set=-sys_admin"]
+    if drop and (os.getuid() or shutil.which("setpriv") is None):
+        pytest.skip("only root has this privilege, and setpriv takes it away")
+    directory, layers = tmp_path / "a,b:c", tmp_path / "layers"
+    visible = directory / "in"
+    for each in (directory, layers, visible):
+        each.mkdir()
+    (directory / "file").write_text("before")
+    isolation = Isolation(outermost([directory, visible]), layers, visible)
+    words = isolation.command(["sh", "-c", "echo after > file && cat file && echo new > in/new"])
+    found = subprocess.run(
+        [*drop, *words], cwd=directory, capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "after\n", "")
+    assert (directory / "file").read_text() == "before"
+    assert (visible / "new").read_text() == "new\n"
