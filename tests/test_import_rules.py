@@ -55,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "diff": {"errors", "state", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
-    "replay": {"errors", "storage", "journal", "diff", "replay_plan"},
+    "replay": {"errors", "state", "storage", "journal", "diff", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),

@@ -18,6 +18,7 @@ from resumekit.journal import (
     replayed,
 )
 from resumekit.replay.result import LOSS_FIELD, CheckpointResult, RankResult
+from resumekit.state import Slot
 from resumekit.storage import StepReader, Store
 
 _FIELDS = {
@@ -83,18 +84,29 @@ def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
     Raises:
         CheckpointError: damage, or an I/O error.
     """
-    store, name = Store(scratch), str(original.name)
-    steps = [each for each in store.step_names() if each.step == original.name.step]
-    if not steps:
-        return CheckpointResult(name, None, "not compared: the replay did not save there")
-    saved = store.open_step(steps[0])
+    store, name, step = Store(scratch), str(original.name), original.name.step
+    names = [each for each in store.step_names() if each.step == step]
+    if not names:
+        return CheckpointResult(name, step, None, "not compared: the replay did not save there")
+    saved = store.open_step(names[0])
     if dict(saved.manifest.progress) != dict(original.manifest.progress):
-        return CheckpointResult(name, None, "not compared: saved at another point of the step")
-    found = compare_checkpoints(original, saved)
-    if found.is_equal:
-        num_tensors = sum(each.num_tensors for each in found.components)
-        num_values = sum(each.num_values for each in found.components)
-        text = f"{num_tensors} tensors and {num_values} other values equal"
-    else:
-        text = f"differs in {', '.join(e.key for e in found.components if not e.is_equal)}"
-    return CheckpointResult(name, found.is_equal, text)
+        return CheckpointResult(name, step, None, "not compared: saved at another point of it")
+    found = compare_checkpoints(original, saved).components
+    different = [each.key for each in found if not each.is_equal]
+    judged = [key for key in different if not _depends_on_process(key)]
+    if judged:
+        return CheckpointResult(name, step, False, f"differs in {', '.join(judged)}")
+    num_tensors = sum(each.num_tensors for each in found if each.is_equal)
+    num_values = sum(each.num_values for each in found if each.is_equal)
+    rest = f"; {', '.join(different)} not compared" if different else ""
+    text = f"{num_tensors} tensors and {num_values} other values equal{rest}"
+    return CheckpointResult(name, step, True, text)
+
+
+def _depends_on_process(key: str) -> bool:
+    """Whether a component may differ between two exact runs, see ``comparable_state``.
+
+    It holds what a process has seen since its start as well: loaders that are made in each epoch,
+    how far workers are ahead, times, gradients of which it is not known yet whether they are used.
+    """
+    return key == Slot.DATA.value or key.endswith(("/attributes", "/gradients"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from resumekit.journal import Difference
 
 LOSS_FIELD = "loss"
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class CheckpointResult:
 
     Args:
         name: of the run's.
+        step: of both.
         is_equal: None: not compared.
         text: what was found.
     """
 
     name: str
+    step: int
     is_equal: bool | None
     text: str
 
@@ -54,12 +57,18 @@ class ReplayResult:
     Args:
         ranks: of each rank.
         checkpoints: of each checkpoint on the way.
-        num_wanted: the steps that were to be replayed.
+        first_step: the first step that was to be replayed.
+        last_step: the last one.
+        written: files outside the scratch directory that the command has changed.
+        is_protected: whether the overlay kept all files below the directories as they are.
     """
 
     ranks: tuple[RankResult, ...]
     checkpoints: tuple[CheckpointResult, ...]
-    num_wanted: int
+    first_step: int
+    last_step: int
+    written: tuple[str, ...] | None
+    is_protected: bool
 
     @property
     def num_steps(self) -> int:
@@ -97,10 +106,16 @@ class ReplayResult:
             return f"{steps}, not comparable ({obstacles[0]})"
         if not self.is_equal:
             return f"{steps}, not compared: the journal has none of them"
-        weights = any(each.is_equal for each in self.checkpoints)
-        if weights or all(LOSS_FIELD in each.fields for each in self.ranks):
+        if all(LOSS_FIELD in each.fields for each in self.ranks) or self._ends_at_equal_checkpoint:
             return f"{steps}, identical"
-        return f"{steps}: data, RNG and learning rate identical; weights not compared"
+        names = ", ".join(each.name for each in self.checkpoints if each.is_equal)
+        weights = f"compared at {names} only" if names else "not compared"
+        return f"{steps}: data, RNG and learning rate identical; weights {weights}"
+
+    @property
+    def _ends_at_equal_checkpoint(self) -> bool:
+        last = self.checkpoints[-1] if self.checkpoints else None
+        return last is not None and last.is_equal is True and last.step == self.last_step
 
     def lines(self) -> list[str]:
         """The verdict, and what was compared."""
@@ -110,9 +125,20 @@ class ReplayResult:
         missing = first.num_steps - first.num_compared
         if missing:
             found.append(f"  not compared: {missing} steps that the journal does not have")
-        if self.num_steps < self.num_wanted and self.first_difference is None:
-            found.append(f"  the command ended after {self.num_steps} of {self.num_wanted} steps")
+        num_wanted = self.last_step - self.first_step + 1
+        if self.num_steps < num_wanted and self.first_difference is None:
+            found.append(f"  the command ended after {self.num_steps} of {num_wanted} steps")
         found += [f"  {each.name}: {each.text}" for each in self.checkpoints]
         if first.changes:
             found.append(f"  changed since the run: {', '.join(first.changes)}")
+        if not self.is_protected:
+            found.append(f"  written outside the scratch directory: {self._written}")
         return found
+
+    @property
+    def _written(self) -> str:
+        if self.written is None:
+            return "unknown, there are too many files to list"
+        more = len(self.written) - _MAX_NAMED
+        rest = f" and {more} more" if more > 0 else ""
+        return (", ".join(self.written[:_MAX_NAMED]) or "nothing") + rest

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, ReplayError
 from resumekit.journal import DIRECTORY, find_attempts
 from resumekit.replay.comparing import compare_rank, compare_saved
+from resumekit.replay.file_listing import changed_files, list_files
 from resumekit.replay.isolation import Isolation, offline_environment, outermost, remove_layer
 from resumekit.replay.result import ReplayResult
 from resumekit.replay.selection import Selection, select_steps
@@ -54,40 +56,51 @@ def replay(
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
     scratch = _scratch(keep, directory)
     layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
+    isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
     try:
-        isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
-        words = list(command)
         obstacle = isolation.obstacle()
-        if not obstacle:
-            words = isolation.command(command)
-        elif not allow_writes:
+        if obstacle and not allow_writes:
             raise ConfigurationError(
                 "overlay",
                 found=f"not possible here ({obstacle}), so the command could change your files",
                 remedy="Pass --allow-writes if it writes nothing that matters",
             )
-        shutil.copytree(
-            chosen.begin.path, scratch / chosen.begin.path.name, copy_function=_link_or_copy
-        )
-        plan = ReplayPlan(
-            directory=str(directory.resolve()),
-            scratch=str(scratch),
-            last_step=None if chosen.ends_run else chosen.last_step,
-            saved_steps=tuple(each.name.step for each in chosen.checkpoints),
-            until_differs=until_differs,
-        )
         on_event(
             f"replaying steps {chosen.first_step} to {chosen.last_step} of {directory}, "
             f"from {chosen.begin.name}, {'no ' if obstacle else ''}overlay over the files"
         )
-        status = _run(words, {**offline_environment(os.environ, scratch), VARIABLE: plan.to_text()})
-        return _result(chosen, scratch, status, command)
+        environment = _prepared(chosen, directory, scratch, until_differs=until_differs)
+        if not obstacle:
+            status = _run(isolation.command(command), environment)
+            return _result(chosen, scratch, status, command)
+        before = list_files(isolation.directories, but=scratch)
+        status = _run(command, environment)
+        after = list_files(isolation.directories, but=scratch)
+        written = None if before is None or after is None else changed_files(before, after)
+        result = _result(chosen, scratch, status, command)
+        return replace(result, is_protected=False, written=written)
     finally:
         for layer in layers.iterdir():
             remove_layer(layer)
         shutil.rmtree(layers, ignore_errors=True)
         if keep is None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _prepared(
+    chosen: Selection, directory: Path, scratch: Path, *, until_differs: bool
+) -> dict[str, str]:
+    """The environment of the command; its checkpoint is in the scratch directory then."""
+    begin = chosen.begin.path
+    shutil.copytree(begin, scratch / begin.name, copy_function=_link_or_copy)
+    plan = ReplayPlan(
+        directory=str(directory.resolve()),
+        scratch=str(scratch),
+        last_step=None if chosen.ends_run else chosen.last_step,
+        saved_steps=tuple(each.name.step for each in chosen.checkpoints),
+        until_differs=until_differs,
+    )
+    return {**offline_environment(os.environ, scratch), VARIABLE: plan.to_text()}
 
 
 def _require_program(command: Sequence[str]) -> None:
@@ -148,5 +161,8 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
     return ReplayResult(
         ranks=tuple(compare_rank(each, chosen.attempts) for each in attempts),
         checkpoints=tuple(compare_saved(each, scratch) for each in chosen.checkpoints),
-        num_wanted=chosen.last_step - chosen.begin.name.step,
+        first_step=chosen.first_step,
+        last_step=chosen.last_step,
+        written=(),
+        is_protected=True,
     )

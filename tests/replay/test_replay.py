@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -174,6 +175,33 @@ def test_where_no_overlay_is_possible_the_command_does_not_run(
         main(["replay", run, "--from", "10", "--", sys.executable, "no.py"])
     assert ended.value.code == 2
     assert "Pass --allow-writes" in capfd.readouterr().err
+
+
+def test_without_an_overlay_the_files_that_were_written_are_listed(
+    trained: Path, tmp_path: Path
+) -> None:
+    job = tmp_path / "job"
+    shutil.copytree(trained, job)
+    (job / "mounted").mkdir()
+    words = [
+        *(sys.executable, "-m", "resumekit.cli", "replay", "runs/a", "--from", "20"),
+        *("--steps", "2", "--allow-writes", "--", sys.executable, "train.py"),
+    ]
+    mounted = f"mount -t tmpfs none mounted && {shlex.join(words)}"
+    found = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted],
+        cwd=job,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare failed" in found.stderr:
+        pytest.skip("no user namespaces")
+    assert found.returncode == 0, found
+    assert "2 steps replayed, identical" in found.stdout
+    written = f"{job}/best.pt, {job}/runs/tracker.csv"
+    assert f"written outside the scratch directory: {written}\n" in found.stdout
+    assert "no overlay" in found.stderr
 
 
 @pytest.mark.parametrize("may_mount", [True, False])
