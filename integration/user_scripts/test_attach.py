@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,13 @@ class Job:
 
     def supervise(self, *launcher: str, expected: int = 0) -> str:
         """What ``resumekit run`` and all its launches write."""
+        return self._output(self.supervised(*launcher), os.environ, expected)
+
+    def supervised(self, *launcher: str) -> list[str]:
+        """The command of ``resumekit run``."""
         words = [*("run", "--dir", str(self.run), "--save-every", str(SAVE_EVERY)), "--"]
         command = [*(launcher or [sys.executable]), *self._command]
-        return self._output([*MODULE, "resumekit.cli", *words, *command], os.environ, expected)
+        return [*MODULE, "resumekit.cli", *words, *command]
 
     def launch(
         self, *options: str, launcher: Sequence[str] = (), expected: int = 0, **variables: str
@@ -149,6 +154,31 @@ def test_the_ranks_of_a_launcher_are_restarted_and_resume_exactly(
     job = Job(tmp_path, TRAINER, kill_at_read=KILL_AT_READ // num_ranks)
     output = job.supervise(*launcher)
     assert output.count("resuming at step 10 from") == 1
+    assert job.results() == uninterrupted(TRAINER, *launcher)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher", [(), TORCHRUN, ACCELERATE], ids=["python", "torchrun", "accelerate"]
+)
+def test_a_signal_lets_the_script_save_and_leave(
+    tmp_path: Path, uninterrupted: Any, launcher: Sequence[str]
+) -> None:
+    job = Job(tmp_path, TRAINER)
+    environment = {**os.environ, "READ_SECONDS": "0.05"}
+    process = subprocess.Popen(
+        job.supervised(*launcher), env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 300
+    while not list(job.run.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, output = process.communicate(timeout=300)
+    assert process.returncode != 0, output[-3000:]
+    assert "SIGUSR1 was forwarded" in output
+    (newest, *_) = Store(job.run).step_names()
+    assert newest.step % SAVE_EVERY, "it has saved after the signal"
+    assert f"resuming at step {newest.step} from" in job.supervise(*launcher)
     assert job.results() == uninterrupted(TRAINER, *launcher)
 
 

@@ -52,10 +52,9 @@ _LAUNCHERS = (
     ),
 )
 
-# Which signals torchrun forwards; by default all but the one that schedulers send in advance.
-SIGNALS_OF_TORCHRUN = {
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-}
+# The default of torchrun --signals-to-handle lacks the signal that schedulers send in advance.
+# torch 2.13 distributed/argparse_util.py env: an option's default is read from the environment.
+SIGNALS_OF_TORCHRUN = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
 
 
 def launcher_of(command: Sequence[str]) -> Launcher | None:

@@ -1,7 +1,7 @@
 """Data on a machine that fails once: the process is killed when it reads a certain sample.
 
 ``KILL_AT_READ`` gives the number of the read, and ``KILL_ONCE`` the file that is made then, so that
-the next launch lives. Without the variables nothing happens.
+the next launch lives. ``READ_SECONDS`` makes each read slow. Without the variables nothing happens.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,5 @@ class Samples(torch.utils.data.Dataset[Any]):
         if marker is not None and is_due and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("READ_SECONDS", "0")))
         return self.rows[index]
