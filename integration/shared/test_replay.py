@@ -39,7 +39,8 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
 def trained(directory: Path, name: str, *launcher: str) -> tuple[list[str], Path]:
     """The command and the run directory of a run that kept all checkpoints."""
     text = (SCRIPTS / f"train_{name}.py").read_text(encoding="utf-8")
-    text = re.sub(r"\bsave_every=", "keep_latest=None, save_every=", text)
+    kept = "directory=arguments.directory, keep_latest=None"
+    text = re.sub(r"(?<!=)arguments\.directory", kept, text)
     (directory / "train.py").write_text(text)
     command = [sys.executable, *launcher, "train.py", "--directory", "run", "--epochs", "2"]
     done = run(command, directory)
