@@ -61,6 +61,7 @@ class ReplayResult:
         last_step: the last one.
         written: files outside the scratch directory that the command has changed.
         is_protected: whether the overlay kept all files below the directories as they are.
+        exit_status: of the command; after the last step, it changes nothing of the verdict.
     """
 
     ranks: tuple[RankResult, ...]
@@ -69,6 +70,7 @@ class ReplayResult:
     last_step: int
     written: tuple[str, ...] | None
     is_protected: bool
+    exit_status: int
 
     @property
     def num_steps(self) -> int:
@@ -131,6 +133,10 @@ class ReplayResult:
         found += [f"  {each.name}: {each.text}" for each in self.checkpoints]
         if first.changes:
             found.append(f"  changed since the run: {', '.join(first.changes)}")
+        if self.exit_status:
+            found.append(
+                f"  the command ended with exit status {self.exit_status} after these steps"
+            )
         if not self.is_protected:
             found.append(f"  written outside the scratch directory: {self._written}")
         return found

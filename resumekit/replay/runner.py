@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, ReplayError
-from resumekit.journal import DIRECTORY, find_attempts
+from resumekit.journal import DIRECTORY, Attempt, find_attempts
 from resumekit.replay.comparing import compare_rank, compare_saved
 from resumekit.replay.file_listing import changed_files, list_files
 from resumekit.replay.isolation import Isolation, offline_environment, outermost, remove_layer
@@ -148,21 +148,28 @@ def _run(words: Sequence[str], environment: dict[str, str]) -> int:
 
 def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:
     attempts = find_attempts(scratch / DIRECTORY)
-    if status:
-        done = max((each.records()[-1].step for each in attempts if each.records()), default=0)
-        where = f"after step {done}" if done else "before the first step"
-        raise ReplayError(" ".join(command), found=f"ended with exit status {status} {where}")
-    if not attempts:
+    if not attempts and not status:
         raise ReplayError(
             " ".join(command),
             found="did not use the run directory",
             remedy="Give the directory that the script gives to its Checkpointer",
         )
+    ranks = tuple(compare_rank(each, chosen.attempts) for each in attempts)
+    done = min((_last_step(each) for each in attempts), default=0)
+    # A process may fail after its last step: Gloo's threads abort some that end with a group.
+    if status and done < chosen.last_step and all(each.difference is None for each in ranks):
+        where = f"after step {done}" if done else "before the first step"
+        raise ReplayError(" ".join(command), found=f"ended with exit status {status} {where}")
     return ReplayResult(
-        ranks=tuple(compare_rank(each, chosen.attempts) for each in attempts),
+        ranks=ranks,
         checkpoints=tuple(compare_saved(each, scratch) for each in chosen.checkpoints),
         first_step=chosen.first_step,
         last_step=chosen.last_step,
         written=(),
         is_protected=True,
+        exit_status=status,
     )
+
+
+def _last_step(attempt: Attempt) -> int:
+    return max((record.step for record in attempt.records()), default=0)

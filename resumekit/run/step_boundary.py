@@ -310,12 +310,12 @@ class StepBoundary:
         self._end_replay_after(counters.step)
 
     def _end_replay_after(self, step: int) -> None:
-        """Ends the process as after a signal, but with success, if no further step is replayed."""
+        """Ends the process if no further step is replayed."""
         replay, is_inside = self._run.replay, self.finished is not None or not self._stepped
         if replay is not None and not is_inside and replay.ends_after(step, self._run.world):
             self._saves.finish()
             self._release()
-            raise SystemExit(0)
+            replay.end_process()
 
     def _leave(self, signal_number: int, step: int) -> NoReturn:
         """The run was asked to leave, and this step is saved."""

@@ -144,6 +144,21 @@ def test_a_changed_line_is_found_at_the_first_step_that_it_affects(job: Job) -> 
     assert "done 28\n" not in found.out
 
 
+def test_a_command_that_fails_is_no_verdict(job: Job, trained: Path) -> None:
+    stop = 'print("done", step)\n        assert step < 23'
+    (trained / "fails.py").write_text(SCRIPT.replace('print("done", step)', stop))
+    found = job.replay("--from", 20, script="fails.py")
+    assert (found.code, found.out.splitlines()[-1]) == (2, "done 23")
+    assert "fails.py: ended with exit status 1 after step 23." in found.err
+
+
+def test_a_command_that_trains_another_run_is_no_verdict(job: Job) -> None:
+    (job.directory / "other.py").write_text("print('nothing')")
+    found = job.replay("--from", 20, script="other.py")
+    assert found.code == 2
+    assert "other.py: did not use the run directory" in found.err
+
+
 def test_without_the_random_state_a_replay_differs(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
