@@ -202,6 +202,7 @@ def _check_content(session: nox.Session, wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {path.as_posix() for path in Path("resumekit").rglob("*.py")}
     sources |= {f"resumekit/{path.as_posix()}" for path in Path("adapters").rglob("*.py")}
+    sources |= {path.as_posix() for path in Path("resumekit/html_report/templates").iterdir()}
     expected = {name for name in sources if "__pycache__" not in name} | {"resumekit/py.typed"}
     if names != expected:
         session.error(f"missing: {expected - names}, unexpected: {names - expected}")
