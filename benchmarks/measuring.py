@@ -86,7 +86,24 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any, preload: Seque
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
+        result, cpu_seconds = pool.apply(_called, (function, arguments))
+    _seconds_of_calls.append(cpu_seconds)
+    return result
+
+
+# Of the processes above, which are no children of this one.
+_seconds_of_calls: list[float] = []
+
+
+def _called(function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[T, float]:
+    """The result, and the CPU seconds of this process with its children."""
+    before = _own_seconds()
+    return function(*arguments), _own_seconds() - before
+
+
+def _own_seconds() -> float:
+    """CPU seconds of this process, its children, and the calls in fresh processes."""
+    return sum(os.times()[:4]) + sum(_seconds_of_calls)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -208,11 +225,11 @@ class MachineLoad:
     def __init__(self) -> None:
         self._at_start = os.getloadavg()[0]
         self._began = time.monotonic()
-        self._busy, self._own_seconds = _busy_seconds(), sum(os.times()[:4])
+        self._busy, self._own_seconds = _busy_seconds(), _own_seconds()
 
     def __str__(self) -> str:
         elapsed = max(time.monotonic() - self._began, 0.01)
-        own_seconds = sum(os.times()[:4]) - self._own_seconds
+        own_seconds = _own_seconds() - self._own_seconds
         others = max(0.0, (_busy_seconds() - self._busy - own_seconds) / elapsed)
         found = (
             f"{self._at_start:.1f} at the start, {os.getloadavg()[0]:.1f} at the end; other "
