@@ -333,5 +333,5 @@ class Checkpointer(StepBoundary):
         """Closes at normal exit; after an uncaught exception nothing new is saved."""
         if os.getpid() != self._pid:  # of a forked child
             return
-        if not hasattr(sys, "last_value") and self._run.world_is_alive():
+        if not hasattr(sys, "last_value") and self._run.world.is_alive():
             self.close()

@@ -202,6 +202,10 @@ class World:
         """Whether this is the first rank, rank 0 in the job."""
         return self.rank == self.ranks[0]
 
+    def is_alive(self) -> bool:
+        """Whether collectives still work: the process group exists, or there is one rank."""
+        return self.world_size == 1 or dist.is_initialized()
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order. Collective.
 

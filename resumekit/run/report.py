@@ -37,7 +37,6 @@ class Reporter:
         components: of the run.
 
     Attributes:
-        start: what the first line says of a run that starts; empty for one that resumes.
         cadence: when it saves, in words.
     """
 
@@ -45,7 +44,7 @@ class Reporter:
         self._options = options
         self._world = world
         self._components = components
-        self.start = ""
+        self._start = ""  # what the first line says; empty for a run that resumes
         self.cadence = str(parse_cadence(options.save_every, options.mtbf))
         self._has_logged_skipped = False
         self._interval: SaveInterval | None = None  # the last one that was logged
@@ -79,6 +78,20 @@ class Reporter:
         hint = "" if is_driven else "; after the loop, ask already_finished"
         cadence = f"; saves {self.cadence}"
         self.log(f"{report}{cadence if report.finished is None else hint}")
+
+    def note_start(
+        self, directory: Path, unrelated_names: str, weights_of: ForkOrigin | None
+    ) -> None:
+        """Takes what the first line says of a run that starts.
+
+        Args:
+            directory: of the run.
+            unrelated_names: what else lies in it, as where it was mistyped.
+            weights_of: the checkpoint of another run whose weights it begins with.
+        """
+        others = f", beside {unrelated_names}" if unrelated_names else ""
+        weights = "" if weights_of is None else f" with {weights_of}, all else fresh"
+        self._start = f"starting in {directory}{others}{weights}"
 
     def log_interval(self, interval: SaveInterval | None) -> None:
         """Logs the interval that ``save_every="auto"`` has chosen, once until it has changed.
@@ -148,9 +161,9 @@ class Reporter:
         self._known -= {(line.key, line.fidelity) for line in report.inexact}
         inexact = len({line.key for line in report.inexact})
         parts = f"{inexact} part{'s' * (inexact > 1)} not exact:" if inexact else ""
-        if self.start:
+        if self._start:
             parts = parts or "all saved state is exact"
-            self.log(f"{self.start}; saves {self.cadence}; {parts}")
+            self.log(f"{self._start}; saves {self.cadence}; {parts}")
         for line in report.lines:
             self.detail(f"in each checkpoint: {line}")
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from resumekit.capture import SavedObjects, fingerprint, gradient_keys
 from resumekit.data import EpochUsage, Feed, epoch_usage
 from resumekit.distributed import DataRanks, World
-from resumekit.journal import Header, RandomStates
+from resumekit.journal import RandomStates
 from resumekit.log import show_messages
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.components import RunComponents, weakly
@@ -25,7 +24,6 @@ from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.compatibility import (
     HORIZON,
     changed_horizon,
-    drift_messages,
     frameworks_in,
     frameworks_of,
 )
@@ -146,14 +144,7 @@ class Run:
         saves_async = self.options.async_save is not False
         self._load_buffer = LoadBuffer(self.world, self.in_flight.snapshot, is_kept=saves_async)
         finder = Finder(
-            self.world,
-            store,
-            self.options,
-            left_out,
-            known,
-            membership,
-            sources,
-            self._load_buffer,
+            self.world, store, self.options, left_out, known, membership, sources, self._load_buffer
         )
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
         if self._found is not None and holds_only_weights(self._found.manifest):
@@ -206,10 +197,7 @@ class Run:
             self.reporter.log_resume(report, is_driven=self.is_driven)
             return
         assert self._store is not None
-        others = self._store.unrelated_names  # of a mistyped directory
-        unrelated = f", beside {others}" if others else ""
-        weights = "" if report.weights_of is None else f" with {report.weights_of}, all else fresh"
-        self.reporter.start = f"starting in {self.directory}{unrelated}{weights}"
+        self.reporter.note_start(self.directory, self._store.unrelated_names, report.weights_of)
 
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
         may_change = "world_size" in self.options.allow_changes
@@ -263,38 +251,13 @@ class Run:
         return Loading(found, self.world, self.options, self.components, members, sources)
 
     def _load(self, found: Found) -> ResumeReport:
-        loading = self._loading(found)
-        fit = loading.fit(self._fingerprint)
-        self.reporter.take_history(found.manifest)
-        changes = (*loading.rename(), *loading.divide())
-        self.reporter.log_changes(changes)
-        messages = loading.load(fit.fresh)
-        self._fresh = fit.fresh
+        report = self._loading(found).resume(self._fingerprint, self.reporter)
+        self._fresh = report.fresh
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
-        warnings, notes = drift_messages(fit.differences, self.options)
-        for warning in warnings:
-            self.reporter.warn(warning)
-        for message in (*notes, *fit.not_needed, *messages):
-            self.reporter.log(message)
-        for difference in fit.differences:
-            self.reporter.detail(f"changed since the checkpoint: {difference}")
         self._saver.parent = str(found.name)
         self._resumed_from = found.manifest
-        restored = {line.key: line for line in self.reporter.capture_report().lines}
-        keys = [each.key for each in found.manifest.components if each.key in found.states]
-        return ResumeReport(
-            resumed=True,
-            step=found.manifest.step,
-            path=found.reader.path,
-            components=tuple(restored[key] for key in keys),
-            differences=fit.differences,
-            changes=changes,
-            not_needed=fit.not_needed,
-            fresh=fit.fresh,
-            rejected=found.rejected,
-            finished=self.counters.finished,
-        )
+        return replace(report, finished=self.counters.finished)
 
     def restore_random(self) -> None:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
@@ -414,10 +377,6 @@ class Run:
         if self._store is not None and self.world.is_first:
             self._store.release()
 
-    def world_is_alive(self) -> bool:
-        """Whether collectives still work: the process group exists, or there is one rank."""
-        return self.world.world_size == 1 or dist.is_initialized()
-
     def learning_rates(self) -> list[Any]:
         """The learning rate of every param group of every optimizer."""
         return self._components.learning_rates()
@@ -430,9 +389,20 @@ class Run:
         """
         counters = self.counters
         if self.journal.is_new:
+            assert self._store is not None
+            header = header_of_attempt(
+                self._store,
+                self.world,
+                self._data_ranks,
+                self._components,
+                self.options,
+                fingerprint=self._fingerprint,
+                parent=self._parent,
+                fresh=self._fresh,
+            )
             self.journal.open(
                 counters.step,
-                self._header_of_attempt(),
+                header,
                 optimizers=self._components.optimizers(),
                 random_states=RandomStates(self._components.recorded_generators()),
             )
@@ -442,19 +412,6 @@ class Run:
             samples=counters.samples_so_far(self._data_ranks.number),
             is_whole=counters.saw_whole_step,
             loss=loss,
-        )
-
-    def _header_of_attempt(self) -> Header:
-        assert self._store is not None
-        return header_of_attempt(
-            self._store,
-            self.world,
-            self._data_ranks,
-            self._components,
-            self.options,
-            fingerprint=self._fingerprint,
-            parent=self._parent,
-            fresh=self._fresh,
         )
 
     def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:

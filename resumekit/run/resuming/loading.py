@@ -12,9 +12,11 @@ from resumekit.distributed import World, WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
+from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.compatibility import (
     accept_drift,
     check_fit,
+    drift_messages,
     is_empty,
     of_other_frameworks,
     regrouped_buffers,
@@ -58,7 +60,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Loading:
-    """Brings the components of a run to a checkpoint that was found; to be called in this order.
+    """Brings the components of a run to a checkpoint that was found.
 
     Args:
         found: the checkpoint.
@@ -76,7 +78,48 @@ class Loading:
     membership: ComponentGroups
     sources: StateOrigins
 
-    def fit(self, live: Mapping[str, Any]) -> Fit:
+    def resume(self, live: Mapping[str, Any], reporter: Reporter) -> ResumeReport:
+        """Takes over all but the random state and the progress. Collective.
+
+        Args:
+            live: the fingerprint of this run.
+            reporter: logs what has changed, and what is not restored exactly.
+
+        Raises:
+            ConfigurationError: ``randomness`` was another.
+            DriftError: what the learning rate was planned for has changed.
+            StateMismatchError: the checkpoint does not fit this run; nothing was changed.
+            DataPositionError: the former ranks were not at one position in the data.
+            IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
+        """
+        found, manifest = self.found, self.found.manifest
+        fit = self._fit(live)
+        reporter.take_history(manifest)
+        changes = (*self._rename(), *self._divide())
+        reporter.log_changes(changes)
+        messages = self._load(fit.fresh)
+        warnings, notes = drift_messages(fit.differences, self.options)
+        for warning in warnings:
+            reporter.warn(warning)
+        for message in (*notes, *fit.not_needed, *messages):
+            reporter.log(message)
+        for difference in fit.differences:
+            reporter.detail(f"changed since the checkpoint: {difference}")
+        restored = {line.key: line for line in reporter.capture_report().lines}
+        keys = [each.key for each in manifest.components if each.key in found.states]
+        return ResumeReport(
+            resumed=True,
+            step=manifest.step,
+            path=found.reader.path,
+            components=tuple(restored[key] for key in keys),
+            differences=fit.differences,
+            changes=changes,
+            not_needed=fit.not_needed,
+            fresh=fit.fresh,
+            rejected=found.rejected,
+        )
+
+    def _fit(self, live: Mapping[str, Any]) -> Fit:
         """Holds the checkpoint against the run, and leaves out the components that this run lacks.
 
         Args:
@@ -133,7 +176,7 @@ class Loading:
 
         return frozenset.intersection(*self.world.everywhere(empty_here))
 
-    def rename(self) -> tuple[str, ...]:
+    def _rename(self) -> tuple[str, ...]:
         """Gives the states the parameter names of this run; describes the change, if any.
 
         Raises:
@@ -149,7 +192,7 @@ class Loading:
             former.update({n: found.renames.of(component, state) for n, state in former.items()})
         return found.renames.messages()
 
-    def divide(self) -> tuple[str, ...]:
+    def _divide(self) -> tuple[str, ...]:
         """Reshards the per-rank states where the number of ranks has changed; describes how.
 
         Raises:
@@ -197,7 +240,7 @@ class Loading:
             notes += messages
         return notes
 
-    def load(self, fresh: Sequence[str]) -> tuple[str, ...]:
+    def _load(self, fresh: Sequence[str]) -> tuple[str, ...]:
         """Loads what every component has agreed to take; reports what is not restored exactly.
 
         Args:
@@ -227,7 +270,7 @@ class Loading:
                 found=f"{self.found.name} has its weights, and this run has no {key}",
                 expected="the models of the run that was forked",
             )
-        self.divide()
+        self._divide()
         self.world.everywhere(self._check_states)
         self.world.everywhere(self._restore)
         loaded = [each for each in self.components if each.key in self.found.states]
