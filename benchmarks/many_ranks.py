@@ -64,7 +64,7 @@ from resumekit.serialization import (
     reading,
 )
 from resumekit.serialization.dtypes import ELEMENT_TYPES
-from resumekit.serialization.tensors import Leaf
+from resumekit.serialization.leaves import Leaf
 from resumekit.serialization.writing import _Files
 from resumekit.storage import FileEntry, Manifest, Staging, Store
 

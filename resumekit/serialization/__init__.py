@@ -14,6 +14,7 @@ from resumekit.serialization.digests import (
 from resumekit.serialization.dtypes import ElementType, element_type
 from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header, stem_of
+from resumekit.serialization.leaves import Leaf, buffers_of
 from resumekit.serialization.local_state import LocalState, encode_local
 from resumekit.serialization.planning import (
     Assignment,
@@ -36,7 +37,6 @@ from resumekit.serialization.sharding import (
 )
 from resumekit.serialization.state_paths import StatePath, UniqueNames
 from resumekit.serialization.streaming import StoredState, StoredTensor, open_state, read_boxes
-from resumekit.serialization.tensors import Leaf, buffers_of
 from resumekit.serialization.writing import (
     ExtraFiles,
     FrozenFiles,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.serialization.tensors import PLAIN_TYPES, buffers_of, is_plain, retyped
+from resumekit.serialization.leaves import PLAIN_TYPES, buffers_of, is_plain, retyped
 from resumekit.storage import ThreadedCalls
 
 # From here on several threads copy; below, to hand a copy over costs more than the copy.

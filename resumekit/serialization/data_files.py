@@ -14,7 +14,7 @@ from resumekit.serialization.deferral import LoadMemory
 from resumekit.serialization.fetching import ByteRange, Fetch, byte_ranges, read_ranges
 from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
 from resumekit.serialization.layouts import part_name
-from resumekit.serialization.tensors import flat_bytes
+from resumekit.serialization.leaves import flat_bytes
 from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, StepReader
 
 _AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)

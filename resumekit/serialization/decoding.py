@@ -17,6 +17,7 @@ import torch
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
 from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, dtype_from_json
+from resumekit.serialization.leaves import dense_strides, flat_bytes, retyped
 from resumekit.serialization.limits import (
     FACTORIES,
     MAX_DEPTH,
@@ -27,7 +28,6 @@ from resumekit.serialization.limits import (
     namedtuple_type,
     typed,
 )
-from resumekit.serialization.tensors import dense_strides, flat_bytes, retyped
 
 
 class Decoder:

@@ -43,6 +43,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.dtypes import dtype_to_json
+from resumekit.serialization.leaves import Leaf, bytes_leaf
 from resumekit.serialization.limits import (
     FACTORIES,
     MAX_DEPTH,
@@ -51,7 +52,7 @@ from resumekit.serialization.limits import (
     namedtuple_type,
 )
 from resumekit.serialization.state_paths import StatePath, UniqueNames
-from resumekit.serialization.tensors import FoundTensor, Leaf, StoredTensors, bytes_leaf, store
+from resumekit.serialization.tensors import FoundTensor, StoredTensors, store
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from resumekit.serialization.index import Logical
 from resumekit.serialization.layouts import Chunk, Layout
+from resumekit.serialization.leaves import dense_strides, flat_bytes
 from resumekit.serialization.sharding import Box
-from resumekit.serialization.tensors import dense_strides, flat_bytes
 from resumekit.storage import FileReader, Piece
 
 

@@ -26,9 +26,9 @@ from resumekit.errors import CorruptCheckpointError, FormatVersionError, Unsuppo
 from resumekit.serialization.decoding import known_element
 from resumekit.serialization.dtypes import ElementType
 from resumekit.serialization.layouts import Layout
+from resumekit.serialization.leaves import Leaf, dense_strides
 from resumekit.serialization.limits import MAX_SIZE, checked_shape, checked_sizes, typed
 from resumekit.serialization.sharding import Box
-from resumekit.serialization.tensors import Leaf, dense_strides
 from resumekit.storage import parse_json
 
 _HEADER_ALIGNMENT = 4096

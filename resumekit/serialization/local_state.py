@@ -10,9 +10,10 @@ from torch import Tensor
 
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.layouts import part_name
+from resumekit.serialization.leaves import Leaf
 from resumekit.serialization.sharding import FlatPart, is_sharded, local_part, pieces_of
 from resumekit.serialization.state_paths import StatePath
-from resumekit.serialization.tensors import FoundTensor, Leaf
+from resumekit.serialization.tensors import FoundTensor
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from resumekit.serialization.deferral import (
 from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.fetching import ByteRange, Fetch, plan_fetches
 from resumekit.serialization.index import Index, Logical, ShardedIndex, stem_of
+from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.serialization.local_state import sharding_of
 from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
-from resumekit.serialization.tensors import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.storage import StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.

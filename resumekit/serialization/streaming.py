@@ -16,9 +16,9 @@ from resumekit.serialization.dtypes import ElementType
 from resumekit.serialization.fetching import Fetch, plan_fetches
 from resumekit.serialization.index import Logical
 from resumekit.serialization.layouts import part_name
+from resumekit.serialization.leaves import PLAIN_TYPES
 from resumekit.serialization.reading import Merge, Source
 from resumekit.serialization.sharding import Box
-from resumekit.serialization.tensors import PLAIN_TYPES
 
 
 @dataclass(frozen=True, eq=False)

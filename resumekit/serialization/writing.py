@@ -13,10 +13,10 @@ from resumekit.serialization.copying import Image
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, Logical, ShardedIndex, arrange, header, stem_of
 from resumekit.serialization.index_size import IndexSize
+from resumekit.serialization.leaves import Leaf
 from resumekit.serialization.local_state import LocalState
 from resumekit.serialization.planning import Assignment
 from resumekit.serialization.sharding import is_sharded
-from resumekit.serialization.tensors import Leaf
 from resumekit.storage import (
     BLOCK_BYTES,
     MAX_JSON_BYTES,

@@ -22,7 +22,7 @@ from resumekit.serialization import (
     assign,
     read_payload,
 )
-from resumekit.serialization.tensors import buffers_of
+from resumekit.serialization.leaves import buffers_of
 from resumekit.storage import FileEntry, LocalFileSystem, Manifest, Staging, StepReader, Store
 
 Write = Callable[[Staging], list[FileEntry]]

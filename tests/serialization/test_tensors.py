@@ -15,7 +15,7 @@ from safetensors import safe_open
 from resumekit.serialization import encode, read_payload
 from resumekit.serialization.dtypes import ELEMENT_TYPES, element_type
 from resumekit.serialization.index import Index
-from resumekit.serialization.tensors import CHUNK_BYTES, buffers_of, dense_strides, retyped
+from resumekit.serialization.leaves import CHUNK_BYTES, buffers_of, dense_strides, retyped
 
 # torch warns once in a process that complex32 is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

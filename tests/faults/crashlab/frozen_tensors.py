@@ -13,7 +13,7 @@ from crashlab.disk import Disk
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.run.saving.frozen_links import FrozenLinks
 from resumekit.serialization import FrozenFiles
-from resumekit.serialization.tensors import bytes_leaf
+from resumekit.serialization.leaves import bytes_leaf
 from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName, Store
 
 _NUM_BYTES = 5000
