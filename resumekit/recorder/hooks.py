@@ -63,8 +63,8 @@ def _listen_to_models(recorder: Recorder) -> None:
     def leave(module: Any, inputs: Any, keywords: Any, output: Any) -> None:
         depth.value = max(getattr(depth, "value", 1) - 1, 0)
         # A loss function is a module, too: what it is called with depends on the weights.
-        is_model = depth.value == 0 and module.training and torch.is_grad_enabled()
-        if is_model and next(module.parameters(), None) is not None:
+        is_outermost = depth.value == 0 and torch.is_grad_enabled()
+        if is_outermost and _is_training(module) and next(module.parameters(), None) is not None:
             recorder.saw_batch([inputs, keywords])
 
     register_module_forward_pre_hook(_only_eager(enter))
@@ -73,6 +73,11 @@ def _listen_to_models(recorder: Recorder) -> None:
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are")
     # Only the hook after forward sees keyword arguments; called after an exception, too.
     register_module_forward_hook(_only_eager(leave), with_kwargs=True, always_call=True)
+
+
+def _is_training(module: Any) -> bool:
+    # lightning 2.6 loops/evaluation_loop.py: a validation leaves the wrapper of DDP in evaluation.
+    return any(each.training for each in module.modules())
 
 
 def _listen_to_backward(recorder: Recorder) -> None:

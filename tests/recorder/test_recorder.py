@@ -60,6 +60,21 @@ def test_a_recorded_run_is_the_unrecorded_one_and_every_step_is_in_its_records(
     assert {"python", "numpy", "torch"} <= first.rng.keys()
 
 
+def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(tmp_path: Path) -> None:
+    program = (
+        "import torch\n"
+        "wrapper = torch.nn.Sequential(torch.nn.Linear(2, 1)).eval()\n"
+        "optimizer = torch.optim.SGD(wrapper.parameters())\n"
+        "for is_training in (False, True):\n"
+        "    wrapper[0].train(is_training)\n"
+        "    wrapper(torch.ones(2)).backward()\n"
+        "    optimizer.step()\n"
+    )
+    run(["-c", program], tmp_path / "records")
+    steps = steps_in(tmp_path / "records")
+    assert [len(step.fields["samples"]) for step in steps] == [0, 1]
+
+
 def test_states_are_digested_at_every_nth_step(tmp_path: Path) -> None:
     run([str(SCRIPT)], tmp_path / "records", digest_every=4)
     steps = steps_in(tmp_path / "records")
