@@ -42,6 +42,9 @@ StepKey = tuple[int, int]
 # Step and micro-step: a save may be made inside an accumulation window.
 MicroStep = tuple[int, int]
 
+# By how such a launch was aligned: part of its weights may be those of the step that was counted.
+_WEIGHTS_OF_NO_STEP = {"nothing": (RUN, WEIGHTS), "counter": ("parameters", "")}
+
 # Where two records of one step differ, the earlier one in the life of a step is the cause.
 _ORDER = {ORIGIN: 0, STEP: 0, CHECKPOINT: 1, RESUMED: 2, END: 3}
 
@@ -182,8 +185,11 @@ class _Truth:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [Difference(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
-        if record.kind == ORIGIN and record.fields["by"] == "nothing":
-            return [Difference(RUN, WEIGHTS, "weights of no step of this run", "those of a step")]
+        if record.kind == ORIGIN and record.fields["by"] in _WEIGHTS_OF_NO_STEP:
+            component, leaf = _WEIGHTS_OF_NO_STEP[record.fields["by"]]
+            return [
+                Difference(component, leaf, "weights of no step of this run", "those of a step")
+            ]
         if record.kind not in STATE_KINDS or self._tolerance is not None:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the

@@ -42,6 +42,7 @@ def test_an_exact_resume_of_an_unchanged_script_is_exact() -> None:
         pytest.param("lr", "lr", {"parameters", "loss"}, marks=pytest.mark.full),
         pytest.param("batch", "data", {"parameters", "loss"}, marks=pytest.mark.full),
         pytest.param("buffers", "buffers", set(), marks=pytest.mark.full),
+        pytest.param("head", "parameters", {"optimizer", "loss"}, marks=pytest.mark.full),
     ],
 )
 def test_what_an_unchanged_script_forgets_is_named(

@@ -41,6 +41,8 @@ if args.resume or paths:
             continue
         if args.forget == "buffers" and name == "model":
             state[name] = {k: v for k, v in state[name].items() if "running" not in k}
+        if args.forget == "head" and name == "model":
+            state[name] = {k: v for k, v in state[name].items() if not k.startswith("3.")}
         each.load_state_dict(state[name], **({"strict": False} if name == "model" else {}))
     scheduler.load_state_dict(state["scheduler"])
     if args.forget == "optimizer":
