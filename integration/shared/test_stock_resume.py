@@ -1,100 +1,75 @@
 """What each framework's own resume loses, found in scripts without a line of resumekit.
 
-The stock scripts resume as their framework's documentation recommends; what they lose is the third
-column of the README's table. Their twins resume through resumekit, and are exact.
+The scripts and what each of them loses are the table of ``benchmarks/stock_cases.py``, which the
+README sums up. Other scripts have a twin that resumes through resumekit, and is exact.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from untraced import untraced
+from stock_cases import CASES, OFFICIAL, PACKAGES, Case, summary
+from stock_resume import ENVIRONMENT, judged, loss_in
 
 from resumekit.prove import Outcome, ProveResult, prove
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 
-# The batch is wrong, and with it everything that follows from it.
-OTHER_BATCHES = ("data", {"rng", "parameters", "optimizer", "loss", "modules/AveragedModel"})
-
-
-class Loss(NamedTuple):
-    """What one framework's own resume loses in the middle of an epoch."""
-
-    framework: str
-    first: str  # the likely cause: what differs first
-    also: set[str]  # everything else that differs later
-    world: int = 1
-
-
-LOSSES = (
-    Loss("torch", *OTHER_BATCHES),
-    Loss("accelerate", *OTHER_BATCHES),
-    Loss("lightning", *OTHER_BATCHES),
-    # Weights and optimizer are exact; the averaged weights are reinitialised.
-    Loss("transformers", "modules/AveragedModel", set()),
-    # The right batches with other dropout masks. The parameters are the partitions of ZeRO.
-    *(
-        Loss(
-            "deepspeed",
-            "rng",
-            {
-                *("parameters", "optimizer", "loss"),
-                *("modules/DeepSpeedEngine", "modules/AveragedModel"),
-            },
-            world,
-        )
-        for world in (1, 2)
-    ),
-)
-FRAMEWORKS = ("torch", "accelerate", "lightning", "transformers", "deepspeed")
-
 
 @pytest.fixture(autouse=True)
 def _as_the_benchmark_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
-def judged(script: Path, world: int = 1) -> ProveResult:
-    command = [sys.executable, str(script), "--directory", "{dir}/run", "--save-every", "10"]
-    return prove(command, at=("step:45",), world=world, timeout_seconds=240)
-
-
-@pytest.mark.quick("torch-1")
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.framework}-{loss.world}")
-def test_what_a_stock_resume_loses_is_found_without_a_line_in_the_script(
-    loss: Loss, tmp_path: Path
-) -> None:
-    pytest.importorskip(loss.framework)
-    script = untraced(SCRIPTS / f"stock_{loss.framework}.py", tmp_path)
-    result = judged(script, loss.world)
+@pytest.mark.quick("torch_word_language_model-1")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_resume_of_a_script_loses_is_found_and_named(case: Case) -> None:
+    pytest.importorskip(PACKAGES[case.framework])
+    result = judged(case)
+    assert loss_in(result) == case.loss
+    assert result.num_steps == case.num_steps
     (trial,) = result.trials
-    assert (result.num_steps, trial.failure, trial.outcome) == (87, "", Outcome.DIVERGED)
     assert [launch.was_killed for launch in trial.launches] == [True, False]
-    verdict = trial.verdict
-    assert verdict is not None
-    assert [resume.step for resume in verdict.resumes] == [40]
-    assert verdict.divergence is not None
-    assert (verdict.divergence.component, verdict.divergence.step) == (loss.first, 41)
-    firsts = {one.component: one.step for one in verdict.firsts}
-    assert firsts.keys() == {loss.first, *loss.also}
-    # The average of step 41 was made after that step was recorded.
-    assert {step for name, step in firsts.items() if name != "modules/AveragedModel"} <= {41}
+    assert trial.verdict is not None
+    assert trial.verdict.num_ranks == case.num_ranks
+    assert [resume.step for resume in trial.verdict.resumes] == [case.resumed]
+
+
+def test_every_official_script_is_judged_and_has_no_line_of_resumekit() -> None:
+    scripts = {
+        path.name: path.read_text(encoding="utf-8").split('"""', 2)[2]
+        for path in OFFICIAL.glob("*.py")
+    }
+    assert all("resumekit" not in code for code in scripts.values())
+    names = {name for name, code in scripts.items() if "__main__" in code}
+    assert {case.script for case in CASES} == names
+    assert len(names) >= 12
+
+
+@pytest.mark.parametrize("framework", PACKAGES)
+def test_the_readme_sums_up_what_the_scripts_of_a_framework_lose(framework: str) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith(f"| [{framework}")]
+    assert [row[2] for row in rows] == [summary(framework)]
+
+
+def judged_script(name: str) -> ProveResult:
+    script = str(SCRIPTS / name)
+    command = [sys.executable, script, "--directory", "{dir}/run", "--save-every", "10"]
+    return prove(command, at=("step:45",), timeout_seconds=240)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", PACKAGES.values())
 def test_the_twin_that_resumes_through_resumekit_is_exact_to_the_recorder_too(
     framework: str,
 ) -> None:
     pytest.importorskip(framework)
-    (trial,) = judged(SCRIPTS / f"train_{framework}.py").trials
+    (trial,) = judged_script(f"train_{framework}.py").trials
     assert trial.outcome is Outcome.EXACT, str(trial.verdict)
     assert trial.recorded is not None
     assert (trial.recorded.exact, trial.recorded.num_steps) == (True, 87)
@@ -104,7 +79,7 @@ def test_the_twin_that_resumes_through_resumekit_is_exact_to_the_recorder_too(
 @pytest.mark.full
 @pytest.mark.parametrize("framework", ["torch", "accelerate"])
 def test_a_script_s_trace_and_the_recorder_agree(framework: str) -> None:
-    (trial,) = judged(SCRIPTS / f"stock_{framework}.py").trials
+    (trial,) = judged_script(f"stock_{framework}.py").trials
     assert trial.verdict is not None
     assert trial.recorded is not None
     for verdict in (trial.verdict, trial.recorded):
