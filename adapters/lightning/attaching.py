@@ -86,4 +86,7 @@ def _step_of(trainer: Any, path: Any, *rest: Any, **named: Any) -> int | None:
         match = re.search(r"step=(\d+)", Path(path).name)
         return int(match[1]) if match else None
     checkpoint = trainer.strategy.load_checkpoint(path, *rest, **named)
-    return int(checkpoint["global_step"])
+    # A step here is a batch after which an optimizer has stepped; Lightning counts the steps of
+    # each optimizer, and batches: lightning 2.6 loops/training_epoch_loop.py.
+    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+    return min(int(checkpoint["global_step"]), int(batches))

@@ -253,6 +253,25 @@ def test_a_checkpoint_of_another_run_stops_it_unless_ours_is_as_far(
 
 
 @pytest.mark.full
+def test_the_steps_of_two_optimizers_are_not_taken_for_steps_of_the_run(tmp_path: Path) -> None:
+    script, directory = SCRIPTS / "lightning_gan.py", tmp_path / "of_script"
+    settings = AttachSettings(str(tmp_path / "run"), SAVE_EVERY)
+    for expected in ("starting in", "(step 20) is not read"):
+        done = subprocess.run(
+            [sys.executable, str(script), "--default_root_dir", str(directory)],
+            env=attached_environment(os.environ, tmp_path / "launcher", settings),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert expected in done.stderr
+    (newest, *_) = Store(tmp_path / "run").step_names()
+    assert newest.step == 24
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["train_transformers.py", "train_lightning.py"])
 def test_a_script_with_a_callback_keeps_its_own(tmp_path: Path, name: str) -> None:
     script = SCRIPTS.parents[1] / "scripts" / name
