@@ -11,12 +11,28 @@ import xxhash
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest of dtype, shape and bytes; of a sharded tensor, of the shard of this rank."""
-    local = _local(tensor).detach()
+    local = local_part(tensor).detach()
     digest = xxhash.xxh3_64(f"{local.dtype} {tuple(local.shape)}".encode())
     if local.numel() and not local.is_meta:
-        plain = local.cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(byte_view(local).numpy().data)
     return digest.hexdigest()
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in CPU memory, in one dimension."""
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: the shard, or all of it."""
+    # DeepSpeed 0.19 zero/partition_parameters.py: a parameter of ZeRO 3 is empty between its uses,
+    # and `ds_tensor` is the partition of this rank.
+    shard = getattr(tensor, "ds_tensor", None)
+    if shard is not None:
+        return shard  # type: ignore[no-any-return]
+    to_local = getattr(tensor, "to_local", None)  # DTensor
+    return tensor if to_local is None else to_local()
 
 
 def value_digest(value: Any) -> str:
@@ -29,16 +45,6 @@ def value_digest(value: Any) -> str:
 def combined(digests: Iterable[str]) -> str:
     """One digest of several, in their order."""
     return xxhash.xxh3_64_hexdigest(" ".join(digests).encode())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # DeepSpeed 0.19 zero/partition_parameters.py: a parameter of ZeRO 3 is empty between its uses,
-    # and `ds_tensor` is the partition of this rank.
-    shard = getattr(tensor, "ds_tensor", None)
-    if shard is not None:
-        return shard  # type: ignore[no-any-return]
-    to_local = getattr(tensor, "to_local", None)  # DTensor
-    return tensor if to_local is None else to_local()
 
 
 def _texts(value: Any) -> Iterator[str]:

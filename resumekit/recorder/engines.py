@@ -19,16 +19,17 @@ def install() -> None:
     @functools.wraps(initialize)
     def initialize_and_listen(*arguments: Any, **keywords: Any) -> Any:
         made = initialize(*arguments, **keywords)
-        _listen_to(made[0].optimizer)
+        _listen_to(made[0])
         return made
 
     deepspeed.initialize = initialize_and_listen
 
 
-def _listen_to(optimizer: Any) -> None:
-    recorder = current_recorder()
+def _listen_to(engine: Any) -> None:
+    recorder, optimizer = current_recorder(), engine.optimizer
     if recorder is None or optimizer is None or isinstance(optimizer, Optimizer):
         return  # a torch optimizer calls the hooks itself
+    recorder.saw_engine(engine.module)
     step = optimizer.step
 
     @functools.wraps(step)

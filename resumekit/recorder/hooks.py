@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.utils.data.dataloader as dataloader
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -40,6 +41,7 @@ def install(settings: RecorderSettings) -> None:
     register_optimizer_step_post_hook(_only_eager(lambda it, *_: recorder.after_step(it)))
     _listen_to_models(recorder)
     _listen_to_backward(recorder)
+    _listen_to_loaders(recorder)
 
 
 def _only_eager(hook: Any) -> Any:
@@ -91,3 +93,17 @@ def _listen_to_backward(recorder: Recorder) -> None:
         backward(tensors, *arguments, **keywords)
 
     torch.autograd.backward = recorded
+
+
+def _listen_to_loaders(recorder: Recorder) -> None:
+    # There is no hook: an epoch is a pass of this class over the dataset.
+    iterators: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - torch 2.13 dataloader.py
+    fetch = iterators.__next__
+
+    @functools.wraps(fetch)
+    def recorded(iterator: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            recorder.saw_fetch(iterator)
+        return fetch(iterator)
+
+    iterators.__next__ = recorded

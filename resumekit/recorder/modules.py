@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ class Modules:
         self._roots: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
+        self._trained: WeakSet[nn.Module] = WeakSet()
         self._num_scans = 0
         # Deterministic scripts make their models in one order, which names those of one class.
         self._created: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -41,6 +42,10 @@ class Modules:
     def saw_module(self, module: nn.Module) -> None:
         """A module gets a parameter."""
         self._created.setdefault(module, len(self._created))
+
+    def saw_trained(self, model: nn.Module) -> None:
+        """A model is trained by an optimizer that has copies of its parameters."""
+        self._trained.add(model)
 
     def scan_if_due(self, step: int) -> None:
         """Looks for objects again: at the first steps of a process, and now and then.
@@ -50,7 +55,7 @@ class Modules:
         """
         if self._num_scans < _FIRST_SCANS or step % _SCAN_EVERY == 0:
             self._num_scans += 1
-            self._scan()
+            self.scan()
 
     def components(
         self, parameters: Iterable[torch.Tensor]
@@ -65,6 +70,8 @@ class Modules:
         trained = set(map(id, parameters))
         for optimizer in _live(self._optimizers):
             trained.update(map(id, _parameters_of(optimizer)))
+        for each in self._trained:
+            trained.update(map(id, each.parameters()))
         models = self._models()
         components = _of_trained([model for model in models if model.has_any(trained)])
         others: dict[str, list[Leaves]] = {}
@@ -99,7 +106,8 @@ class Modules:
         firsts = {first(each) for each in (*_live(self._optimizers), optimizer)}
         return sorted(firsts).index(first(optimizer))
 
-    def _scan(self) -> None:
+    def scan(self) -> None:
+        """Looks for objects now."""
         # isinstance() would ask objects for their __class__, which runs code of lazy modules.
         alive = gc.get_objects()
         modules = [each for each in alive if issubclass(type(each), nn.Module)]

@@ -44,7 +44,7 @@ def parameter_digests(optimizer: Any, names: Mapping[int, str]) -> dict[str, str
 
 
 def state_digests(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
-    """The digests of the optimizer's state and the numbers of its groups.
+    """The digests of the optimizer's state.
 
     Args:
         optimizer: anything with ``param_groups`` and ``state``.
@@ -55,6 +55,12 @@ def state_digests(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
         # A defaultdict: asking for an absent key with [] would add it.
         state = optimizer.state.get(parameter) or {}
         leaves.update({f"{name}.{key}": value_digest(value) for key, value in state.items()})
+    return leaves
+
+
+def settings_of(optimizer: Any) -> dict[str, str]:
+    """The numbers of the param groups, to the bit, but for the learning rates."""
+    leaves: dict[str, str] = {}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             values = value if isinstance(value, (list, tuple)) else [value]

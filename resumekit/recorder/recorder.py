@@ -7,17 +7,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from resumekit.recorder.alignment import Origin, Position, align
-from resumekit.recorder.digests import tensor_digest, value_digest
+from resumekit.recorder.batches import BatchRecord
+from resumekit.recorder.digests import value_digest
+from resumekit.recorder.generators import rng_positions
 from resumekit.recorder.modules import Modules
 from resumekit.recorder.optimizers import (
     learning_rates,
     parameter_digests,
     parameters_of,
     position_of,
+    settings_of,
     state_digests,
 )
 from resumekit.recorder.settings import RecorderSettings
@@ -46,7 +50,10 @@ class Recorder:
         self._before: Position | None = None
         self._running: list[int] = []  # ids of optimizers inside their step, wrappers first
         self._losses: list[str] = []
-        self._batches: list[str] = []
+        self._batch = BatchRecord()
+        # A pass over a dataset is an epoch, or an evaluation between two of its batches.
+        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._num_passes = self._pass = 0
         self._is_rest = False  # a resume inside an accumulation window repeats the rest of it
         self._is_off = False
 
@@ -62,7 +69,15 @@ class Recorder:
 
     def saw_batch(self, inputs: Any) -> None:
         """A model in training was called with these."""
-        self._guarded(lambda: self._batches.extend(_data_digests(inputs)))
+        self._guarded(lambda: self._batch.add(inputs))
+
+    def saw_fetch(self, iterator: Any) -> None:
+        """A batch is requested from this iterator of a ``DataLoader``."""
+        self._guarded(lambda: self._count_pass(iterator))
+
+    def saw_engine(self, model: torch.nn.Module) -> None:
+        """An optimizer that has copies of these parameters trains them."""
+        self._modules.saw_trained(model)
 
     def before_step(self, optimizer: Any, inner: Any = None) -> None:
         """A step begins.
@@ -86,6 +101,12 @@ class Recorder:
         if is_outermost and not is_skipped:
             self._guarded(lambda: self._record(inner or optimizer))
 
+    def _count_pass(self, iterator: Any) -> None:
+        if not iterator._num_yielded:  # noqa: SLF001 - torch 2.13 dataloader.py, 0 after _reset
+            self._num_passes += 1
+            self._passes[iterator] = self._num_passes
+        self._pass = self._passes.get(iterator, 0)
+
     # ------------------------------------------------------------------ what is written
 
     def _begin(self, optimizer: Any) -> None:
@@ -96,7 +117,10 @@ class Recorder:
                 Path(self._settings.directory), rank=rank, kill=self._settings.kill or None
             )
             origin = self._origin(rank)
-            self._trace.write({"kind": "origin", "step": origin.step, "by": origin.by})
+            record = {"kind": "origin", "step": origin.step, "by": origin.by}
+            if self._settings.positions:
+                record["components"] = self._restored(optimizer)
+            self._trace.write(record)
             self._step = origin.step - 1
             self._is_rest = self._step > 0
 
@@ -113,7 +137,7 @@ class Recorder:
             return
         self._step += 1
         losses, self._losses = self._losses, []
-        batches, self._batches = self._batches, []
+        batch, self._batch = self._batch, BatchRecord()
         record: dict[str, Any] = {
             "kind": "step",
             "step": self._step,
@@ -121,8 +145,12 @@ class Recorder:
             "counter": before.counter,
             "values": {"loss" if not i else f"loss {i + 1}": v for i, v in enumerate(losses)},
             "lr": learning_rates(optimizer),
-            "samples": batches,
+            "samples": batch.digests,
+            "sample_counts": batch.counts,
+            "sample_sets": batch.sets,
+            "data_pass": self._pass,
             "rng": rng_digests(),
+            "rng_positions": rng_positions(),
         }
         if self._is_rest:
             record["is_rest"], self._is_rest = True, False
@@ -130,8 +158,20 @@ class Recorder:
             record["components"] = self._components(optimizer)
         trace.write(record)
 
+    def _restored(self, optimizer: Any) -> dict[str, dict[str, str]]:
+        """Weights and optimizer state before the first step; what else there is, it leaves."""
+        self._modules.scan()
+        components, key = self._states(optimizer)
+        return {name: components[name] for name in ("parameters", key) if name in components}
+
     def _components(self, optimizer: Any) -> dict[str, dict[str, str]]:
         self._modules.scan_if_due(self._step)
+        components, key = self._states(optimizer)
+        components[key].update(settings_of(optimizer))
+        return components
+
+    def _states(self, optimizer: Any) -> tuple[dict[str, dict[str, str]], str]:
+        """The components, and the key of this optimizer among them."""
         components, names = self._modules.components(parameters_of(optimizer))
         loose = parameter_digests(optimizer, names)
         if loose:
@@ -139,7 +179,7 @@ class Recorder:
         number = self._modules.number_of(optimizer, names)
         key = f"optimizer/{number}" if number else "optimizer"
         components[key] = state_digests(optimizer, names)
-        return components
+        return components, key
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Runs it; what it raises is recorded instead of reaching the script."""
@@ -172,17 +212,6 @@ def _loss(tensor: Any) -> str:
 
 def _as_list(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _data_digests(inputs: Any) -> list[str]:
-    """The digests of the tensors that no trained weight has gone into."""
-    if isinstance(inputs, torch.Tensor):
-        return [] if inputs.requires_grad else [tensor_digest(inputs)]
-    if isinstance(inputs, dict):
-        return [each for value in inputs.values() for each in _data_digests(value)]
-    if isinstance(inputs, (list, tuple)):
-        return [each for value in inputs for each in _data_digests(value)]
-    return []
 
 
 def _rank() -> int:

@@ -49,6 +49,9 @@ def test_a_recorded_run_is_the_unrecorded_one_and_every_step_is_in_its_records(
     assert first.components.keys() == {
         *("parameters", "buffers", "optimizer", "modules/AveragedModel", "grad_scaler")
     }
+    # The rows of both tensors, and the generators of three kinds.
+    assert len(first.fields["sample_counts"]) == len(first.fields["sample_sets"]) == 2
+    assert first.fields["rng_positions"].keys() == {"python", "numpy", "torch"}
     assert "Model.layers.1.running_mean" in first.components["buffers"]
     assert "Model.head.weight" in first.components["parameters"]
     assert "Model.head.weight.exp_avg" in first.components["optimizer"]
