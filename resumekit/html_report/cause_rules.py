@@ -6,11 +6,24 @@ at the begin of the epoch, some steps before or after, or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
-from resumekit.html_report.recordings import DATA, INPUTS, LR, RESUMED, RNG, STEP, Moment
-from resumekit.html_report.run_history import Case, History
+from resumekit.html_report.recordings import (
+    DATA,
+    IN_ANY_ORDER,
+    INPUTS,
+    LR,
+    RESTORED,
+    RESUMED,
+    RNG,
+    STEP,
+    Moment,
+)
+from resumekit.html_report.run_history import Case, History, is_setting
+
+# As found and expected.
+Leaves = Mapping[str, tuple[str | None, str | None]]
 
 
 class Cause(str, Enum):
@@ -24,7 +37,9 @@ class Cause(str, Enum):
     BUFFERS_LOST = "buffers not restored"
     WEIGHTS_PARTLY = "part of the weights not restored"
     OPTIMIZER_COLD = "optimizer cold"
+    OPTIMIZER_PARTLY = "part of the optimizer state not restored"
     OPTIMIZER_OLDER = "optimizer state of an older step"
+    OPTIMIZER_COUNTER = "step counter of the optimizer changed"
     OPTIMIZER_SETTINGS = "param group settings changed"
     UPDATE_DIFFERS = "same gradients or moments not used for the update"
     GRADIENTS_LOST = "gradient accumulation lost"
@@ -32,6 +47,7 @@ class Cause(str, Enum):
     LR_SHIFTED = "LR of another step"
     LR_CHANGED = "LR is one that the run never had"
     EMA_RESTARTED = "EMA restarted"
+    OTHER_MODEL_LOST = "a model that is not trained was not restored"
     SCALER_RESET = "scaler reset"
     DATA_RESTARTED = "data restarted from the first epoch"
     EPOCH_RESTARTED = "epoch restarted"
@@ -79,8 +95,12 @@ def _of_result(case: Case, cases: Sequence[Case]) -> tuple[Cause, str]:
     inputs = [each for each in before if each.component in INPUTS]
     if inputs or states:
         return Cause.UNKNOWN, "Inputs or state of the step differ already."
-    weights = [each for each in before if each.slot == "model"]
-    if any(each.kind == RESUMED for each in case.launch) or not weights:
+    weights = [each for each in before if each.slot in ("model", "parameters")]
+    is_restored = any(
+        each.kind == RESUMED or each.facts.get("by") in ("weights", "ambiguous")
+        for each in case.launch
+    )
+    if is_restored or not weights:
         return Cause.UNSAVED_VARIABLE, "Inputs and restored state are equal; the result is not."
     return Cause.WEIGHTS_RESTARTED, "Inputs are equal; the first forward pass is not."
 
@@ -105,15 +125,33 @@ def _of_model(case: Case) -> tuple[Cause, str]:
     return Cause.WEIGHTS_RESTARTED, "No tensor is one that the reference run ever recorded."
 
 
+def _of_buffers(case: Case) -> tuple[Cause, str]:
+    return Cause.BUFFERS_LOST, f"{_differ(len(case.leaves))} The inputs of the step are equal."
+
+
 def _of_optimizer(case: Case) -> tuple[Cause, str]:
-    state = {leaf: each for leaf, each in case.leaves.items() if leaf.startswith("state")}
-    if not state:
-        names = sorted({leaf.rsplit(".", 1)[-1] for leaf in case.leaves})
-        return Cause.OPTIMIZER_SETTINGS, f"Only settings differ: {', '.join(names[:4])}."
+    is_step = case.moment.kind == STEP
+    state = {leaf: each for leaf, each in case.leaves.items() if _is_state(case, leaf)}
+    settings = sorted({leaf.rsplit(".", 1)[-1] for leaf in case.leaves.keys() - state.keys()})
+    if not state or (is_step and settings):
+        return Cause.OPTIMIZER_SETTINGS, f"Settings differ: {', '.join(settings[:4])}."
     if any(found is None for found, _ in state.values()):
+        if _is_part(case, state):
+            return Cause.OPTIMIZER_PARTLY, "It has no state for some of its parameters."
         return Cause.OPTIMIZER_COLD, "The optimizer has no state for its parameters."
-    counters = [leaf for leaf in state if leaf.rsplit(".", 1)[-1] == "step"]
-    for leaf in counters:
+    if case.moment.kind == RESTORED:
+        return _of_restored_optimizer(case, state)
+    counted = _of_counters(case, state)
+    if counted or is_step:
+        return counted or _cold_without_counter(case)
+    older = [step for step in case.common_steps() if step != case.moment.step]
+    if older:
+        return Cause.OPTIMIZER_OLDER, f"It is that of step {older[0]}."
+    return Cause.UNKNOWN, f"{len(state)} leaves of its state differ."
+
+
+def _of_counters(case: Case, state: Leaves) -> tuple[Cause, str] | None:
+    for leaf in (leaf for leaf in state if leaf.rsplit(".", 1)[-1] == "step"):
         steps = case.steps_with(leaf)
         if state[leaf][0] in ("0", "0.0"):
             return Cause.OPTIMIZER_COLD, "Its step count is 0."
@@ -121,21 +159,43 @@ def _of_optimizer(case: Case) -> tuple[Cause, str]:
             return Cause.OPTIMIZER_COLD, f"Its step count is that of step {steps[0]}."
         if steps:
             return Cause.OPTIMIZER_OLDER, f"Its step count is that of step {steps[0]}."
-    if case.moment.kind == STEP:
-        return _cold_without_counter(case)
+    return None
+
+
+def _of_restored_optimizer(case: Case, state: Collection[str]) -> tuple[Cause, str]:
+    """Before the first step of a launch: every value can be compared with those after each step."""
+    if all(leaf.rsplit(".", 1)[-1] == "step" for leaf in state):
+        return Cause.OPTIMIZER_COUNTER, "Only its step count differs."
     older = [step for step in case.common_steps() if step != case.moment.step]
     if older:
         return Cause.OPTIMIZER_OLDER, f"It is that of step {older[0]}."
-    return Cause.UNKNOWN, f"{len(state)} leaves of its state differ."
+    if _is_part(case, state):
+        return Cause.OPTIMIZER_PARTLY, "The state of the other parameters is equal."
+    return Cause.OPTIMIZER_COLD, "The reference run never had these moments."
+
+
+def _is_state(case: Case, leaf: str) -> bool:
+    is_recorded = case.moment.kind in (STEP, RESTORED)
+    return leaf.startswith("state") or (is_recorded and not is_setting(leaf))
+
+
+def _is_part(case: Case, state: Collection[str]) -> bool:
+    """Whether the state of some parameters differs, and that of others does not."""
+    every = case.expected.parts.get(case.component, {})
+    owners = {leaf.rpartition(".")[0] for leaf in every if _is_state(case, leaf)}
+    return len({leaf.rpartition(".")[0] for leaf in state}) < len(owners)
 
 
 def _cold_without_counter(case: Case) -> tuple[Cause, str]:
-    """After a step with equal inputs and results, moments differ: they were not restored."""
+    """After a step with equal inputs and results: which state was not restored."""
     names = (*INPUTS, *case.moment.values)
     parts, expected = case.moment.parts, case.expected.parts
-    if case.moment.values and all(parts.get(name) == expected.get(name) for name in names):
-        return Cause.OPTIMIZER_COLD, "The loss is equal; the moments after the update are not."
-    return Cause.UNKNOWN, "Its state after the step differs."
+    is_equal = all(parts.get(name) == expected.get(name) for name in names)
+    if not case.moment.values or not is_equal:
+        return Cause.UNKNOWN, "Its state after the step differs."
+    if any(case.component in each.parts for each in case.launch if each.kind == RESTORED):
+        return Cause.UPDATE_DIFFERS, "The loss is equal; the gradients are not."
+    return Cause.OPTIMIZER_COLD, "The loss is equal; the moments after the update are not."
 
 
 def _of_lr(case: Case) -> tuple[Cause, str]:
@@ -172,6 +232,20 @@ def _of_ema(case: Case) -> tuple[Cause, str]:
     return Cause.EMA_RESTARTED, "The averages are not those of the reference run."
 
 
+def _of_other_model(case: Case) -> tuple[Cause, str]:
+    """A model that no optimizer trains: its averages as they were before the step."""
+    is_average = any(leaf.endswith("n_averaged") for leaf in case.expected.parts[case.component])
+    restarted = Cause.EMA_RESTARTED if is_average else Cause.OTHER_MODEL_LOST
+    first = case.history.steps[0]
+    if first in case.common_steps():
+        return restarted, f"It is that of step {first}."
+    before = next((each for each in case.launch if each.kind == RESTORED), case.moment)
+    weights = set(before.parts.get("parameters", {}).values())
+    if any(found in weights for found, _ in case.leaves.values()):
+        return restarted, "It equals the weights."
+    return restarted, _differ(len(case.leaves))
+
+
 def _of_data_state(case: Case) -> tuple[Cause, str]:
     for leaf, (found, expected) in case.leaves.items():
         name = leaf.rsplit(".", 1)[-1]
@@ -192,7 +266,7 @@ def _of_data_state(case: Case) -> tuple[Cause, str]:
 def _of_data(case: Case) -> tuple[Cause, str]:
     """The batch of a step: when did the reference run use it?"""
     found, expected = case.leaves.get("samples", (None, None))
-    if found and expected and sorted(found.split(",")) == sorted(expected.split(",")):
+    if found and expected and _has_same_samples(case, found, expected):
         return Cause.BATCH_ORDER, "The samples are the same ones."
     steps = case.steps_with("samples") if found is not None else []
     if not steps:
@@ -214,13 +288,27 @@ def _of_unknown_batch(case: Case, found: str | None, expected: str | None) -> tu
     if found is None or expected is None:
         names = ", ".join(case.leaves)
         return Cause.EPOCH_RESTARTED, f"The position differs: {names}."
-    now, then = found.split(","), expected.split(",")
-    if len(now) != len(then):
-        return Cause.BATCH_SIZE, f"{len(now)} samples instead of {len(then)}."
+    now, then = case.leaves.get("count", (_count(found), _count(expected)))
+    if now != then:
+        return Cause.BATCH_SIZE, f"{now} samples instead of {then}."
     return Cause.ORDER_RESHUFFLED, "The reference run never had this batch."
 
 
+def _has_same_samples(case: Case, found: str, expected: str) -> bool:
+    """Whether a batch has the same ids in another order; a journal has digests of them only."""
+    if IN_ANY_ORDER in case.moment.parts[DATA]:
+        return IN_ANY_ORDER not in case.leaves
+    return sorted(found.split(",")) == sorted(expected.split(","))
+
+
+def _count(samples: str) -> str:
+    return str(len(samples.split(",")))
+
+
 def _is_same_batch_of_another_epoch(case: Case, step: int) -> bool:
+    here, there = map(case.history.first_step_of_pass, (case.moment.step, step))
+    if here is not None and there is not None:
+        return here != there and case.moment.step - here == step - there
     used = case.history.moments.get((True, step, 0))
     then = {} if used is None else used.parts.get(DATA, {})
     now = case.expected.parts.get(DATA, {})
@@ -239,7 +327,9 @@ def _first_step_of_epoch(history: History, expected: Moment) -> int | None:
         for moment in history.moments.values()
         if moment.kind == STEP and moment.parts.get(DATA, {}).get("epoch") == data.get("epoch")
     ]
-    return min(steps) if steps and "epoch" in data else None
+    if steps and "epoch" in data:
+        return min(steps)
+    return history.first_step_of_pass(expected.step)
 
 
 def _of_rng(case: Case) -> tuple[Cause, str]:
@@ -253,7 +343,26 @@ def _of_rng(case: Case) -> tuple[Cause, str]:
             return Cause.RNG_AHEAD, f"{names}: ahead by the draws of {distance} steps."
         if distance < 0:
             return Cause.RNG_BEHIND, f"{names}: behind by the draws of {-distance} steps."
-    return Cause.RNG_LOST, f"{names}: a state that the reference run never recorded."
+    return _of_draws(case) or (
+        Cause.RNG_LOST,
+        f"{names}: a state that the reference run never recorded.",
+    )
+
+
+def _of_draws(case: Case) -> tuple[Cause, str] | None:
+    """By how many draws a generator is elsewhere, where the recorder saw the same words."""
+    for now in (each for each in case.launch if each.kind == STEP):
+        fresh = case.step_of_fresh_start + now.step - case.moment.step
+        for name in case.leaves:
+            there = case.history.distance(now, name, now.step)
+            restarted = case.history.distance(now, name, fresh)
+            if restarted is not None and (there is None or abs(restarted) < abs(there)):
+                return Cause.RNG_RESTARTED, f"{name}: {restarted:+d} draws from step {fresh}."
+            if there:
+                cause = Cause.RNG_AHEAD if there > 0 else Cause.RNG_BEHIND
+                word = "ahead" if there > 0 else "behind"
+                return cause, f"{name}: {word} by {abs(there)} draws."
+    return None
 
 
 def _nearest(steps: list[int], step: int) -> int:
@@ -285,6 +394,9 @@ _RULES_OF_INPUTS = {DATA: _of_data, LR: _of_lr, RNG: _of_rng}
 # Of a state, by slot.
 _RULES = {
     "model": _of_model,
+    "parameters": _of_model,
+    "buffers": _of_buffers,
+    "modules": _of_other_model,
     "optimizer": _of_optimizer,
     "lr_scheduler": _of_lr_scheduler,
     "grad_scaler": _of(Cause.SCALER_RESET),

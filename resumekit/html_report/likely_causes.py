@@ -9,6 +9,8 @@ from resumekit.html_report.cause_rules import Cause, cause_of
 from resumekit.html_report.recordings import (
     DATA,
     INPUTS,
+    LR,
+    RESTORED,
     RESUMED,
     RNG,
     STEP,
@@ -16,7 +18,15 @@ from resumekit.html_report.recordings import (
     Moment,
     Recording,
 )
-from resumekit.html_report.run_history import Case, History, differing
+from resumekit.html_report.run_history import FOUND_BY_CHANCE, Case, History, differing
+
+# What an optimizer is found to have lost by itself, whatever the inputs of the step were.
+_OF_OPTIMIZER = (
+    Cause.OPTIMIZER_COLD,
+    Cause.OPTIMIZER_PARTLY,
+    Cause.OPTIMIZER_OLDER,
+    Cause.OPTIMIZER_SETTINGS,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ def find_causes(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
     past: list[Launch] = []
     for number, launch in judged.launches.items():
         from_start = _started_again(history, past, launch, number)
+        from_start = (_older_weights(history, launch, number) if past else None) or from_start
         if from_start is not None:
             return (from_start,)
         cases = list(_cases(history, saved, launch, number, ignored))
@@ -71,7 +82,7 @@ def find_causes(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
             return tuple(_explained(cases) if past else _not_reproducible(cases))
         saved.update({each.key: each for each in launch if each.kind == "checkpoint"})
         past.append(launch)
-    return ()
+    return _other_end(reference, judged)
 
 
 def _own_constants(history: History, judged: Recording) -> frozenset[tuple[bool, str, str]]:
@@ -95,7 +106,7 @@ def _cases(
 ) -> Iterator[Case]:
     seen: set[str] = set()
     for moment in launch:
-        expected = history.moments.get(moment.key) or saved.get(moment.key)
+        expected = history.expected(moment) or saved.get(moment.key)
         if expected is None:
             continue
         leaves: dict[str, dict[str, tuple[str | None, str | None]]] = {}
@@ -133,20 +144,36 @@ def _follow(cases: list[Case], names: str) -> Iterator[Finding]:
 def _roots(cases: list[Case]) -> list[Case]:
     """The cases of the first moment that differs: what differs later follows from them.
 
-    In a step the inputs come first, then its results, then the state that it leaves. A restarted
-    optimizer is no consequence of other inputs.
+    In a step the inputs come first, then its results, then the state that it leaves. What the step
+    does not use is no consequence of other inputs, and neither is a restarted optimizer.
     """
     first = [each for each in cases if each.moment == cases[0].moment]
-    if first[0].moment.kind != STEP:
+    kind = first[0].moment.kind
+    if kind == RESTORED:  # the weights and the optimizer alone
+        step = next(each for each in first[0].launch if each.kind == STEP)
+        others = [each for each in cases if each.moment == step]
+        return first + _independent(others, cases)
+    if kind != STEP:
         return first
-    inputs = [each for each in first if each.component in INPUTS]
-    cold = [
-        each
-        for each in first
-        if each.component not in INPUTS and cause_of(each, cases)[0] is Cause.OPTIMIZER_COLD
-    ]
+    independent = _independent(first, cases)
+    is_scheduled = any(each.component == LR for each in first)  # and other settings with it
+    cold = []
+    for each in first:
+        cause, _ = (Cause.UNKNOWN, "") if each in independent else cause_of(each, cases)
+        if cause in _OF_OPTIMIZER and not (is_scheduled and cause is Cause.OPTIMIZER_SETTINGS):
+            cold.append(each)
     results = [each for each in first if each.component in each.moment.values]
-    return inputs + cold or results or first
+    return independent + cold or results or first
+
+
+def _independent(step: list[Case], cases: list[Case]) -> list[Case]:
+    """The inputs of a step that differ, and the states that the step neither uses nor changes."""
+    found = [each for each in step if each.component in INPUTS or each.slot in FOUND_BY_CHANCE]
+    data = next((each for each in found if each.component == DATA), None)
+    if data is not None and cause_of(data, cases)[0] is Cause.BATCH_SIZE:
+        # A dropout draws as many numbers as the batch needs.
+        found = [each for each in found if each.component != RNG]
+    return found
 
 
 def _finding(case: Case, cause: Cause, evidence: str) -> Finding:
@@ -173,11 +200,50 @@ def _started_again(
     has_resumed = any(each.kind == RESUMED for each in launch)
     if has_resumed or not done or not steps or steps[0].step > history.steps[0]:
         return None
+    cause, evidence = Cause.NEVER_RESUMED, f"The launch before had trained {max(done)} steps."
+    if any(each.facts.get("by") == "nothing" for each in launch):
+        cause, evidence = Cause.WEIGHTS_RESTARTED, "They are the weights of no step of the run."
     return Finding(
         *("run", "", f"step {steps[0].step}", f"a step after {history.steps[0]}", 1),
-        *(steps[0], number, Cause.NEVER_RESUMED),
-        f"The launch before had trained {max(done)} steps.",
+        *(steps[0], number, cause, evidence),
     )
+
+
+def _older_weights(history: History, launch: Launch, number: int) -> Finding | None:
+    """A launch that the recorder aligned by its weights, while all else is of a later step."""
+    first = next((each for each in launch if each.kind == STEP), None)
+    if first is None or "weights" not in first.facts:
+        return None
+    counter = history.steps_with_counter(first)
+    rates = [history.steps_with(first, (LR, leaf)) for leaf in first.parts.get(LR, {})]
+    votes = [counter, history.steps_with(first, (DATA, "samples"))]
+    votes += [sorted(set(rates[0]).intersection(*rates))] if rates else []
+    if first.step in counter:
+        return None
+    against = [vote for vote in votes if first.step not in vote]
+    later = {step for vote in against for step in vote if step > first.step}
+    agreed = sorted(step for step in later if sum(step in vote for vote in against) > 1)
+    if not agreed:
+        return None
+    # A warmup may begin with a learning rate of 0: the weights of several steps are the first ones.
+    is_first = first.facts["weights"] == history.first_weights
+    return Finding(
+        *("parameters", "", f"before step {first.step}", f"before step {agreed[0]}", 1),
+        *(first, number, Cause.WEIGHTS_RESTARTED if is_first else Cause.WEIGHTS_OLDER),
+        f"The rest of the state is that of step {agreed[0]}.",
+    )
+
+
+def _other_end(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
+    """A run that is equal as far as both go, and ended at another step."""
+    found, expected = judged.last_step, reference.last_step
+    steps = [each for each in judged.moments if each.kind == STEP]
+    if found == expected or not steps:
+        return ()
+    number = max(judged.launches)
+    evidence = f"All steps are equal; the run ended after step {found}, not {expected}."
+    values = f"step {found}", f"step {expected}"
+    return (Finding("run", "", *values, 1, steps[-1], number, Cause.PROGRESS_LOST, evidence),)
 
 
 def _gap(past: list[Launch], launch: Launch, number: int) -> Finding | None:

@@ -15,8 +15,18 @@ from resumekit.prove import Attempt, Record
 from resumekit.serialization import leaf_digests
 
 STEP, RESUMED = "step", "resumed"
+
+# Of the recorder: weights and optimizer state before the first step of a launch.
+RESTORED = "restored"
+
 DATA, LR, RNG = "data", "lr", "rng"
 INPUTS = (DATA, LR, RNG)
+IN_ANY_ORDER = "samples in any order"  # of data, where only digests of the ids are known
+
+# Of the recorder: how a launch was aligned; the digest of the weights and the counter of the
+# optimizer before a step; which pass over a loader its batch is from; where the generators are in
+# their sequences; whether the step was begun by another launch.
+_FACTS = ("by", "weights", "counter", "data_pass", "rng_positions", "is_rest")
 
 _MAX_DECODED = 20_000  # integers whose digests are known; more take seconds
 
@@ -28,12 +38,13 @@ class Moment:
     """One step that was executed, or one state that was saved, restored or reached.
 
     Args:
-        kind: ``"step"``, ``"checkpoint"``, ``"resumed"`` or ``"end"``.
+        kind: ``"step"``, ``"checkpoint"``, ``"resumed"``, ``"end"`` or ``"restored"``.
         step: the optimizer step.
         parts: by component, and in it by leaf, a text that is equal exactly when the value is. A
             step has ``data`` (``epoch``, ``batch``, ``samples``), ``lr`` and ``rng``.
         values: the components that are results of the step, such as the loss.
         micro_step: distinguishes several states of one step.
+        facts: what helps to explain a difference, and is none: see ``_FACTS``.
     """
 
     kind: str
@@ -41,6 +52,7 @@ class Moment:
     parts: Parts = field(repr=False)
     values: tuple[str, ...] = ()
     micro_step: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def key(self) -> tuple[bool, int, int]:
@@ -73,12 +85,12 @@ class Recording:
 
 
 def of_trace(attempts: Iterable[Attempt]) -> Recording:
-    """What one rank traced.
+    """What one rank traced, or what the recorder saw of it.
 
     Args:
         attempts: of one rank, as ``read_trace`` gives them.
     """
-    kinds = (STEP, "checkpoint", RESUMED, "end")
+    kinds = (STEP, "checkpoint", RESUMED, "end", "origin")
     return Recording(
         {
             attempt.launch: tuple(_moment(each) for each in attempt.records if each.kind in kinds)
@@ -111,15 +123,21 @@ def _moment(record: Record) -> Moment:
         data = {name: str(fields[name]) for name in ("epoch", "batch") if name in fields}
         if "samples" in fields:
             data["samples"] = ",".join(map(str, fields["samples"]))
+        if "sample_counts" in fields:
+            data["count"] = ",".join(map(str, fields["sample_counts"]))
+        if all(fields.get("sample_sets", ("",))):
+            data[IN_ANY_ORDER] = ",".join(fields["sample_sets"])
         rates = {f"group{index}": str(lr) for index, lr in enumerate(fields.get("lr", ()))}
         parts = {DATA: data, LR: rates, RNG: dict(record.rng)}
     known = _known_digests()
     for component, leaves in record.components.items():
         parts[component] = {leaf: known.get(text, text) for leaf, text in leaves.items()}
     values = {name: {"": str(value)} for name, value in fields.get("values", {}).items()}
-    return Moment(
-        record.kind, record.step, {**parts, **values}, tuple(values), record.micro_step[1]
-    )
+    kind, step = record.kind, record.step
+    if kind == "origin":
+        kind, step = RESTORED, step - 1
+    facts = {name: fields[name] for name in _FACTS if name in fields}
+    return Moment(kind, step, {**parts, **values}, tuple(values), record.micro_step[1], facts)
 
 
 @cache
