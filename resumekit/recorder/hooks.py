@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import warnings
 from typing import Any
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from resumekit.recorder.recorder import Recorder
+from resumekit.recorder.recorder import TRAINER_VARIABLE, Recorder
 from resumekit.recorder.settings import RecorderSettings
 
 
@@ -35,7 +36,12 @@ def current_recorder() -> Recorder | None:
 
 
 def install(settings: RecorderSettings) -> None:
-    """Registers every hook; without a step of an optimizer nothing is written."""
+    """Registers every hook; without a step of an optimizer nothing is written.
+
+    A process that another recorded process has started is not recorded.
+    """
+    if os.environ.get(TRAINER_VARIABLE, str(os.getpid())) != str(os.getpid()):
+        return
     recorder = _Process.recorder = Recorder(settings)
     register_optimizer_step_pre_hook(_only_eager(lambda it, *_: recorder.before_step(it)))
     register_optimizer_step_post_hook(_only_eager(lambda it, *_: recorder.after_step(it)))

@@ -27,6 +27,9 @@ from resumekit.recorder.optimizers import (
 from resumekit.recorder.settings import RecorderSettings
 from resumekit.tracing import Trace, rng_digests
 
+# The process that trains. What it starts belongs to its own work, not to the run.
+TRAINER_VARIABLE = "RESUMEKIT_RECORDED_PROCESS"
+
 
 class Recorder:
     """Sees losses, batches and steps, and writes a line after each step.
@@ -112,6 +115,7 @@ class Recorder:
     def _begin(self, optimizer: Any) -> None:
         self._before = position_of(optimizer)
         if self._trace is None:
+            os.environ[TRAINER_VARIABLE] = str(self._pid)
             rank = _rank()
             self._trace = Trace(
                 Path(self._settings.directory), rank=rank, kill=self._settings.kill or None

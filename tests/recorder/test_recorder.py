@@ -104,3 +104,18 @@ def test_a_recorder_that_fails_writes_why_and_the_script_runs_on(
     )
     assert run(["-c", program], tmp_path / "records") == "stepped\n"
     assert ("TypeError" in failure_of_recorder(tmp_path / "records")) == is_broken
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_script_that_a_training_process_starts_is_not_recorded(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """Between two steps, or before the first one: then both are of the run."""
+    step = "o.zero_grad(); m(torch.ones(2)).sum().backward(); o.step()\n"
+    training = "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+    other = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {training + step!r}])\n"
+    program = training + step + other + step if is_nested else training + other + step
+    run(["-c", program], tmp_path / "records")
+    (attempts,) = read_records(tmp_path / "records").values()
+    assert len(attempts) == (1 if is_nested else 2)
+    assert len(list(records_of(attempts, STEP))) == 2
