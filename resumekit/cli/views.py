@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,17 @@ from resumekit.errors import (
 from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
 from resumekit.progress_display import human_bytes, show_progress
-from resumekit.storage import ForkOrigin, Manifest, StepName, StepReader, Store, lineage_of
+from resumekit.storage import (
+    ForkOrigin,
+    Manifest,
+    StepName,
+    StepReader,
+    Store,
+    lineage_of,
+    shared_bytes,
+)
 
 _PIPE_WIDTH = 160
-_FROZEN = ".frozen.safetensors"  # the only files that checkpoints share, see docs/format.md
 
 
 def list_directory(directory: Path, *, as_json: bool) -> None:
@@ -37,7 +42,7 @@ def list_directory(directory: Path, *, as_json: bool) -> None:
         CheckpointNotFoundError: there is none.
     """
     rows = [(name, *_manifest_and_state(directory, name)) for name in _names(directory)]
-    shared = _shared_bytes(directory, {name: manifest for name, manifest, _ in rows if manifest})
+    shared = shared_bytes(directory, (manifest for _, manifest, _ in rows if manifest))
     if as_json:
         print_json([_plain(*row, shared.get(row[0], 0)) for row in rows])
         return
@@ -210,31 +215,15 @@ def _manifest_and_state(directory: Path, name: StepName) -> tuple[Manifest | Non
     return manifest, "complete" if finished is None else f"finished ({finished})"
 
 
-def _shared_bytes(directory: Path, manifests: Mapping[StepName, Manifest]) -> dict[StepName, int]:
-    """The bytes of files that an older checkpoint has too: links to one file, of frozen tensors."""
-    seen: set[tuple[int, int]] = set()
-    shared: Counter[StepName] = Counter()
-    for name in sorted(manifests):
-        for entry in manifests[name].files:
-            if not entry.path.endswith(_FROZEN):
-                continue
-            with suppress(OSError):
-                status = (directory / str(name) / entry.path).stat()
-                file = status.st_dev, status.st_ino
-                shared[name] += entry.size if file in seen else 0
-                seen.add(file)
-    return dict(shared)
-
-
 def _plain(
-    name: StepName, manifest: Manifest | None, state: str, shared_bytes: int
+    name: StepName, manifest: Manifest | None, state: str, num_shared_bytes: int
 ) -> dict[str, Any]:
     row = {"name": str(name), "step": name.step, "revision": name.revision, "state": state}
     if manifest is None:
         return row
     rest = {"created": manifest.created, "num_bytes": _size(manifest), "metric": manifest.metric}
-    if shared_bytes:
-        rest["shared_bytes"] = shared_bytes
+    if num_shared_bytes:
+        rest["shared_bytes"] = num_shared_bytes
     if lineage_of(manifest):
         rest["lineage"] = [asdict(origin) for origin in lineage_of(manifest)]
     if isinstance(manifest.details.get("journal"), Mapping):
@@ -242,12 +231,12 @@ def _plain(
     return {**row, "progress": dict(manifest.progress), **rest}
 
 
-def _middle(manifest: Manifest | None, shared_bytes: int) -> tuple[str, ...]:
+def _middle(manifest: Manifest | None, num_shared_bytes: int) -> tuple[str, ...]:
     """The cells of a list row between the name and the state; shared bytes count once."""
     if manifest is None:
         return ("",) * 6
     epoch, batch = (str(manifest.progress.get(key, "")) for key in ("epoch", "batch"))
-    size, created = human_bytes(_size(manifest) - shared_bytes), _time(manifest.created)
+    size, created = human_bytes(_size(manifest) - num_shared_bytes), _time(manifest.created)
     return epoch, batch, size, created, _metric(manifest.metric), _verdict(manifest)
 
 

@@ -9,7 +9,6 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from resumekit.journal import (
     compared,
     find_attempts,
 )
-from resumekit.storage import Manifest, Owner, StepName, Store
+from resumekit.storage import Manifest, Owner, StepName, Store, shared_bytes
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,15 @@ def read_run(directory: Path) -> RunFacts:
 
 
 def _checkpoints(store: Store) -> list[CheckpointFacts]:
-    seen: set[tuple[int, int]] = set()
-    found = [_checkpoint(store, name, seen) for name in reversed(store.step_names())]
-    return [each for each in reversed(found) if each is not None]
+    found = list(filter(None, (_checkpoint(store, name) for name in store.step_names())))
+    shared = shared_bytes(store.directory, (each.manifest for each in found if each.manifest))
+    return [
+        replace(each, num_shared_bytes=shared[each.manifest.name]) if each.manifest else each
+        for each in found
+    ]
 
 
-def _checkpoint(store: Store, name: StepName, seen: set[tuple[int, int]]) -> CheckpointFacts | None:
+def _checkpoint(store: Store, name: StepName) -> CheckpointFacts | None:
     try:
         manifest = store.open_step(name).manifest
     except CheckpointNotFoundError:
@@ -167,15 +169,9 @@ def _checkpoint(store: Store, name: StepName, seen: set[tuple[int, int]]) -> Che
     except CheckpointError as error:
         word = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
         return CheckpointFacts(str(name), None, f"{word}: {error}")
-    num_bytes = num_shared = 0
-    for entry in manifest.files:
-        num_bytes += entry.size
-        with suppress(OSError):  # the run may remove it at any time
-            status = (store.directory / str(name) / entry.path).stat()
-            file = status.st_dev, status.st_ino
-            num_shared += entry.size if file in seen else 0
-            seen.add(file)
-    return CheckpointFacts(str(name), manifest, "", num_bytes, num_shared)
+    return CheckpointFacts(
+        str(name), manifest, num_bytes=sum(entry.size for entry in manifest.files)
+    )
 
 
 # ---------------------------------------------------------------- attempts
