@@ -73,7 +73,7 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
     "html_report": {
-        *("errors", "progress_display", "storage", "serialization", "journal", "prove"),
+        *("errors", "progress_display", "storage", "serialization", "journal", "prove", "diff"),
         "resumekit",
     },
     "cli": {

@@ -15,8 +15,9 @@ from typing import Annotated
 import typer
 
 import resumekit
+from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.replay_command import replay
-from resumekit.cli.report_command import report, traces_for, write_comparison
+from resumekit.cli.report_command import report
 from resumekit.cli.run_command import run
 from resumekit.errors import ConfigurationError, ResumekitError
 
@@ -165,6 +166,8 @@ def prove(
     from resumekit.prove import print_result
     from resumekit.prove import prove as run_proof
 
+    if html_path is not None:
+        require_file_path(html_path, without=())
     with traces_for(html_path, keep) as traces:
         result = run_proof(
             command,
@@ -244,6 +247,9 @@ def diff(
     ] = None,
     as_json: AsJson = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Print long lists in full.")] = False,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")
+    ] = None,
 ) -> None:
     """Compare two checkpoints tensor by tensor, whichever framework and ranks wrote them."""
     from resumekit.cli.diff_view import diff_checkpoints
@@ -255,6 +261,7 @@ def diff(
         components=component or (),
         as_json=as_json,
         all_rows=all_rows,
+        page=html_path,
     )
     if not equal:
         raise typer.Exit(EXIT_NO)

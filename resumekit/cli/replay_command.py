@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from resumekit.cli.output_files import require_file_path, write_file
 from resumekit.errors import ConfigurationError
 
 _EXIT_DIFFERENT = 1
@@ -46,6 +48,13 @@ def replay(
             "--allow-writes", help="Run even where an overlay cannot protect the working directory."
         ),
     ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+    ] = None,
+    html_path: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with the losses of both."),
+    ] = None,
 ) -> None:
     """Repeat steps of a run, and compare them with its journal. Changes nothing in the run."""
     from resumekit.replay import replay as run_replay
@@ -54,6 +63,9 @@ def replay(
         raise ConfigurationError(
             str(directory), found="no such directory", expected="the run directory of a job"
         )
+    for file in (json_path, html_path):
+        if file is not None:
+            require_file_path(file, without=(directory,))
     result = run_replay(
         command,
         directory,
@@ -66,5 +78,11 @@ def replay(
     )
     for line in result.lines():
         typer.echo(line)
+    if json_path is not None:
+        write_file(json.dumps(result.as_plain(), indent=2) + "\n", json_path)
+    if html_path is not None:
+        from resumekit.html_report import replay_page
+
+        write_file(replay_page(result, directory, command), html_path)
     if not result.is_equal:
         raise typer.Exit(_EXIT_DIFFERENT)

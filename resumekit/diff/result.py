@@ -114,6 +114,9 @@ class ComparedCheckpoint:
     step: int
     world_size: int
 
+    def __str__(self) -> str:
+        return f"{self.path}  ({self.world_size} rank{'s' * (self.world_size > 1)})"
+
 
 @dataclass(frozen=True)
 class CheckpointDifference:
@@ -135,9 +138,29 @@ class CheckpointDifference:
     prefixes: tuple[str, str] | None = None
 
     @property
+    def prefix_note(self) -> str:
+        """How parameter names were matched; empty where they are compared as they are."""
+        if self.prefixes is None:
+            return ""
+        mine, theirs = (repr(prefix) if prefix else "no prefix" for prefix in self.prefixes)
+        return f"parameter names are matched without their prefix: A has {mine}, B {theirs}"
+
+    @property
     def is_equal(self) -> bool:
         """Whether all components that were compared are equal."""
         return all(component.is_equal for component in self.components)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        keys = [component.key for component in self.components if not component.is_equal]
+        num_tensors = sum(component.num_tensors for component in self.components)
+        num_values = sum(component.num_values for component in self.components)
+        if not keys:
+            return f"EQUAL: {num_tensors} tensors and {num_values} other values, bit for bit"
+        equal = len(self.components) - len(keys)
+        rest = f" ({equal} other{'s' * (equal != 1)} equal)" if equal else ""
+        return f"DIFFERENT: {', '.join(keys)}{rest}"
 
     def as_plain(self) -> dict[str, Any]:
         """The same as dicts and lists for JSON; floats without a finite value are strings."""

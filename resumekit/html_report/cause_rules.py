@@ -65,6 +65,7 @@ class Cause(str, Enum):
     BEST_METRIC_LOST = "best metric lost"
     CALLBACKS_LOST = "callback state lost"
     EXTRAS_LOST = "user state lost"
+    CHANGED = "a change since the run"
     UNSAVED_VARIABLE = "a variable that is not in the checkpoint"
     CONSEQUENCE = "follows"
     UNKNOWN = "unknown"

@@ -62,7 +62,7 @@ class Chart:
         y_label: the name and unit of the y axis.
         lines: without one that has a point, nothing is drawn.
         marks: events.
-        has_dots: whether every point is drawn as a dot, too.
+        has_dots: whether every point is drawn as a dot, too, but for wide lines.
         from_zero: whether the y axis begins at 0.
     """
 
@@ -118,7 +118,10 @@ def drawn(chart: Chart) -> Drawing | None:
     return Drawing(
         chart=chart,
         paths=tuple(map(_path, scaled)),
-        dots=tuple(tuple(map(_rounded, points)) for points in scaled) if chart.has_dots else (),
+        dots=tuple(
+            tuple(map(_rounded, points)) if chart.has_dots and not line.is_wide else ()
+            for line, points in zip(chart.lines, scaled, strict=True)
+        ),
         marks=tuple(
             (mark, _rounded(_scaled((mark.x, 0), x_range, y_range))[0]) for mark in chart.marks
         ),

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.errors import TraceError
-from resumekit.html_report.cause_rules import Cause
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
+from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.likely_causes import Finding, find_causes
 from resumekit.html_report.recordings import STEP, Recording, losses, of_trace
 from resumekit.html_report.rendering import Headline, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial, read_trace
-
-_DIGEST_LETTERS = 16  # the shortest digest in a trace
 
 
 @dataclass(frozen=True)
@@ -172,11 +170,7 @@ def _launch_row(trial: Trial, launch: LaunchSummary) -> LaunchRow:
 
 
 def _headline_of(trial: Trial, findings: tuple[Finding, ...]) -> Headline:
-    causes = "; ".join(
-        f"{each.component}: {each.cause.value}"
-        for each in findings
-        if each.cause is not Cause.CONSEQUENCE
-    )
+    causes = causes_in_words(findings)
     verdict = trial.verdict
     if trial.outcome is Outcome.FAILED:
         return Headline("bad", "FAILED: a launch after a kill failed", trial.failure)
@@ -211,14 +205,7 @@ def _headline(result: ProveResult, runs: tuple[ComparedRun, ...]) -> Headline:
 
 
 def _section(reference: Recording, run: ComparedRun) -> dict[str, Any]:
-    roots = [each for each in run.findings if each.cause is not Cause.CONSEQUENCE]
-    others = [each for each in run.findings if each.cause is Cause.CONSEQUENCE]
-    return {
-        "run": run,
-        "chart": _loss_chart(reference, run),
-        "causes": [_finding_row(each) for each in roots],
-        "consequences": [_finding_row(each) for each in others],
-    }
+    return {"run": run, "chart": _loss_chart(reference, run), **finding_rows(run.findings)}
 
 
 def _loss_chart(reference: Recording, run: ComparedRun) -> Drawing | None:
@@ -235,29 +222,3 @@ def _loss_chart(reference: Recording, run: ComparedRun) -> Drawing | None:
     text = run.headline.text
     summary = f"The losses of the uninterrupted run and of each launch. {text}."
     return drawn(Chart("Loss over steps", summary, "step", "loss", tuple(lines), tuple(marks)))
-
-
-def _finding_row(finding: Finding) -> dict[str, str]:
-    where = f"step {finding.moment.step}"
-    if finding.moment.kind != STEP:
-        where = f"{finding.moment.kind}, {where}"
-    more = finding.num_leaves - 1
-    return {
-        "component": finding.component,
-        "where": where,
-        "leaf": finding.leaf + (f" and {more} more" if more else ""),
-        "found": _short(finding.found),
-        "expected": _short(finding.expected),
-        "cause": finding.cause.value,
-        "evidence": finding.evidence,
-    }
-
-
-def _short(text: str) -> str:
-    """A digest cut to what a reader compares, a float as a decimal, a list cut."""
-    if text.lstrip("-").startswith("0x"):
-        return f"{float.fromhex(text):.9g}"
-    text = text.removeprefix("digest ")
-    if len(text) >= _DIGEST_LETTERS and all(letter in "0123456789abcdef" for letter in text):
-        return f"{text[:8]}…"
-    return text if len(text) <= 40 else f"{text[:36]}…"

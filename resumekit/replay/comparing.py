@@ -61,6 +61,7 @@ def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
         difference=comparison.difference,
         obstacle=verdict.reason if verdict.word == "not comparable" else "",
         changes=_changes(own_rank[-1].header, now.header) if own_rank else (),
+        records=tuple(records),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from resumekit.journal import Difference
+from resumekit.journal import Difference, Record
 
 LOSS_FIELD = "loss"
 _MAX_NAMED = 10
@@ -22,6 +23,7 @@ class RankResult:
         difference: the first value that differs.
         obstacle: why nothing could be compared.
         changes: what has changed since the run, e.g. ``"source of train.py"``.
+        records: the journal of the replay.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class RankResult:
     difference: Difference | None
     obstacle: str
     changes: tuple[str, ...]
+    records: tuple[Record, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,27 @@ class ReplayResult:
         return min(found, key=lambda each: each[1].step, default=None)
 
     @property
+    def is_different(self) -> bool:
+        """Whether a step or a checkpoint differs."""
+        return self.first_difference is not None or any(
+            each.is_equal is False for each in self.checkpoints
+        )
+
+    @property
     def is_equal(self) -> bool:
         """Whether something was compared, and nothing differs."""
         checkpoints = [each.is_equal for each in self.checkpoints]
         compared = True in checkpoints or all(each.num_compared for each in self.ranks)
         obstacles = any(each.obstacle for each in self.ranks)
-        differs = self.first_difference is not None or False in checkpoints
-        return compared and not obstacles and not differs
+        return compared and not obstacles and not self.is_different
+
+    @property
+    def compares_weights(self) -> bool:
+        """Whether a difference of the weights would have been found."""
+        if all(LOSS_FIELD in each.fields for each in self.ranks):
+            return True
+        last = self.checkpoints[-1] if self.checkpoints else None
+        return last is not None and last.is_equal is True and last.step == self.last_step
 
     @property
     def verdict(self) -> str:
@@ -108,38 +125,45 @@ class ReplayResult:
             return f"{steps}, not comparable ({obstacles[0]})"
         if not self.is_equal:
             return f"{steps}, not compared: the journal has none of them"
-        if all(LOSS_FIELD in each.fields for each in self.ranks) or self._ends_at_equal_checkpoint:
+        if self.compares_weights:
             return f"{steps}, identical"
         names = ", ".join(each.name for each in self.checkpoints if each.is_equal)
         weights = f"compared at {names} only" if names else "not compared"
         return f"{steps}: data, RNG and learning rate identical; weights {weights}"
 
-    @property
-    def _ends_at_equal_checkpoint(self) -> bool:
-        last = self.checkpoints[-1] if self.checkpoints else None
-        return last is not None and last.is_equal is True and last.step == self.last_step
-
     def lines(self) -> list[str]:
         """The verdict, and what was compared."""
+        counts = self.ranks[0].fields.items()
+        fields = ", ".join(f"{name} ({count})" for name, count in counts)
+        found = [f"compared, in steps: {fields or 'nothing'}"]
+        found += [f"{each.name}: {each.text}" for each in self.checkpoints]
+        return [self.verdict, *(f"  {line}" for line in (*found, *self.notes))]
+
+    @property
+    def notes(self) -> list[str]:
+        """What else is to be known of the comparison, and of the command."""
         first = self.ranks[0]
-        fields = ", ".join(f"{name} ({count})" for name, count in first.fields.items())
-        found = [self.verdict, f"  compared, in steps: {fields or 'nothing'}"]
+        found = []
         missing = first.num_steps - first.num_compared
         if missing:
-            found.append(f"  not compared: {missing} steps that the journal does not have")
+            found.append(f"not compared: {missing} steps that the journal does not have")
         num_wanted = self.last_step - self.first_step + 1
         if self.num_steps < num_wanted and self.first_difference is None:
-            found.append(f"  the command ended after {self.num_steps} of {num_wanted} steps")
-        found += [f"  {each.name}: {each.text}" for each in self.checkpoints]
+            found.append(f"the command ended after {self.num_steps} of {num_wanted} steps")
         if first.changes:
-            found.append(f"  changed since the run: {', '.join(first.changes)}")
+            found.append(f"changed since the run: {', '.join(first.changes)}")
         if self.exit_status:
-            found.append(
-                f"  the command ended with exit status {self.exit_status} after these steps"
-            )
+            found.append(f"the command ended with exit status {self.exit_status} after these steps")
         if not self.is_protected:
-            found.append(f"  written outside the scratch directory: {self._written}")
+            found.append(f"written outside the scratch directory: {self._written}")
         return found
+
+    def as_plain(self) -> dict[str, Any]:
+        """The same as dicts and lists for JSON, without the journal of the replay."""
+        plain = {"is_equal": self.is_equal, "verdict": self.verdict, **asdict(self)}
+        for rank in plain["ranks"]:
+            del rank["records"]
+        return plain
 
     @property
     def _written(self) -> str:

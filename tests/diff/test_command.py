@@ -84,6 +84,33 @@ def test_json_is_read_back_by_a_program(
     assert (bias["name"], bias["elements"]["max_absolute"]) == ("bias", 0.5)
 
 
+def test_the_page_shows_what_differs_and_what_one_side_has(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "diff.html"
+    assert diff(*runs, "--html", page) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    text = page.read_text()
+    assert '<div class="verdict bad"><strong>DIFFERENT: model, extras (' in text
+    assert "In model, bias differs most, by 0.5." in text
+    assert '<th scope="row" class="code">bias</th><td class="">float32</td>' in text
+    assert "<title>100 %</title>" in text
+    assert "Names that only A has." in text
+    assert '<th scope="row" class="code">values.a</th>' in text
+    assert diff(*runs, "--step", "1", "--html", page) == 0
+    assert '<div class="verdict good"><strong>EQUAL: ' in page.read_text()
+
+
+def test_with_json_the_path_of_the_page_is_not_in_the_output(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "diff.html"
+    assert diff(*runs, "--json", "--html", page) == 1
+    found = capsys.readouterr()
+    assert json.loads(found.out)["is_equal"] is False
+    assert found.err == f"{page}\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -91,6 +118,8 @@ def test_json_is_read_back_by_a_program(
         ("{a}", "{b}", "--step", "7"),
         ("{a}", "{b}", "--component", "ema"),
         ("{a}", "{b}", "--unknown"),
+        ("{a}", "{b}", "--html", "{b}/diff.html"),
+        ("{a}", "{b}", "--html", "{b}/../nowhere/diff.html"),
         ("{a}",),
     ],
 )

@@ -5,22 +5,32 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from resumekit.cli import main
+from resumekit.diff import compare_checkpoints
 from resumekit.errors import MissingDependencyError
 from resumekit.html_report import (
     comparison_page,
+    diff_page,
     find_browser,
     of_prove,
     read_run,
+    replay_page,
     run_page,
     take_screenshot,
 )
 from resumekit.html_report.screenshot import ScreenshotError, browse
+from resumekit.journal import DIRECTORY, find_attempts
 from resumekit.prove import prove
+from resumekit.replay import CheckpointResult, ReplayResult
+from resumekit.replay.comparing import compare_rank
+from resumekit.storage import StepName, Store
+
+Train = Callable[..., None]
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "build" / "report_pictures"  # ignored by git, kept after the tests
@@ -53,6 +63,31 @@ def comparison(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def replayed(train: Train, tmp_path: Path) -> Path:
+    """The page of a replay: a second run, whose other seed makes it differ, stands for it."""
+    train(tmp_path / "run")
+    train(tmp_path / "replay", seed=1)
+    recorded, now = (find_attempts(tmp_path / name / DIRECTORY) for name in ("run", "replay"))
+    ranks = (compare_rank(now[0], recorded),)
+    checkpoints = (CheckpointResult("step-00000008", 8, False, "differs in model"),)
+    result = ReplayResult(ranks, checkpoints, 1, 24, (), is_protected=True, exit_status=0)
+    file = tmp_path / "replay.html"
+    file.write_text(replay_page(result, tmp_path / "run", ["python", "train.py"]))
+    return file
+
+
+@pytest.fixture
+def difference(train: Train, tmp_path: Path) -> Path:
+    """The page of two checkpoints that differ."""
+    train(tmp_path / "a")
+    train(tmp_path / "b", seed=1)
+    steps = [Store(tmp_path / name).open_step(StepName(24)) for name in "ab"]
+    file = tmp_path / "diff.html"
+    file.write_text(diff_page(compare_checkpoints(*steps)), encoding="utf-8")
+    return file
+
+
 def opened(browser: str, page: Path, *, script: str = "") -> tuple[str, list[str]]:
     """The document after a script has run, and each message in the console."""
     if script:
@@ -70,12 +105,17 @@ def test_a_page_opens_without_a_message_and_its_axes_are_drawn(browser: str, pag
     assert re.search(r'<g class="axes"><text[^>]*>\d', document)
 
 
-def test_the_page_of_a_proof_opens_without_a_message(browser: str, comparison: Path) -> None:
-    document, messages = opened(browser, comparison)
+@pytest.mark.parametrize("name", ["comparison", "replayed", "difference"])
+def test_the_other_pages_open_without_a_message(
+    browser: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    page = request.getfixturevalue(name)
+    document, messages = opened(browser, page)
     assert messages == []
-    assert re.search(r'<g class="axes"><text[^>]*>\d', document)
+    assert name == "difference" or re.search(r'<g class="axes"><text[^>]*>\d', document)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    take_screenshot(comparison, PICTURES / "prove.png")
+    take_screenshot(page, PICTURES / f"{name}_light.png")
+    take_screenshot(page, PICTURES / f"{name}_dark.png", options=(DARK,))
 
 
 def test_a_request_and_an_error_are_seen(browser: str, page: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,19 +22,31 @@ from resumekit.replay.isolation import Isolation, outermost
 NUM_STEPS = 64
 SAVED = (10, 20, 30, 40, 50, 60, 64)
 
+MODEL = """
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+"""
+
 SCRIPT = """
-import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from model import Model
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 with Checkpointer(
     "runs/a", model=model, optimizer=optimizer, save_every=10, keep_latest=None
@@ -47,7 +61,7 @@ with Checkpointer(
         step = checkpointer.progress.step
         Path("best.pt").write_text(f"weights of step {step}")
         with Path("runs/tracker.csv").open("a") as file:
-            file.write(f"{step},{loss.item()}\\n")
+            file.write(f"{step},{batch.max().item()}\\n")
         print("done", step)
 """
 
@@ -103,13 +117,11 @@ class Job:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a script, an edited copy of it, and the finished run."""
+    """A directory with a script, its model, and the finished run."""
     directory = tmp_path_factory.mktemp("job")
     (directory / "train.py").write_text(SCRIPT)
+    (directory / "model.py").write_text(MODEL)
     subprocess.run([sys.executable, "train.py"], cwd=directory, check=True, capture_output=True)
-    line = "loss = (model(batch) ** 2).mean()"
-    edited = f"{line} * (1.001 if checkpointer.progress.step >= 26 else 1)"
-    (directory / "edited.py").write_text(SCRIPT.replace(line, edited))
     return directory
 
 
@@ -135,13 +147,92 @@ def test_random_steps_are_identical_to_the_journal(job: Job) -> None:
         assert was_compared == (first < step <= first + num_steps)
 
 
-def test_a_changed_line_is_found_at_the_first_step_that_it_affects(job: Job) -> None:
-    found = job.replay("--from", 20, "--until-differs", script="edited.py")
+def clamped_model(directory: Path, limit: float) -> None:
+    """Edits the model: its inputs have this upper limit."""
+    changed = MODEL.replace("self.layers(inputs)", f"self.layers(inputs.clamp(max={limit}))")
+    (directory / "model.py").write_text(changed)
+
+
+def first_step_above(directory: Path, after: int) -> tuple[int, float]:
+    """The last step whose batch has a larger input than all before it, and a limit between."""
+    lines = (directory / "runs" / "tracker.csv").read_text().splitlines()
+    maxima = {int(step): float(value) for step, value in (line.split(",") for line in lines)}
+    found, largest = (0, 0.0), maxima[after + 1]
+    for step in range(after + 2, NUM_STEPS + 1):
+        if maxima[step] > largest:
+            found, largest = (step, (largest + maxima[step]) / 2), maxima[step]
+    return found
+
+
+@pytest.fixture
+def copied(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Job:
+    """A copy of the job, to edit."""
+    shutil.copytree(trained, tmp_path / "job")
+    return Job(tmp_path / "job", monkeypatch, capfd)
+
+
+def test_a_changed_line_of_the_model_is_found_at_the_first_step_that_it_affects(
+    copied: Job, tmp_path: Path
+) -> None:
+    step, limit = first_step_above(copied.directory, 20)
+    assert step > 21
+    clamped_model(copied.directory, limit)
+    page, plain = tmp_path / "replay.html", tmp_path / "replay.json"
+    found = copied.replay("--from", 20, "--until-differs", "--html", page, "--json", plain)
     assert found.code == 1
-    assert "7 steps replayed, different from step 27: loss" in found.out
-    assert "changed since the run: command line" in found.out
-    assert "done 27\n" in found.out
-    assert "done 28\n" not in found.out
+    assert f"{step - 20} steps replayed, different from step {step}: loss" in found.out
+    assert "changed since the run: source of model.py" in found.out
+    assert f"done {step}\n" in found.out
+    assert f"done {step + 1}\n" not in found.out
+    result = json.loads(plain.read_text())
+    assert (result["is_equal"], result["first_step"]) == (False, 21)
+    assert result["ranks"][0]["difference"]["step"] == step
+    assert result["ranks"][0]["fields"]["loss"] == step - 20
+    text = page.read_text()
+    for part in (
+        f"<title>first difference at step {step}</title>",
+        "<title>begins from step 20</title>",
+        "loss: a change since the run",
+        "source of model.py",
+    ):
+        assert part in text, part
+
+
+def test_a_changed_line_without_an_effect_is_listed_and_nothing_differs(copied: Job) -> None:
+    clamped_model(copied.directory, 99.0)
+    found = copied.replay("--from", 20, "--until-differs")
+    assert found.code == 0
+    assert "44 steps replayed, identical" in found.out
+    assert "changed since the run: source of model.py" in found.out
+
+
+def test_the_page_of_an_identical_replay_lists_its_checkpoints(job: Job, tmp_path: Path) -> None:
+    page = tmp_path / "replay.html"
+    assert job.replay("--from", 30, "--steps", 10, "--html", page).code == 0
+    text = page.read_text()
+    assert '<div class="verdict good"><strong>10 steps replayed, identical</strong>' in text
+    assert re.search(r"<title>step-00000040: \d+ tensors and \d+ other values equal", text)
+    assert "First differences" not in text
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', text)[0])
+    run, replayed = (dict(map(tuple, line["points"])) for line in data["lines"])
+    assert sorted(replayed) == list(range(31, 41))
+    assert sorted(run) == list(range(21, 51))
+    assert replayed == {step: run[step] for step in replayed}
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+@pytest.mark.parametrize("file", ["runs/a/file", "nowhere/file"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_replay(
+    job: Job, option: str, file: str
+) -> None:
+    found = job.replay("--from", 20, option, file)
+    assert (found.code, found.out) == (2, "")
+    assert file in found.err
 
 
 def test_a_command_that_fails_is_no_verdict(job: Job, trained: Path) -> None:
