@@ -162,7 +162,9 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
         raise ReplayError(" ".join(command), found=f"ended with exit status {status} {where}")
     return ReplayResult(
         ranks=ranks,
-        checkpoints=tuple(compare_saved(each, scratch) for each in chosen.checkpoints),
+        checkpoints=tuple(
+            compare_saved(each, scratch) for each in chosen.checkpoints if each.name.step <= done
+        ),
         first_step=chosen.first_step,
         last_step=chosen.last_step,
         written=(),

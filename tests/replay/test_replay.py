@@ -187,6 +187,7 @@ def test_a_changed_line_of_the_model_is_found_at_the_first_step_that_it_affects(
     assert found.code == 1
     assert f"{step - 20} steps replayed, different from step {step}: loss" in found.out
     assert "changed since the run: source of model.py" in found.out
+    assert "did not save there" not in found.out
     assert f"done {step}\n" in found.out
     assert f"done {step + 1}\n" not in found.out
     result = json.loads(plain.read_text())
