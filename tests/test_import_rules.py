@@ -68,8 +68,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "recorder": {"tracing"},
     "prove": {"errors", "log", "tracing", "launcher", "recorder"},
-    "supervisor": {"errors", "storage", "journal", "launcher", "attach", "prove"},
-    "testing": {"errors", "log", "tracing", "storage", "journal", "prove"},
+    "supervisor": {"errors", "storage", "journal", "launcher", "attach"},
+    "testing": {"errors", "log", "tracing", "storage", "journal", "launcher", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
     "html_report": {
@@ -108,7 +108,10 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
 SAME_FRAMEWORK = {"lightning": {"pytorch_lightning"}, "transformers": {"peft", "safetensors"}}
 
 # Packages that must not import torch through another package either.
-TORCH_FREE = ("resumekit.errors", "resumekit.state", "resumekit.storage")
+TORCH_FREE = (
+    *("resumekit.errors", "resumekit.state", "resumekit.storage"),
+    *("resumekit.launcher", "resumekit.attach", "resumekit.supervisor"),
+)
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})
 COMPUTED = "<computed>"

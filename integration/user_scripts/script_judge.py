@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from resumekit.journal import Verdict
-from resumekit.prove import kill_processes
+from resumekit.launcher import kill_processes
 from resumekit.prove.processes import Launch
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task

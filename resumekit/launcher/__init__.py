@@ -4,6 +4,7 @@ The contract is a directory, a variable and a list of activations: ``prepared_en
 a ``sitecustomize.py`` and the list into the directory, puts the directory first on ``PYTHONPATH``,
 and names the list in a variable. Every Python process that the command starts then calls each
 activation once its module was imported; a process that never imports it is left alone.
+``process_tree`` finds all processes of a command again, and kills them.
 """
 
 from __future__ import annotations
@@ -14,5 +15,14 @@ from resumekit.launcher.environment import (
     option_against_environment,
     prepared_environment,
 )
+from resumekit.launcher.process_tree import is_running, kill_processes, processes_of
 
-__all__ = ["VARIABLE", "Activation", "option_against_environment", "prepared_environment"]
+__all__ = [
+    "VARIABLE",
+    "Activation",
+    "is_running",
+    "kill_processes",
+    "option_against_environment",
+    "prepared_environment",
+    "processes_of",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.prove.comparison import compare
-from resumekit.prove.processes import kill_processes, tail_of
+from resumekit.prove.processes import tail_of
 from resumekit.prove.report import print_result
 from resumekit.prove.result import (
     Divergence,
@@ -43,7 +43,6 @@ __all__ = [
     "Trial",
     "Verdict",
     "compare",
-    "kill_processes",
     "launch_directory",
     "print_result",
     "prove",

@@ -1,27 +1,22 @@
-"""Every process of one launch: started together, found again, and killed as a whole.
-
-A power cut or a scheduler takes all processes of a job at once. torchrun puts its workers into
-sessions of their own, so a process group is not the whole job: processes are found by the chain of
-parents, by their session, and by a marker in the environment with which they were started.
-"""
+"""One launch of a command: its processes, started together and killed as a whole."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError
+from resumekit.launcher import kill_processes, processes_of
 
-_PROC = Path("/proc")
 _POLL_SECONDS = 0.002
-_GONE_TIMEOUT_SECONDS = 30.0
 _TAIL_LINES = 15
+
+DIRECTORY_PLACEHOLDER = "{dir}"
+
+_OPTIONS_WITH_VALUE = ("-W", "-X")
 
 # Helpers of multiprocessing end a moment after the process that they serve.
 _OUTLIVE_SECONDS = 1.0
@@ -92,108 +87,11 @@ class Launch:
         return tail_of(self.log)
 
 
-def kill_processes(root: int, marker: str = "") -> int:
-    """SIGKILLs a process, its session, its descendants and all that have the marker.
-
-    Returns when none of them runs any more (zombies that nobody reaps do not count).
-
-    Args:
-        root: the id of the process that was started, the leader of its own session.
-        marker: ``NAME=value`` in the environment of processes that may be neither its descendants
-            nor in its session.
-
-    Returns:
-        How many processes were found.
-
-    Raises:
-        TimeoutError: one of them did not die, e.g. it hangs in the kernel.
-    """
-    seen: set[int] = set()
-    deadline = time.monotonic() + _GONE_TIMEOUT_SECONDS
-    while True:
-        found = processes_of(root, marker)
-        seen |= found
-        # The group first: one call reaches all of it at the same instant.
-        if found or not _PROC.is_dir():
-            with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
-                os.killpg(root, signal.SIGKILL)
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        # A child whose parent has died already is not found again, and may still be dying.
-        if not found and not any(is_running(pid) for pid in seen):
-            return len(seen)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {sorted(seen)} are still there after SIGKILL")
-        time.sleep(_POLL_SECONDS)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
-    try:
-        fields = _stat(pid)
-    except OSError:
-        return False
-    return fields[0] not in "ZX"
-
-
-def processes_of(root: int, marker: str) -> set[int]:
-    """The ids of the living processes of one launch.
-
-    Where there is no ``/proc`` it is empty, and only the process group can be reached.
-    """
-    if not _PROC.is_dir():
-        return set()
-    parents: dict[int, int] = {}
-    found: set[int] = set()
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        pid = int(entry.name)
-        try:
-            fields = _stat(pid)
-            state, parent, session = fields[0], int(fields[1]), int(fields[3])
-            if state in "ZX":
-                continue
-            parents[pid] = parent
-            if session == root or (marker and marker.encode() in _environment(entry)):
-                found.add(pid)
-        except OSError:
-            continue  # it ended meanwhile, or belongs to somebody else
-    found |= {pid for pid in parents if root in _ancestors(pid, parents)}
-    return found - {os.getpid()}
-
-
 def tail_of(path: Path) -> str:
     """The last lines of a text file; empty when it is not there."""
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session and so on: what follows the name in ``/proc/<pid>/stat``."""
-    text = (_PROC / str(pid) / "stat").read_text()
-    return text.rpartition(")")[2].split()  # the name itself may hold parentheses
-
-
-def _environment(entry: Path) -> list[bytes]:
-    return (entry / "environ").read_bytes().split(b"\0")
-
-
-def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
-    """The process itself and its chain of parents."""
-    chain: set[int] = set()
-    current: int | None = pid
-    while current is not None and current not in chain:
-        chain.add(current)
-        current = parents.get(current)
-    return chain
-
-
-DIRECTORY_PLACEHOLDER = "{dir}"
-
-_OPTIONS_WITH_VALUE = ("-W", "-X")
 
 
 def prepared(command: Sequence[str], *, world: int, directory: Path) -> list[str]:

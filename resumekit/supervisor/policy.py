@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-EXIT_USAGE = 2
+from resumekit.attach import EXIT_USAGE
 
 _MAX_DELAY_SECONDS = 60.0
 _MAX_EARLY_EXITS = 2

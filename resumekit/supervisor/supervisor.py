@@ -22,7 +22,7 @@ from resumekit.attach import (
     training_processes,
 )
 from resumekit.errors import ConfigurationError
-from resumekit.launcher import VARIABLE
+from resumekit.launcher import VARIABLE, kill_processes
 from resumekit.supervisor.commands import SIGNALS_OF_TORCHRUN, check_command, launcher_of
 from resumekit.supervisor.policy import RestartPolicy, exit_status
 from resumekit.supervisor.run_progress import RunProgress, read_progress
@@ -130,8 +130,6 @@ class Supervisor:
         status = exit_status(process.wait())
         self._process = None
         if status != 0:
-            from resumekit.prove import kill_processes  # loads torch
-
             # Ranks may outlive their launcher, and would keep the run directory.
             kill_processes(process.pid, f"{VARIABLE}={environment[VARIABLE]}")
         return status

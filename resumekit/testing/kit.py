@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
-from resumekit.prove import Verdict, compare, kill_processes, launch_directory, tail_of
+from resumekit.launcher import kill_processes
+from resumekit.prove import Verdict, compare, launch_directory, tail_of
 from resumekit.testing.cells import Cell
 from resumekit.testing.launchers import (
     ColdStart,
