@@ -67,7 +67,7 @@ LAYERS: dict[str, set[str]] = {
         *("storage", "capture", "data", "run", "frameworks", "attach"),
     },
     "recorder": {"tracing"},
-    "prove": {"errors", "log", "tracing", "launcher", "recorder"},
+    "prove": {"errors", "log", "tracing", "launcher", "recorder", "attach"},
     "supervisor": {"errors", "storage", "journal", "launcher", "attach"},
     "testing": {"errors", "log", "tracing", "storage", "journal", "launcher", "prove"},
     "demo": {"errors", "log", "prove", "demo_script"},

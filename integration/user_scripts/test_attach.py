@@ -5,7 +5,6 @@ They are compared by the files that they write themselves.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from official_scripts import (
+    ACCELERATE,
+    LIGHTNING,
+    MODULE,
+    SCRIPTS,
+    TORCHRUN,
+    TRAINER,
+    results_of,
+)
 
 from resumekit.attach import AttachSettings, attached_environment, run_directories
 from resumekit.storage import Store
 
-SCRIPTS = Path(__file__).with_name("official")
-TRAINER = "trainer_classification.py"
-LIGHTNING = "lightning_digits.py"
-MODULE = (sys.executable, "-m")
-TORCHRUN = (*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ACCELERATE = (
-    *(*MODULE, "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"),
-    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
-)
 SAVE_EVERY, KILL_AT_READ = 5, 8 * 13 + 1  # batches of 8: steps 1 to 13 were trained
 
 
@@ -96,22 +94,7 @@ class Job:
 
     def results(self) -> dict[str, Any]:
         """Losses and weights, from the script's files."""
-        if (self.out / "losses.jsonl").is_file():
-            lines = (self.out / "losses.jsonl").read_text().splitlines()
-            losses = dict(json.loads(line) for line in lines)  # of repeated steps, the last ones
-        else:
-            log = json.loads((self.out / "trainer_state.json").read_text())["log_history"]
-            losses = {each["step"]: each["loss"] for each in log if "loss" in each}
-        files = sorted([*self.out.glob("*.pt"), *self.out.glob("*.safetensors")])
-        return {"losses": losses, **{path.name: contents_of(path) for path in files}}
-
-
-def contents_of(path: Path) -> Any:
-    """The bytes of the tensors in a file."""
-    if path.suffix == ".safetensors":
-        return path.read_bytes()
-    state = torch.load(path, weights_only=True)
-    return {name: value.numpy().tobytes() for name, value in state.items()}
+        return results_of(self.out)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from resumekit.attach.attachment import (
     run_directories,
     training_processes,
 )
-from resumekit.attach.frameworks import lines_for_loop, note_import
+from resumekit.attach.frameworks import has_imported_trainer, lines_for_loop, note_import
 from resumekit.attach.other_checkpoint import replace_checkpoint
-from resumekit.attach.settings import AttachSettings, attached_environment
+from resumekit.attach.settings import AttachSettings, attached_environment, observed_environment
 
 __all__ = [
     "EXIT_USAGE",
@@ -25,8 +25,10 @@ __all__ = [
     "attached_environment",
     "current_attachment",
     "exit_on_usage_error",
+    "has_imported_trainer",
     "lines_for_loop",
     "note_import",
+    "observed_environment",
     "replace_checkpoint",
     "run_directories",
     "training_processes",

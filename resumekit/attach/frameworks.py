@@ -26,7 +26,10 @@ _LINES: Mapping[str, str] = {
 # A script that imports this has those lines.
 _USES_RESUMEKIT = "resumekit.checkpointer"
 
-NOTED_MODULES = (*_LINES, _USES_RESUMEKIT)
+# What has a Trainer: the module that the launcher can wait for.
+_TRAINERS = ("transformers.trainer", "lightning.pytorch", "pytorch_lightning")
+
+NOTED_MODULES = (*_LINES, *_TRAINERS, _USES_RESUMEKIT)
 
 
 def note_import(settings: Mapping[str, str]) -> None:
@@ -48,8 +51,21 @@ def lines_for_loop(private: Path, directory: str) -> str:
         private: the launcher's directory.
         directory: of the run.
     """
-    imported = {path.name for path in (private / _FOLDER).glob("*")}
+    imported = _imported(private)
     if _USES_RESUMEKIT in imported:
         return ""
     used = next((name for name in _LINES if name in imported), None)
     return "" if used is None else _LINES[used].format(directory=directory)
+
+
+def has_imported_trainer(private: Path) -> bool:
+    """Whether a process of the command has imported a Trainer, of which none may train.
+
+    Args:
+        private: the launcher's directory.
+    """
+    return not _imported(private).isdisjoint(_TRAINERS)
+
+
+def _imported(private: Path) -> set[str]:
+    return {path.name for path in (private / _FOLDER).glob("*")}

@@ -56,11 +56,21 @@ def attached_environment(
     (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY_POINTS)
     (private / _FILE).write_text(json.dumps(asdict(settings)))
+    return observed_environment(prepared_environment(environment, private, _ACTIVATIONS), private)
+
+
+def observed_environment(environment: Mapping[str, str], private: Path) -> dict[str, str]:
+    """The environment with which a command only records what it has imported.
+
+    Args:
+        environment: of the command otherwise.
+        private: an absolute path, see ``prepared_environment``.
+    """
     notes = [
         Activation(name, "resumekit.attach:note_import", {"private": str(private), "module": name})
         for name in NOTED_MODULES
     ]
-    return prepared_environment(environment, private, [*_ACTIVATIONS, *notes])
+    return prepared_environment(environment, private, notes)
 
 
 def private_directory() -> Path | None:

@@ -18,7 +18,7 @@ import resumekit
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
-from resumekit.cli.run_command import run
+from resumekit.cli.run_command import cadence_of, run
 from resumekit.errors import ConfigurationError, ResumekitError
 
 EXIT_NO = 1
@@ -147,6 +147,22 @@ def prove(
             "file or directory named like a checkpoint.",
         ),
     ] = "",
+    with_resumekit: Annotated[
+        bool,
+        typer.Option(
+            "--with-resumekit",
+            help="Attach resumekit to the killed runs, as 'resumekit run' does: would this script "
+            "resume exactly with it?",
+        ),
+    ] = False,
+    save_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS|TIME",
+            help="With --with-resumekit: save every 500 steps, or every 10min; default a tenth of "
+            "the steps.",
+        ),
+    ] = None,
     digest_every: Annotated[
         int, typer.Option(min=1, metavar="N", help="Digest weights and states at every N-th step.")
     ] = 1,
@@ -179,6 +195,8 @@ def prove(
             json_path=json_path,
             keep=traces,
             relaunch=shlex.split(relaunch),
+            with_resumekit=with_resumekit,
+            save_every=cadence_of(save_every),
             digest_every=digest_every,
             tolerance=tolerance,
             timeout_seconds=timeout_seconds,

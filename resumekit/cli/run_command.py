@@ -28,8 +28,7 @@ def run(
     from resumekit.attach import AttachSettings
     from resumekit.supervisor import Supervisor
 
-    every = int(save_every) if save_every is not None and save_every.isdecimal() else save_every
-    settings = AttachSettings(str(directory.expanduser().absolute()), every)
+    settings = AttachSettings(str(directory.expanduser().absolute()), cadence_of(save_every))
     supervisor = Supervisor(
         command,
         settings,
@@ -37,3 +36,10 @@ def run(
         on_event=lambda line: typer.echo(f"resumekit run: {line}", err=True),
     )
     raise typer.Exit(supervisor.run())
+
+
+def cadence_of(save_every: str | None) -> int | str | None:
+    """The value of ``--save-every`` as the options of a run have it: steps, or a duration."""
+    if save_every is None or not save_every.isdecimal():
+        return save_every
+    return int(save_every)

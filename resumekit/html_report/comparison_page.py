@@ -104,10 +104,11 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
     Raises:
         TraceError: there is no trace of the uninterrupted run.
     """
-    references = _recordings(traces / "reference")
+    folder = "records" if result.is_recorded else "trace"
+    references = _recordings(traces / "reference" / folder)
     if not references:
         raise TraceError(str(traces), found="no trace", expected="a directory kept by prove")
-    runs = tuple(_compared(trial, references, traces) for trial in result.trials)
+    runs = tuple(_compared(trial, references, traces, folder) for trial in result.trials)
     kills = ", ".join(result.at) or f"random, seed {result.seed}"
     facts = [
         ("Steps", str(result.num_steps)),
@@ -119,17 +120,19 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
     return Comparison(command, _headline(result, runs), tuple(facts), references[0], runs)
 
 
-def _recordings(run: Path) -> dict[int, Recording]:
+def _recordings(trace: Path) -> dict[int, Recording]:
     """What each rank traced; empty when nothing was."""
     try:
-        return {rank: of_trace(attempts) for rank, attempts in read_trace(run / "trace").items()}
+        return {rank: of_trace(attempts) for rank, attempts in read_trace(trace).items()}
     except TraceError:
         return {}
 
 
-def _compared(trial: Trial, references: Mapping[int, Recording], traces: Path) -> ComparedRun:
+def _compared(
+    trial: Trial, references: Mapping[int, Recording], traces: Path, folder: str
+) -> ComparedRun:
     name = "killed" if trial.injected is None else f"without-{trial.injected.replace('/', '-')}"
-    found = _recordings(traces / name)
+    found = _recordings(traces / name / folder)
     rank = 0
     findings: tuple[Finding, ...] = ()
     for rank, reference in references.items():
@@ -177,7 +180,8 @@ def _headline_of(trial: Trial, findings: tuple[Finding, ...]) -> Headline:
     if verdict is None:
         return Headline("bad", "FAILED: nothing was traced", trial.failure)
     if trial.outcome is Outcome.EXACT:
-        return Headline("good", "EXACT", str(verdict).removeprefix("EXACT: "))
+        word, _, detail = str(verdict).partition(": ")
+        return Headline("good", word, detail)
     if trial.outcome is Outcome.CAUGHT:
         return Headline("good", f"CAUGHT: {trial.injected} was left out, and named", causes)
     if trial.outcome is Outcome.NO_EFFECT:

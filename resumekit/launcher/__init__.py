@@ -14,6 +14,7 @@ from resumekit.launcher.environment import (
     Activation,
     option_against_environment,
     prepared_environment,
+    refuse_launched,
 )
 from resumekit.launcher.process_tree import is_running, kill_processes, processes_of
 
@@ -25,4 +26,5 @@ __all__ = [
     "option_against_environment",
     "prepared_environment",
     "processes_of",
+    "refuse_launched",
 ]

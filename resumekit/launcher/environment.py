@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from resumekit.errors import ConfigurationError
+from resumekit.launcher.startup import LIST_NAME
+
 # Names the list of activations. DeepSpeed's launcher exports only variables with a few prefixes to
 # other nodes, PYTHON among them: deepspeed 0.19 launcher/runner.py EXPORT_ENVS.
 VARIABLE = "PYTHONRESUMEKIT"
@@ -42,18 +45,40 @@ def prepared_environment(
     """The environment with which a command runs the activations.
 
     Args:
-        environment: of the command otherwise.
+        environment: of the command otherwise; the activations that it has already are kept.
         directory: an absolute path; made if missing. It must stay until the command ends, and be
             visible on every node.
-        activations: called in this order.
+        activations: called in this order, after those of the environment.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_STARTUP, directory / "sitecustomize.py")
-    listed = directory / "activations.json"
-    listed.write_text(json.dumps([asdict(activation) for activation in activations]))
+    earlier = environment.get(VARIABLE)
+    kept = [] if earlier is None else json.loads(Path(earlier).read_text())
+    listed = directory / LIST_NAME
+    listed.write_text(json.dumps([*kept, *map(asdict, activations)]))
     # An empty entry of PYTHONPATH is the working directory, so no separator may trail.
     paths = filter(None, [str(directory), environment.get("PYTHONPATH")])
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: str(listed)}
+
+
+def refuse_launched(environment: Mapping[str, str], command: str) -> None:
+    """Returns when no launcher has started this process.
+
+    Args:
+        environment: of this process.
+        command: of resumekit, named in the error.
+
+    Raises:
+        ConfigurationError: another command of resumekit has started it, and kills, restarts or
+            records all processes that it would start.
+    """
+    if VARIABLE in environment:
+        raise ConfigurationError(
+            command,
+            found="started by resumekit run or resumekit prove",
+            expected="one of the two for a training command",
+            remedy="Leave one out; resumekit prove --with-resumekit attaches as resumekit run does",
+        )
 
 
 def option_against_environment(command: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 Python imports it before the program, in every process. It needs only the standard library, runs
 the ``sitecustomize`` that it hides, and never stops a process: what fails is one line on stderr.
+Of several copies on the path one acts, because the newest list has the activations of all.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+LIST_NAME = "activations.json"
+
 _VARIABLE = "PYTHONRESUMEKIT"
-_HOME = Path(__file__).resolve().parent
 
 
 def run_hidden_sitecustomize() -> None:
     """Imports the ``sitecustomize`` that would have been imported without this one."""
-    others = [path for path in sys.path if Path(path or ".").resolve() != _HOME]
+    others = [path for path in sys.path if not Path(path, LIST_NAME).is_file()]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None:
         return
@@ -82,6 +84,12 @@ def _activate(activation: dict[str, Any]) -> None:
         print(text, file=sys.stderr)  # noqa: T201 - no logger is configured yet
 
 
+def has_started() -> bool:
+    """Whether another copy of this file waits for the imports of this process."""
+    # Each copy has a class of its own.
+    return any(type(finder).__name__ == AfterImport.__name__ for finder in sys.meta_path)
+
+
 def start() -> None:
     """Reads the list and waits for the imports."""
     listed = os.environ.get(_VARIABLE)
@@ -90,6 +98,6 @@ def start() -> None:
     sys.meta_path.insert(0, AfterImport(json.loads(Path(listed).read_text())))
 
 
-if __name__ == "sitecustomize":
+if __name__ == "sitecustomize" and not has_started():
     start()
     run_hidden_sitecustomize()

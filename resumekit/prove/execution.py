@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from resumekit.errors import (
@@ -13,12 +14,14 @@ from resumekit.errors import (
     CommandTimeoutError,
     ConfigurationError,
 )
+from resumekit.prove.attaching import has_checkpoint, launch_environment
 from resumekit.prove.kills import Kill, KillInstant
 from resumekit.prove.processes import Launch, prepared
 from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.stock_checkpoints import LATEST_PLACEHOLDER, stock_checkpoints, with_latest
 from resumekit.prove.trace_records import (
+    STEP,
     TraceTail,
     launch_directory,
 )
@@ -33,6 +36,7 @@ from resumekit.tracing import (
 )
 
 _POLL_SECONDS = 0.001
+_ATTACHED = "attached"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,17 @@ class FinishedRun:
         """What the recorder wrote in all launches."""
         return self.trace.with_name("records")
 
+    @property
+    def seconds(self) -> float:
+        """The wall-clock time of all launches together."""
+        return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def attached(self) -> list[Path]:
+        """What each launch left about its Trainers; empty unless the plan asks for it."""
+        folder = self.trace.with_name(_ATTACHED)
+        return [launch_directory(folder, launch.number) for launch in self.launches]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -76,7 +91,9 @@ class Plan:
             of the script; empty where it is the same.
         workspace: the directory of which each run gets a copy to work in; None: none is needed.
         tolerance: the relative difference that values may have; None: none.
-        awaits_checkpoint: whether random kills fall after the script's first checkpoint.
+        awaits_checkpoint: whether random kills fall after the first checkpoint.
+        with_resumekit: whether each launch leaves what it imports, and which Trainers train in it.
+        save_every: of the callback that is attached to each Trainer; None: none is attached.
     """
 
     command: tuple[str, ...]
@@ -91,6 +108,8 @@ class Plan:
     workspace: Path | None = None
     tolerance: float | None = None
     awaits_checkpoint: bool = False
+    with_resumekit: bool = False
+    save_every: int | str | None = None
 
     def __str__(self) -> str:
         return " ".join(self.command)
@@ -118,15 +137,25 @@ class _Folders:
         """The copy of the working directory."""
         return self.directory / "work"
 
+    @property
+    def run(self) -> Path:
+        """The run directory of the attached callback."""
+        return self.directory / "runs" / _ATTACHED
+
+    def attached(self, number: int) -> Path:
+        """What a launch leaves about its Trainers."""
+        return launch_directory(self.directory / _ATTACHED, number)
+
     def checkpoints(self) -> list[Path]:
         """The checkpoints of the script, oldest first."""
         return stock_checkpoints([self.files, self.work], since_ns=self.since_ns)
 
 
 class _FirstCheckpoint:
-    """Knows when the script has saved: a step after its first checkpoint was seen."""
+    """Knows when a run has saved: a step after its first checkpoint was seen."""
 
-    def __init__(self, folders: _Folders) -> None:
+    def __init__(self, plan: Plan, folders: _Folders) -> None:
+        self._plan = plan
         self._folders = folders
         self._seen: int | None = None
         self._looked_at: int | None = None
@@ -135,12 +164,22 @@ class _FirstCheckpoint:
         """Whether it was saved before this step, the newest one."""
         if self._seen is None and step != self._looked_at:
             self._looked_at = step
-            self._seen = step if self._folders.checkpoints() else None
+            self._seen = step if self._has_saved() else None
         return self._seen is not None and step > self._seen
+
+    def _has_saved(self) -> bool:
+        if self._plan.save_every is not None:
+            return has_checkpoint(self._folders.run)
+        return bool(self._folders.checkpoints())
 
 
 def execute(
-    plan: Plan, directory: Path, *, kills: Sequence[Kill] = (), inject: str | None = None
+    plan: Plan,
+    directory: Path,
+    *,
+    kills: Sequence[Kill] = (),
+    inject: str | None = None,
+    on_first_step: Callable[[Path], None] | None = None,
 ) -> FinishedRun:
     """Launches the command until it ends by itself.
 
@@ -149,6 +188,8 @@ def execute(
         directory: an absent directory for the run's own files, traces and logs.
         kills: one launch is killed at each of them; a launch that ends before ends the run.
         inject: component keys or slots that are not to be restored.
+        on_first_step: called at the first step of each launch with what it has left about its
+            Trainers; what it raises ends the run.
 
     Raises:
         CommandTimeoutError: a launch did not end in time; it was killed.
@@ -161,17 +202,17 @@ def execute(
         left_out = copy_workspace(plan.workspace, folders.work)
         if left_out:
             plan.on_event(f"links to other directories are not copied: {', '.join(left_out)}")
-    saved = _FirstCheckpoint(folders) if plan.awaits_checkpoint else None
+    saved = _FirstCheckpoint(plan, folders) if plan.awaits_checkpoint else None
     launches: list[LaunchSummary] = []
     for kill in (*kills, None):
         number = len(launches)
         began = time.monotonic()
         point = kill if isinstance(kill, KillPoint) else None
         launch = _start(plan, folders, number, point, inject)
-        followed = directory / ("records" if plan.follows_records else "trace")
-        tail = TraceTail(launch_directory(followed, number))
+        tail = TraceTail(*_followed(plan, directory, number))
+        check = None if on_first_step is None else partial(on_first_step, folders.attached(number))
         try:
-            was_killed, newest = _watch(plan, launch, tail, kill, saved)
+            was_killed, newest = _watch(plan, launch, tail, kill, saved, check)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
             launch.kill()
             raise
@@ -194,34 +235,55 @@ def execute(
     raise AssertionError("the last launch is never killed")
 
 
-def execute_uninterrupted(plan: Plan, directory: Path) -> FinishedRun:
+def execute_uninterrupted(
+    plan: Plan, directory: Path, *, on_first_step: Callable[[Path], None] | None = None
+) -> FinishedRun:
     """One launch that nobody kills.
+
+    Args:
+        plan: what to launch.
+        directory: see ``execute``.
+        on_first_step: see ``execute``.
 
     Raises:
         CommandFailedError: the command failed by itself.
         CommandTimeoutError: it did not end in time.
     """
-    run = execute(plan, directory)
+    run = execute(plan, directory, on_first_step=on_first_step)
     if run.failure:
         raise CommandFailedError(str(plan), found=f"failed without being killed, {run.failure}")
     return run
+
+
+def _followed(plan: Plan, directory: Path, number: int) -> list[Path]:
+    """What shows the steps of a launch, and the checkpoints of an attached callback."""
+    traces = ["trace"]
+    if plan.follows_records:
+        traces = ["records"] if plan.save_every is None else ["records", "trace"]
+    return [launch_directory(directory / each, number) for each in traces]
 
 
 def _start(
     plan: Plan, folders: _Folders, number: int, point: KillPoint | None, inject: str | None
 ) -> Launch:
     directory = folders.directory
-    at = None if point is None else str(point)
+    at = "" if point is None else str(point)
+    # The recorder sees steps, not checkpoints.
+    is_recorded = plan.follows_records and (point is None or point.event == STEP)
     variables = {
         **os.environ,
         TRACE_VARIABLE: str(launch_directory(directory / "trace", number)),
-        RUN_ROOT_VARIABLE: str(directory / "runs"),
-        KILL_VARIABLE: None if plan.follows_records else at,
+        # An attached callback has its directory, and the script has none.
+        RUN_ROOT_VARIABLE: str(directory / "runs") if plan.save_every is None else None,
+        KILL_VARIABLE: None if is_recorded or not at else at,
         INJECT_VARIABLE: inject,
         "PYTHONUNBUFFERED": "1",
     }
     environment = {name: text for name, text in variables.items() if text is not None}
-    settings = _recorder_settings(plan, directory, number, at)
+    settings = _recorder_settings(plan, directory, number, kill=at if is_recorded else "")
+    if plan.with_resumekit:
+        private = folders.attached(number)
+        environment = launch_environment(environment, private, folders.run, plan.save_every)
     launcher = launch_directory(directory / "launcher", number)
     command = _relaunched(plan, folders, number) if number and plan.relaunch else plan.command
     words = prepared(command, world=plan.world, directory=folders.files)
@@ -252,9 +314,7 @@ def _relaunched(plan: Plan, folders: _Folders, number: int) -> Sequence[str]:
     return with_latest(plan.relaunch, latest)
 
 
-def _recorder_settings(
-    plan: Plan, directory: Path, number: int, at: str | None
-) -> RecorderSettings:
+def _recorder_settings(plan: Plan, directory: Path, number: int, *, kill: str) -> RecorderSettings:
     positions = ""
     if number and plan.reference is not None:
         known = launch_directory(directory / "positions", number)
@@ -262,18 +322,26 @@ def _recorder_settings(
     return RecorderSettings(
         directory=str(launch_directory(directory / "records", number)),
         positions=positions,
-        kill=at if at is not None and plan.follows_records else "",
+        kill=kill,
         digest_every=plan.digest_every,
     )
 
 
 def _watch(
-    plan: Plan, launch: Launch, tail: TraceTail, kill: Kill | None, saved: _FirstCheckpoint | None
+    plan: Plan,
+    launch: Launch,
+    tail: TraceTail,
+    kill: Kill | None,
+    saved: _FirstCheckpoint | None,
+    check: Callable[[], None] | None,
 ) -> tuple[bool, int | None]:
     """Whether the launch was killed, and then its newest step; otherwise it ended by itself."""
     deadline = time.monotonic() + plan.timeout_seconds
     while launch.poll() is None:
-        newest = tail.poll() if kill is not None else None
+        newest = tail.poll() if kill is not None or check is not None else None
+        if check is not None and newest is not None:
+            check()
+            check = None
         if isinstance(kill, KillInstant) and _is_due(kill, newest, saved):
             time.sleep(kill.fraction * plan.step_seconds)
             if launch.poll() is None:

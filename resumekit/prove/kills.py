@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError
@@ -91,7 +91,11 @@ def chosen_points(
 
 
 def require_reached(
-    points: Sequence[KillPoint], reference: Mapping[int, Sequence[Attempt]], command: str
+    points: Sequence[KillPoint],
+    reference: Mapping[int, Sequence[Attempt]],
+    command: str,
+    *,
+    saves: Iterable[int] = (),
 ) -> None:
     """Checks that a run that is killed at these points can be judged.
 
@@ -99,6 +103,7 @@ def require_reached(
         points: where it will be killed.
         reference: the trace of the uninterrupted run.
         command: named in errors.
+        saves: the steps at which it may save, where the uninterrupted run does not.
 
     Raises:
         KillPointNotReachedError: the uninterrupted run does not come to one of them.
@@ -106,6 +111,7 @@ def require_reached(
     """
     attempts = [attempt for rank in reference.values() for attempt in rank]
     events = {(record.kind, record.step) for record in records_of(attempts)}
+    events |= {(CHECKPOINT, step) for step in saves}
     for point in points:
         if (point.event, point.number) not in events:
             steps = [step for kind, step in events if kind == point.event]
@@ -116,7 +122,7 @@ def require_reached(
                 expected = f"one from {point.event}:{min(steps)} to {point.event}:{max(steps)}"
             found = f"never reaches {point}"
             raise KillPointNotReachedError(command, found=found, expected=expected)
-    saved = first_saved(attempts)
+    saved = min((step for kind, step in events if kind == CHECKPOINT), default=None)
     if saved is not None and not any(point.is_after_save(saved) for point in points):
         raise ProveError(
             command,

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from resumekit.prove.attaching import cadence_text
 from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial, Verdict
 
 _STYLES = {
@@ -25,10 +26,12 @@ def print_result(result: ProveResult, console: Console | None = None) -> None:
     """
     console = Console(highlight=False) if console is None else console
     ranks = "" if result.world == 1 else f" on {result.world} ranks"
-    console.print(Text(f"{' '.join(result.command)}{ranks}", style="bold"))
+    console.print(Text(f"{' '.join(result.command)}{ranks}", style="bold"), soft_wrap=True)
     console.print(
         f"never killed: {result.num_steps} steps in {result.reference_seconds:.1f} s", style="dim"
     )
+    if result.save_every is not None:
+        console.print(Text(_attached_line(result), style="dim"), soft_wrap=True)
     plain = [trial for trial in result.trials if trial.injected is None]
     for trial in plain:
         console.print(_launch_table(trial))
@@ -40,6 +43,14 @@ def print_result(result: ProveResult, console: Console | None = None) -> None:
     injected = [trial for trial in result.trials if trial.injected is not None]
     if injected:
         console.print(_injection_table(injected))
+
+
+def _attached_line(result: ProveResult) -> str:
+    assert result.save_every is not None
+    is_control = any(trial.injected for trial in result.trials)
+    runs = "killed runs and to the uninterrupted one" if is_control else "killed run alone"
+    cadence = cadence_text(result.save_every)
+    return f"with resumekit: a ResumeCallback is attached to the {runs}, it saves {cadence}"
 
 
 def _launch_table(trial: Trial) -> Table:
@@ -100,7 +111,8 @@ def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
     text = f"{trial.verdict}" if trial.verdict else "FAILED: nothing was traced"
     if trial.outcome is Outcome.FAILED:
         text = f"FAILED: a launch after a kill failed, {trial.failure}"
-    console.print(Text(text, style=_STYLES.get(trial.outcome, "bold red")))
+    # Not wrapped: one line for a reader of a log, too.
+    console.print(Text(text, style=_STYLES.get(trial.outcome, "bold red")), soft_wrap=True)
 
 
 def _injection_table(trials: list[Trial]) -> Table:

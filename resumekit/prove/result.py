@@ -90,6 +90,9 @@ class Verdict:
         firsts: the first divergence of each component, in the order in which they were found.
         notes: what a reader must know of how launches were aligned.
         tolerance: the relative difference that values may have; None: every bit is compared.
+        with_resumekit: a callback was attached to the judged run, and none to the reference.
+        is_changed_by_attaching: they differ before the first kill, and two runs without a callback
+            do not.
     """
 
     exact: bool
@@ -101,6 +104,8 @@ class Verdict:
     firsts: tuple[Divergence, ...] = ()
     notes: tuple[str, ...] = ()
     tolerance: float | None = None
+    with_resumekit: bool = False
+    is_changed_by_attaching: bool = False
 
     @property
     def num_resumes(self) -> int:
@@ -110,7 +115,8 @@ class Verdict:
     @property
     def is_reproducible(self) -> bool:
         """False when the two runs differ before the first kill: no resume can be blamed for it."""
-        return self.divergence is None or self.divergence.launch > 0
+        before = self.divergence is not None and self.divergence.launch == 0
+        return self.is_changed_by_attaching or not before
 
     @property
     def is_restart(self) -> bool:
@@ -123,11 +129,16 @@ class Verdict:
         return asdict(self)
 
     def __str__(self) -> str:
+        attached = " with resumekit attached" if self.with_resumekit else ""
         if self.divergence is None:
-            done = f"{self.num_steps} steps, {self.num_resumes} resumes"
+            plural = "" if self.num_resumes == 1 else "s"
+            done = f"{self.num_steps} steps, {self.num_resumes} resume{plural}"
             if self.tolerance is not None:
-                return f"EQUAL WITHIN {self.tolerance:g}: {done}; weights are not compared"
-            equal = f"EXACT: {done}, every bit equal"
+                within = f"EQUAL WITHIN {self.tolerance:g}{attached}"
+                return f"{within}: {done}; weights are not compared"
+            equal = f"EXACT{attached}: {done}, every bit equal"
+            if self.with_resumekit:
+                equal += " to the uninterrupted run without it"
             names = ", ".join(name for name in self.own_values if not _is_generator(name))
             return f"{equal} (each run has its own constant {names})" if names else equal
         if not self.is_reproducible:
@@ -137,9 +148,15 @@ class Verdict:
             )
         if self.is_restart:
             found = f"launch {self.divergence.launch}, rank {self.divergence.rank}"
-            return f"WEIGHTS RESTARTED: {found}: {self.divergence.found}"
+            return f"WEIGHTS RESTARTED{attached}: {found}: {self.divergence.found}"
         within = "" if self.tolerance is None else f" (tolerance of values {self.tolerance:g})"
-        return f"DIVERGED{within}: {self.divergence}"
+        diverged = f"DIVERGED{attached}{within}: {self.divergence}"
+        if self.is_changed_by_attaching:
+            diverged += (
+                ". It differs before the first kill, and two runs without resumekit are equal: "
+                "attaching changes this script"
+            )
+        return diverged
 
 
 def describe(value: Any) -> str:
@@ -262,6 +279,8 @@ class ProveResult:
         reference_seconds: its wall-clock time.
         reference_digests: one digest per component of its last state.
         trials: the plain trial, or one for each injected component.
+        is_recorded: the steps were counted and compared by the recorder, not by the script's trace.
+        save_every: of the attached callback; None: none was attached.
     """
 
     command: tuple[str, ...]
@@ -273,6 +292,8 @@ class ProveResult:
     reference_seconds: float
     reference_digests: Mapping[str, str]
     trials: tuple[Trial, ...]
+    is_recorded: bool = False
+    save_every: int | str | None = None
 
     @property
     def ok(self) -> bool:
@@ -281,4 +302,4 @@ class ProveResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a JSON report."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, "with_resumekit": self.save_every is not None, **asdict(self)}

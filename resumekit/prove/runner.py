@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from resumekit.errors import ConfigurationError, ProveError
-from resumekit.launcher import option_against_environment
+from resumekit.launcher import option_against_environment, refuse_launched
+from resumekit.prove.attaching import (
+    cadence_text,
+    default_cadence,
+    possible_saves,
+    require_attached,
+    require_stock,
+    require_trainer,
+    steps_to_interrupt,
+)
 from resumekit.prove.differences import constant_leaves, last_digests
 from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted
 from resumekit.prove.kills import (
@@ -49,6 +60,8 @@ def prove(
     json_path: Path | None = None,
     keep: Path | None = None,
     relaunch: Sequence[str] = (),
+    with_resumekit: bool = False,
+    save_every: int | str | None = None,
     digest_every: int = 1,
     tolerance: float | None = None,
     timeout_seconds: float = 3600.0,
@@ -78,6 +91,11 @@ def prove(
             it they are removed.
         relaunch: the command of each launch after a kill, if it is another one; ``{latest}`` in it
             is the newest file or directory that is named like a checkpoint.
+        with_resumekit: attach a ``ResumeCallback`` to each Trainer of the killed runs, as
+            ``resumekit run`` does. The uninterrupted run stays without it, except for ``inject``,
+            which needs a run with the same components.
+        save_every: of that callback: steps, or a duration such as ``"10min"``; a tenth of the
+            steps without it.
         digest_every: the recorder digests states at every n-th step only.
         tolerance: the largest relative difference of a loss, for operations that do not repeat;
             states are then not compared. It is stated in the verdict.
@@ -89,8 +107,10 @@ def prove(
         CommandFailedError: the command fails without being killed.
         CommandTimeoutError: a launch did not end in time.
         KillPointNotReachedError: the command never reaches one of the chosen points.
-        ProveError: the command writes no trace, is too short, or ends before a kill can hit.
+        ProveError: the command writes no trace, is too short, or ends before a kill can hit; or
+            there is nothing to attach a callback to.
     """
+    refuse_launched(os.environ, "resumekit prove")
     points = chosen_points(at, kills=kills, seed=seed)
     num_kills = _KILLS if kills is None else kills
     if num_kills < 1:
@@ -106,6 +126,7 @@ def prove(
         )
     if digest_every < 1:
         raise ConfigurationError("digest_every", found=str(digest_every), expected="1 or more")
+    _check_attaching(with_resumekit, save_every, relaunch)
     if inject is not None:
         num_kills = _KILLS_WITH_INJECTION
     if not points and seed is None:
@@ -119,32 +140,32 @@ def prove(
         digest_every=digest_every,
         tolerance=tolerance,
         relaunch=tuple(relaunch),
-        workspace=workspace_of([*command, *relaunch], Path.cwd()) if command else None,
+        workspace=workspace_of([*command, *relaunch], Path.cwd(), is_stock=with_resumekit)
+        if command
+        else None,
+        with_resumekit=with_resumekit,
+        follows_records=with_resumekit,
     )
     with _workplace(keep) as directory:
-        on_event("the run that nobody kills")
-        reference = execute_uninterrupted(plan, directory / "reference")
-        followed, follows_records = _followed(reference, plan)
+        plan, followed = _prepared(plan, directory, save_every, is_control=inject is not None)
         attempts = followed.get(0, ())
-        plan = replace(
-            plan,
-            step_seconds=_step_seconds(attempts),
-            reference=reference,
-            follows_records=follows_records,
-            awaits_checkpoint=first_saved(attempts) is None and reference.has_stock_checkpoints,
-        )
+        steps = _steps(attempts)
         chosen: Sequence[Kill] = points
         if points:
-            require_reached(points, followed, str(plan))
+            saves = () if plan.save_every is None else possible_saves(steps, plan.save_every)
+            require_reached(points, followed, str(plan), saves=saves)
         else:
+            interrupted = steps
+            if plan.save_every is not None:
+                interrupted = steps_to_interrupt(steps, plan.save_every, num_kills, str(plan))
             chosen = kill_instants(
-                _steps(attempts),
+                interrupted,
                 num_kills,
                 first_saved=first_saved(attempts),
                 rng=random.Random(seed),
             )
         constant = constant_leaves(attempts)
-        judge = Judge(plan, directory, reference, constant, chosen)
+        judge = Judge(plan, directory, constant, chosen, last_step=steps[-1])
         components = _injected_components(inject, attempts)
         trials = tuple(judge.trial(component) for component in components)
         result = ProveResult(
@@ -153,14 +174,88 @@ def prove(
             at=tuple(map(str, points)),
             seed=seed,
             num_kills_asked=len(chosen),
-            num_steps=len(_steps(attempts)),
-            reference_seconds=sum(launch.seconds for launch in reference.launches),
+            num_steps=len(steps),
+            reference_seconds=judge.reference.seconds,
             reference_digests=last_digests(attempts, excluded=constant),
             trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
+            is_recorded=plan.follows_records,
+            save_every=plan.save_every,
         )
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
     return result
+
+
+def _check_attaching(
+    with_resumekit: bool, save_every: int | str | None, relaunch: Sequence[str]
+) -> None:
+    if save_every is not None and not with_resumekit:
+        raise ConfigurationError(
+            "save_every",
+            found=f"{save_every} without with_resumekit",
+            expected="the cadence of an attached callback",
+            remedy="Add --with-resumekit",
+        )
+    if isinstance(save_every, int) and save_every < 1:
+        raise ConfigurationError("save_every", found=str(save_every), expected="1 or more")
+    if with_resumekit and relaunch:
+        raise ConfigurationError(
+            "relaunch",
+            found="given together with with_resumekit",
+            expected="the same command after a kill, which resumes by the attached callback",
+            remedy="Leave --relaunch out",
+        )
+
+
+def _prepared(
+    plan: Plan, directory: Path, save_every: int | str | None, *, is_control: bool
+) -> tuple[Plan, dict[int, tuple[Attempt, ...]]]:
+    """The plan of the trials, and what counts the steps of its uninterrupted run, by rank.
+
+    Args:
+        plan: of the uninterrupted run.
+        directory: for the files of all runs.
+        save_every: of an attached callback, if the user gave it.
+        is_control: whether components are left out.
+    """
+    plan.on_event("the run that nobody kills")
+    if not plan.with_resumekit:
+        return _with_reference(plan, directory / "reference")
+    first = directory / ("stock" if is_control else "reference")
+    plan, followed = _with_reference(plan, first)
+    steps = _steps(followed.get(0, ()))
+    every = save_every or default_cadence(len(steps))
+    plan = replace(plan, save_every=every)
+    plan.on_event(f"from here on with resumekit, which saves {cadence_text(every)}")
+    if is_control:
+        plan.on_event("the run that nobody kills, with resumekit")
+        plan, followed = _with_reference(
+            replace(plan, follows_records=False), directory / "reference"
+        )
+    return plan, followed
+
+
+def _with_reference(plan: Plan, directory: Path) -> tuple[Plan, dict[int, tuple[Attempt, ...]]]:
+    """The plan with its uninterrupted run, and what counts the steps of that run, by rank."""
+    is_stock = plan.with_resumekit and plan.save_every is None
+    check = partial(require_trainer, command=str(plan), on_event=plan.on_event)
+    reference = execute_uninterrupted(plan, directory, on_first_step=check if is_stock else None)
+    followed, follows_records = _followed(reference, plan)
+    if is_stock:
+        require_stock(read_records(reference.trace).get(0, ()), str(plan))
+    elif plan.with_resumekit:
+        require_attached(reference.attached, str(plan), plan.on_event)
+    attempts = followed.get(0, ())
+    has_saved = first_saved(attempts) is not None
+    plan = replace(
+        plan,
+        step_seconds=_step_seconds(attempts),
+        reference=reference,
+        follows_records=follows_records,
+        awaits_checkpoint=not has_saved
+        and (plan.with_resumekit or reference.has_stock_checkpoints),
+    )
+    return plan, followed
 
 
 def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
@@ -192,7 +287,7 @@ def _followed(run: FinishedRun, plan: Plan) -> tuple[dict[int, tuple[Attempt, ..
     failure = failure_of_recorder(run.records)
     if failure:
         plan.on_event(f"the recorder stopped, nothing it saw is compared: {failure}")
-    if _steps(traced.get(0, ())):
+    if _steps(traced.get(0, ())) and not plan.follows_records:
         return traced, False
     if _steps(recorded.get(0, ())) and not failure:
         return recorded, True

@@ -133,18 +133,18 @@ class TraceTail:
     """Follows a trace that is being written, for code that waits for a step.
 
     Args:
-        directory: the trace of one launch.
+        *directories: the traces of one launch.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, *directories: Path) -> None:
+        self._directories = directories
         self._offsets: dict[Path, int] = {}
         self.events: set[tuple[str, int]] = set()  # kind and step of all that was recorded
         self._newest_step: int | None = None
 
     def poll(self) -> int | None:
         """The highest step recorded so far by any process; None before the first."""
-        for _, path in _files(self._directory):
+        for path in (path for each in self._directories for _, path in _files(each)):
             offset = self._offsets.get(path, 0)
             with path.open("rb") as file:
                 file.seek(offset)

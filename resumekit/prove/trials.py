@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from resumekit.errors import KillPointNotReachedError, ProveError, TraceError
+from resumekit.errors import (
+    CommandFailedError,
+    KillPointNotReachedError,
+    ProveError,
+    TraceError,
+)
+from resumekit.prove.attaching import require_attached, require_save
 from resumekit.prove.comparison import compare
 from resumekit.prove.differences import Leaf, constant_components, last_digests
-from resumekit.prove.execution import FinishedRun, Plan, execute
+from resumekit.prove.execution import FinishedRun, Plan, execute, execute_uninterrupted
 from resumekit.prove.kills import Kill
-from resumekit.prove.recording import failure_of_recorder
+from resumekit.prove.recording import failure_of_recorder, read_records
 from resumekit.prove.result import Outcome, Trial, Verdict
 from resumekit.prove.trace_records import Attempt, read_trace
 from resumekit.tracing import KillPoint
@@ -24,16 +30,22 @@ class Judge:
     Args:
         plan: what to launch.
         directory: for the files of all runs.
-        reference: the uninterrupted run.
         constant: leaves that may differ between runs.
         kills: of each trial.
+        last_step: of the uninterrupted run.
     """
 
     plan: Plan
     directory: Path
-    reference: FinishedRun
     constant: frozenset[Leaf]
     kills: Sequence[Kill]
+    last_step: int
+
+    @property
+    def reference(self) -> FinishedRun:
+        """The uninterrupted run."""
+        assert self.plan.reference is not None
+        return self.plan.reference
 
     def trial(self, component: str | None) -> Trial:
         """One killed run, with or without a component left out, and its verdict."""
@@ -41,6 +53,8 @@ class Judge:
         self.plan.on_event(f"the run that is {what.replace('-', ' ')}")
         run = execute(self.plan, self.directory / what, kills=self.kills, inject=component)
         num_kills = sum(launch.was_killed for launch in run.launches)
+        if self.plan.save_every is not None:
+            self._check_attached(run, num_kills)
         traced = None
         if not self.plan.follows_records:
             traced = self._verdict(self.reference.trace, run.trace, run, num_kills > 0)
@@ -51,6 +65,8 @@ class Judge:
             recorded = self._recorded(run, num_kills)
         # The script's trace names its steps and states; the recorder sees more of them.
         verdict = traced if traced is not None and not _is_outdone(traced, recorded) else recorded
+        if verdict is not None and self.plan.save_every is not None:
+            verdict = self._verdict_on_attached(verdict)
         trial = Trial(
             injected=component,
             outcome=_outcome(component, verdict, run.failure),
@@ -67,6 +83,39 @@ class Judge:
         self.plan.on_event(trial.outcome.value)
         return trial
 
+    def _check_attached(self, run: FinishedRun, num_kills: int) -> None:
+        """A run to which nothing was attached, or that saved nothing, is no proof of resumekit."""
+        command = str(self.plan)
+        if run.failure and not num_kills:
+            found = f"failed with resumekit attached before it was killed, {run.failure}"
+            raise CommandFailedError(command, found=found)
+        require_attached(run.attached, command, self.plan.on_event)
+        killed = [launch.number for launch in run.launches if launch.was_killed]
+        attempts = [each for rank in read_records(run.trace).values() for each in rank]
+        if killed:
+            require_save([each for each in attempts if each.launch in killed], command)
+
+    def _verdict_on_attached(self, verdict: Verdict) -> Verdict:
+        """The verdict; a difference before the first kill is the script's or the callback's."""
+        if not self.plan.follows_records:
+            return verdict  # the uninterrupted run has the callback, too
+        notes = verdict.notes
+        if read_records(self.reference.trace):
+            notes = (*notes, "what the script records by resumekit.trace() is not compared")
+        verdict = replace(verdict, with_resumekit=True, notes=notes)
+        if verdict.is_reproducible:
+            return verdict
+        self.plan.on_event("the run that nobody kills, once more: is the script reproducible?")
+        stock = replace(self.plan, save_every=None)
+        again = execute_uninterrupted(stock, self.directory / "again")
+        same = compare(
+            self.reference.records,
+            again.records,
+            expect_resume=False,
+            tolerance=self.plan.tolerance,
+        )
+        return replace(verdict, is_changed_by_attaching=same.exact)
+
     def _require_kills(self, num_kills: int) -> None:
         """A run that was not killed as it should have been is no proof."""
         missed = self.kills[num_kills:]
@@ -81,7 +130,9 @@ class Judge:
                 str(self.plan),
                 found="ended before the first kill could hit",
                 expected="a run that can be interrupted",
-                remedy="Train longer",
+                remedy="Train longer"
+                if self.plan.save_every is None
+                else "Save more often (--save-every), or train longer",
             )
 
     def _digests(self, run: FinishedRun) -> dict[str, str]:
@@ -89,8 +140,12 @@ class Judge:
         return last_digests(read_trace(trace).get(0, ()), excluded=self.constant)
 
     def _recorded(self, run: FinishedRun, num_kills: int) -> Verdict | None:
-        # A traced run may have resumed after its last step, of which the recorder sees nothing.
+        # A traced run may have resumed after its last step, of which the recorder sees nothing;
+        # so may an attached callback that has saved that step.
         expect_resume = self.plan.follows_records and num_kills > 0
+        if self.plan.save_every is not None:
+            ends = [each.killed_after_step for each in run.launches if each.was_killed]
+            expect_resume = expect_resume and any((end or 0) < self.last_step for end in ends)
         return self._verdict(self.reference.records, run.records, run, expect_resume)
 
     def _verdict(

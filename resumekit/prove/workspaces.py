@@ -24,12 +24,15 @@ _LEFT_OUT = frozenset(
 _RELOCATED = re.compile(r"resumekit\.adapters|\bCheckpointer\b|\bResumeCallback\b")
 
 
-def workspace_of(command: Sequence[str], working_directory: Path) -> Path | None:
+def workspace_of(
+    command: Sequence[str], working_directory: Path, *, is_stock: bool = False
+) -> Path | None:
     """The directory of which each run needs a copy; None when the command writes elsewhere.
 
     Args:
         command: as the user wrote it.
         working_directory: where the user started it.
+        is_stock: whether the script has no run directory, whatever words are in it.
 
     Raises:
         ConfigurationError: the directory is too large to be copied.
@@ -37,7 +40,7 @@ def workspace_of(command: Sequence[str], working_directory: Path) -> Path | None
     if any(DIRECTORY_PLACEHOLDER in word for word in command):
         return None
     scripts = [working_directory / word for word in command if word.endswith(".py")]
-    if any(
+    if not is_stock and any(
         _RELOCATED.search(path.read_text(errors="replace")) for path in scripts if path.exists()
     ):
         return None

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError
-from resumekit.launcher import option_against_environment
+from resumekit.launcher import option_against_environment, refuse_launched
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ def check_command(
         max_restarts: 0 asks for no restart.
 
     Raises:
-        ConfigurationError: nothing could be attached, or restarts belong to somebody else.
+        ConfigurationError: nothing could be attached, or restarts belong to somebody else, such as
+            ``resumekit prove``.
     """
+    refuse_launched(environment, "resumekit run")
     text = " ".join(command)
     option = option_against_environment(command)
     if option is not None:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.launcher import Activation, option_against_environment, prepared_environment
+from resumekit.errors import ConfigurationError
+from resumekit.launcher import (
+    Activation,
+    option_against_environment,
+    prepared_environment,
+    refuse_launched,
+)
 
 MODULE = """
 import sys
@@ -60,6 +66,38 @@ def test_the_hidden_sitecustomize_runs(tmp_path: Path) -> None:
     program = "import colorsys, sitecustomize; print(sitecustomize.__file__)"
     found = output_of(tmp_path, program, PYTHONPATH=str(hidden)).split("\n")
     assert found[:3] == ["hidden", "activated here True", str(hidden / "sitecustomize.py")]
+
+
+def test_two_launchers_activate_both_once_whatever_is_between_them(tmp_path: Path) -> None:
+    """The newer list has both; copies that a third ``sitecustomize`` runs do nothing."""
+    (tmp_path / "activated.py").write_text(MODULE)
+    between = tmp_path / "between"
+    between.mkdir()
+    (between / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "print('between')\n"
+        "older = os.path.join(os.environ['OLDER'], 'sitecustomize.py')\n"
+        "exec(compile(open(older).read(), older, 'exec'))\n"
+    )
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OLDER": str(older)}
+    for directory, text in ((older, "first"), (newer, "second")):
+        activation = Activation("colorsys", "activated:note", {"text": text})
+        environment = prepared_environment(environment, directory, [activation])
+        paths = [str(directory), str(between), environment["PYTHONPATH"]]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-c", "import colorsys"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines == ["between", "activated first True", "activated second True"], done.stderr
+    assert done.stderr == ""
+
+
+def test_a_process_that_a_launcher_has_started_starts_no_other_one(tmp_path: Path) -> None:
+    refuse_launched({}, "resumekit prove")
+    environment = prepared_environment({}, tmp_path, [])
+    with pytest.raises(ConfigurationError, match="resumekit prove: started by resumekit run or"):
+        refuse_launched(environment, "resumekit prove")
 
 
 def test_a_failing_activation_is_one_line_and_the_program_runs_on(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path, required=True)
 parser.add_argument("--package", default="lightning.pytorch")
 parser.add_argument("--ckpt_path", default="last")
+parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--only_validate", action="store_true")
 options = parser.parse_args()
 pl: Any = importlib.import_module(options.package)
@@ -34,8 +35,9 @@ class Classifier(pl.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self.layers(inputs), targets)
-        with (options.output_dir / "losses.jsonl").open("a") as file:
-            file.write(json.dumps([self.global_step, loss.item()]) + "\n")
+        if self.trainer.is_global_zero:
+            with (options.output_dir / "losses.jsonl").open("a") as file:
+                file.write(json.dumps([self.global_step, loss.item()]) + "\n")
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -50,12 +52,13 @@ def main() -> None:
     pl.seed_everything(0)
     inputs = torch.randn(80, 16)
     rows = [(row, int(row.sum() > 0)) for row in inputs]
-    loader = DataLoader(Samples(rows), batch_size=8, shuffle=True)
+    loader = DataLoader(Samples(rows), batch_size=8 // options.devices, shuffle=True)
     saving = pl.callbacks.ModelCheckpoint(
         options.output_dir / "own", every_n_train_steps=5, save_last=True
     )
     trainer = pl.Trainer(
         accelerator="cpu",
+        devices=options.devices,
         max_epochs=2,
         callbacks=[saving],
         logger=False,
@@ -68,7 +71,8 @@ def main() -> None:
         trainer.validate(module, loader)
         return
     trainer.fit(module, loader, ckpt_path=options.ckpt_path)
-    torch.save(module.state_dict(), options.output_dir / "weights.pt")
+    if trainer.is_global_zero:
+        torch.save(module.state_dict(), options.output_dir / "weights.pt")
 
 
 if __name__ == "__main__":
