@@ -65,7 +65,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("component", "cause", "now"), CASES, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("component", "cause", "now"), CASES, ids=range(len(CASES)))
 def test_the_cause_is_named(component: str, cause: Cause, now: Callable[[int], Record]) -> None:
     found = find_causes(*of_replay(RUN, replayed(now), BEGIN))
     assert (found[0].component, found[0].cause) == (component, cause)
