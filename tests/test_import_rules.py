@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "diff": {"errors", "state", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
+    "shared_files": {"storage"},
     "replay": {"errors", "state", "storage", "journal", "diff", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
@@ -74,12 +75,12 @@ LAYERS: dict[str, set[str]] = {
     "demo_script": {"adapters"},  # it is written as a user's script
     "html_report": {
         *("errors", "progress_display", "storage", "serialization", "journal", "prove", "diff"),
-        "resumekit",
+        *("resumekit", "shared_files"),
     },
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
-        *("diff", "fork", "html_report", "attach", "supervisor"),
-        *("diff", "fork", "html_report", "replay"),
+        *("diff", "fork", "shared_files", "html_report", "attach", "supervisor"),
+        *("diff", "fork", "shared_files", "html_report", "replay"),
     },
 }
 

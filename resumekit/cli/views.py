@@ -22,6 +22,7 @@ from resumekit.errors import (
 from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
 from resumekit.progress_display import human_bytes, show_progress
+from resumekit.shared_files import shared_bytes
 from resumekit.storage import (
     ForkOrigin,
     Manifest,
@@ -29,7 +30,6 @@ from resumekit.storage import (
     StepReader,
     Store,
     lineage_of,
-    shared_bytes,
 )
 
 _PIPE_WIDTH = 160

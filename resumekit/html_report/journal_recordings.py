@@ -38,7 +38,7 @@ def of_replay(
     repeated = [_moment(record, fields.get(step, _ALL)) for step, record in now.items()]
     before = reference.get(resumed_step, Moment(STEP, resumed_step, {}))
     judged = {0: (before,), 1: (Moment(RESUMED, resumed_step, {}), *repeated)}
-    return Recording({0: tuple(reference.values())}), Recording(judged)
+    return Recording({0: tuple(reference.values())}), Recording(judged, was_ended=True)
 
 
 def _by_step(records: Iterable[Record]) -> dict[int, Record]:

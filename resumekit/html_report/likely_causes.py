@@ -238,7 +238,7 @@ def _other_end(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
     """A run that is equal as far as both go, and ended at another step."""
     found, expected = judged.last_step, reference.last_step
     steps = [each for each in judged.moments if each.kind == STEP]
-    if found == expected or not steps:
+    if judged.was_ended or found == expected or not steps:
         return ()
     number = max(judged.launches)
     evidence = f"All steps are equal; the run ended after step {found}, not {expected}."

@@ -69,9 +69,11 @@ class Recording:
 
     Args:
         launches: by their number, in the order of execution.
+        was_ended: after the steps that were asked for, as a replay is.
     """
 
     launches: Mapping[int, Launch]
+    was_ended: bool = False
 
     @property
     def moments(self) -> Launch:

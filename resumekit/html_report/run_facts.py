@@ -31,7 +31,8 @@ from resumekit.journal import (
     compared,
     find_attempts,
 )
-from resumekit.storage import Manifest, Owner, StepName, Store, shared_bytes
+from resumekit.shared_files import shared_bytes
+from resumekit.storage import Manifest, Owner, StepName, Store
 
 
 @dataclass(frozen=True)

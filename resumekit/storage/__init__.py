@@ -29,7 +29,6 @@ from resumekit.storage.ownership import DirectoryLock, Owner, PosixLock, is_unus
 from resumekit.storage.parts import Part, Parts
 from resumekit.storage.pieces import Piece, cut
 from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.shared_files import shared_bytes
 from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
 
@@ -76,6 +75,5 @@ __all__ = [
     "num_threads",
     "parse_json",
     "select_deletions",
-    "shared_bytes",
     "use_huge_pages",
 ]

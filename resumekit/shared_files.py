@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from resumekit.storage.directories import StepName
-from resumekit.storage.manifest import Manifest
+from resumekit.storage import Manifest, StepName
 
 
 def shared_bytes(directory: Path, manifests: Iterable[Manifest]) -> dict[StepName, int]:
