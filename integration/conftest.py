@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
-from deepspeed_extension import compile_for
+from deepspeed_extension import compile_once
 from quick_set import mark_cells, mark_matrices
 from script_judge import ScriptJudge
 
@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gc.freeze()  # all that is imported stays: a collection in a test need not look at it
 
 
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test start anything
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles DeepSpeed's extension, so that no launch is killed while it does."""
+    if "deepspeed" in item.nodeid or "deepspeed" in _preload_of(item):
+        compile_once()
+
+
 def _preload_of(item: pytest.Item) -> tuple[str, ...]:
     """What the warm server of a test imports; a file names it, or a suite."""
     named = getattr(getattr(item, "cls", None), "preload", ())
@@ -76,7 +83,6 @@ class Warm:
 
     def _get(self, kind: type[T], preload: tuple[str, ...], **settings: Any) -> T:
         """One of these settings; the oldest of the others is closed."""
-        compile_for(preload)
         key = (kind, preload, *sorted(settings.items()))
         if key not in self._kept:
             while len(self._kept) >= NUM_KEPT:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_extension import compile_for
 
 from resumekit.html_report.cause_rules import Cause
 from resumekit.html_report.likely_causes import find_causes
@@ -30,7 +29,6 @@ def script(tmp_path: Path) -> Path:
 
 
 def judged(script: Path, stage: int, *, inject: str | None = None, keep: Path) -> Trial:
-    compile_for(["deepspeed"])
     command = [sys.executable, str(script), "--directory", "{dir}/run", "--epochs", "1"]
     command += ["--stage", str(stage)]
     result = prove(command, at=("step:25",), world=2, inject=inject, keep=keep, timeout_seconds=240)

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,14 +18,9 @@ from pathlib import Path
 _LOCK_NAME = "resumekit-deepspeed-extension.lock"
 
 
-def compile_for(preload: Sequence[str]) -> None:
-    """Compiles it where a warm server imports DeepSpeed; takes a minute the first time."""
-    if any(name.partition(".")[0] == "deepspeed" for name in preload):
-        _compile()
-
-
 @cache
-def _compile() -> None:
+def compile_once() -> None:
+    """Compiles it where that was not done before; takes a minute the first time."""
     with open(Path(tempfile.gettempdir(), _LOCK_NAME), "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # one worker of pytest-xdist at a time
         subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.DEVNULL)

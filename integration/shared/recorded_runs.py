@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from deepspeed_extension import compile_for
 from faulty_resumes import SAVE_EVERY
 
 from resumekit.html_report.likely_causes import Finding, find_causes
@@ -58,7 +57,6 @@ class RecordedRuns:
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(ROOT), str(ROOT / "integration" / "shared"), os.environ.get("PYTHONPATH", "")]
         )
-        compile_for(preload)
         self._server = ForkServer(preload, environment)
 
     def __enter__(self) -> RecordedRuns:

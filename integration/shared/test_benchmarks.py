@@ -214,7 +214,7 @@ def test_a_part_of_a_benchmark_adds_a_section_to_the_page_of_the_day(
 def test_frozen_parameters_are_judged_only_when_they_are_linked(tmp_path: Path) -> None:
     rows = _table(tmp_path, "frozen_saves.py")
     _check_targets(rows)
-    assert {"first save", "third save", "third save, linked", RAW_WRITE} == _figures(rows)
+    assert {"first save", "third save", "third save, linked", RAW_WRITE} < _figures(rows)
 
 
 @pytest.mark.full
