@@ -1,8 +1,9 @@
-"""The data files of a checkpoint, by the indices beside them."""
+"""The data files of a checkpoint: found by the indices beside them, read by ranges of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.deferral import LoadMemory
-from resumekit.serialization.fetching import ByteRange, Fetch, byte_ranges, read_ranges
-from resumekit.serialization.index import Index, Logical, ShardedIndex, header, stem_of
-from resumekit.serialization.layouts import part_name
-from resumekit.serialization.leaves import flat_bytes
-from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, StepReader
+from resumekit.serialization.index import Index, ShardedIndex, header, stem_of
+from resumekit.serialization.layouts import Fetch, Logical, part_name
+from resumekit.serialization.leaves import dense_strides, flat_bytes
+from resumekit.serialization.sharding import Box
+from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileReader, Piece, StepReader
 
 _AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
 
@@ -181,3 +182,113 @@ class DataFile:
 
 def _stored_name(fetch: Fetch) -> str:
     return part_name(fetch.name, fetch.chunk.number)
+
+
+_MAX_RANGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Consecutive bytes of a data file, and the memory for the wanted elements among them.
+
+    Args:
+        offset: in the file.
+        num_bytes: from the first wanted element to the last.
+        target: memory of the wanted elements' shape, contiguous or not; on the meta device where
+            they are verified only.
+        strides: of the wanted elements in the file, in elements.
+    """
+
+    offset: int
+    num_bytes: int
+    target: torch.Tensor
+    strides: tuple[int, ...]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes can be read into the target without a copy."""
+        return self.num_bytes == self.target.nbytes and self.target.is_contiguous()
+
+    def memory(self) -> torch.Tensor | None:
+        """Memory for the bytes: the target where they need no copy; None where they need none."""
+        if self.target.is_meta:
+            return None
+        if self.is_direct:
+            return self.target
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
+
+    def copy_from(self, memory: torch.Tensor) -> None:
+        """Copies the wanted elements of the bytes that were read into the target."""
+        found = memory.view(self.target.dtype)
+        self.target.copy_(found.as_strided(self.target.shape, self.strides))
+
+
+def byte_ranges(
+    stored: Box, sizes: Sequence[int], begin: int, target: torch.Tensor
+) -> Iterator[ByteRange]:
+    """The byte ranges that hold a box of a row-major tensor, of about 16 MiB at most.
+
+    One that needs no copy may have any length.
+
+    Args:
+        stored: the box, in the tensor that is stored.
+        sizes: the shape of that tensor.
+        begin: where its bytes begin in the file.
+        target: memory of the box's shape.
+    """
+    strides = dense_strides(tuple(sizes))
+    first = sum(o * s for o, s in zip(stored.offsets, strides, strict=True))
+    extent = 1 + sum((n - 1) * s for n, s in zip(stored.sizes, strides, strict=True))
+    width = target.element_size()
+    found = ByteRange(begin + first * width, extent * width, target, strides)
+    if found.is_direct or found.num_bytes <= _MAX_RANGE_BYTES or target.numel() == 1:
+        yield found
+        return
+    dimension = next(d for d, size in enumerate(stored.sizes) if size > 1)
+    half = stored.sizes[dimension] // 2
+    for start, length in ((0, half), (half, stored.sizes[dimension] - half)):
+        offsets, lengths = list(stored.offsets), list(stored.sizes)
+        offsets[dimension] += start
+        lengths[dimension] = length
+        part = Box(tuple(offsets), tuple(lengths))
+        yield from byte_ranges(part, sizes, begin, target.narrow(dimension, start, length))
+
+
+def read_ranges(
+    reader: FileReader, wanted: Iterable[ByteRange], block_digests: Sequence[str]
+) -> None:
+    """Reads byte ranges of one file, each block once, and fills their targets.
+
+    Args:
+        reader: of the file.
+        wanted: in any order; none overlaps another.
+        block_digests: of all blocks of the file.
+
+    Raises:
+        CheckpointError: from the reader.
+    """
+    for batch in _batches(sorted(wanted, key=lambda each: each.offset)):
+        memories = [each.memory() for each in batch]
+        pieces = [
+            Piece(each.offset, each.num_bytes, None if memory is None else flat_bytes(memory))
+            for each, memory in zip(batch, memories, strict=True)
+        ]
+        reader.read_pieces(pieces, block_digests)
+        for each, memory in zip(batch, memories, strict=True):
+            if memory is not None and memory is not each.target:
+                each.copy_from(memory)
+
+
+def _batches(ordered: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Groups of ranges whose copies fit into a little memory together."""
+    batch: list[ByteRange] = []
+    num_bytes = 0
+    for each in ordered:
+        needed = 0 if each.is_direct else each.num_bytes
+        if needed and num_bytes + needed > 2 * _MAX_RANGE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(each)
+        num_bytes += needed
+    if batch:
+        yield batch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from resumekit.errors import CheckpointError, IncompleteLoadError
 from resumekit.serialization.decoding import Decoder
-from resumekit.serialization.index import Logical
+from resumekit.serialization.layouts import Logical
 from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped
 from resumekit.storage import HostBuffer
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
 from resumekit.serialization.dtypes import ElementType
-from resumekit.serialization.layouts import Layout
+from resumekit.serialization.layouts import Layout, Logical
 from resumekit.serialization.leaves import Leaf, dense_strides
 from resumekit.serialization.limits import MAX_SIZE, checked_shape, checked_sizes, typed
 from resumekit.serialization.sharding import Box
@@ -108,6 +108,26 @@ _MAX_VALUES = 1 << 25
 _LINE_CHARACTERS = 100
 _CHARACTERS_OF_ITEM = 3  # at least, a comma and a space included
 
+# A line of the index for each value, and its indentation, deeper than the encoder nests values.
+_LINE_BYTES = 64
+# What a tensor takes in the index beyond what it takes in the header of the data file: names of
+# fields, spaces, line breaks, and strides.
+_TENSOR_BYTES, _DIMENSION_BYTES = 160, 32
+# Per tensor: its name, four or five fields and their names, and brackets and commas around them.
+_TENSOR_VALUES = 16
+
+
+class IndexSize(NamedTuple):
+    """Upper bounds, a few times the size where the state holds many small values.
+
+    Args:
+        num_bytes: of the text.
+        num_values: strings, or brackets and commas, as the parser counts them.
+    """
+
+    num_bytes: int
+    num_values: int
+
 
 @dataclass(frozen=True)
 class Index:
@@ -134,6 +154,30 @@ class Index:
             "states": dict(self.states),
         }
         return _to_bytes(FORMAT, FORMAT_VERSION, fields)
+
+    def size_at_most(self, *, header_bytes: int, num_blocks: int) -> IndexSize:
+        """Its size with so many block digests, without writing it; its own ones do not count.
+
+        Args:
+            header_bytes: of the data file.
+            num_blocks: of the data file.
+        """
+        states = json.dumps(self.states)
+        structure = sum(map(states.count, "[]{},"))
+        num_tensors = len(self.records)
+        num_dimensions = sum(len(record.shape) for record in self.records)
+        num_others = num_blocks + len(self.ties)
+        return IndexSize(
+            num_bytes=header_bytes
+            + len(states)
+            + _LINE_BYTES * (structure + num_others + 8)
+            + _TENSOR_BYTES * num_tensors
+            + _DIMENSION_BYTES * num_dimensions,
+            num_values=max(structure, states.count('"') // 2)
+            + _TENSOR_VALUES * num_tensors
+            + 2 * (num_dimensions + num_others)
+            + 32,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str) -> Index:
@@ -286,27 +330,6 @@ def _filled(parts: list[str], inner: str) -> str:
 
 
 @dataclass(frozen=True)
-class Logical:
-    """A whole tensor, as the ranks hold it together.
-
-    Args:
-        element: the type of its elements.
-        shape: its whole shape.
-        chunks: its parts; none where it has no elements.
-    """
-
-    element: ElementType
-    shape: tuple[int, ...]
-    chunks: Layout
-
-    @classmethod
-    def of_one_writer(cls, stored: Record | Leaf, writer: int) -> Logical:
-        """A tensor that one rank writes whole."""
-        parts = [(writer, Box.whole(stored.shape))] if stored.num_bytes else []
-        return cls(stored.element, stored.shape, Layout.of_chunks(parts))
-
-
-@dataclass(frozen=True)
 class ShardedIndex:
     """What the ranks wrote together.
 
@@ -377,7 +400,10 @@ class ShardedIndex:
     @classmethod
     def of_one_writer(cls, index: Index, writer: int) -> ShardedIndex:
         """The same view of state that one rank wrote whole."""
-        tensors = {record.name: Logical.of_one_writer(record, writer) for record in index.records}
+        tensors = {
+            record.name: Logical.of_one_writer(record.element, record.shape, writer)
+            for record in index.records
+        }
         return cls(index.states, tensors, index.ties)
 
 

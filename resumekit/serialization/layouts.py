@@ -1,4 +1,4 @@
-"""The layout of a tensor of which several ranks wrote parts: which rank wrote which box.
+"""The layout of a tensor of which several ranks wrote parts, and which parts hold a wanted box.
 
 A layout has a row for each part, in columns of NumPy arrays, so that thousands of ranks are checked
 and searched at once. On disk each column is a list of runs: parts that follow a mesh are a few of
@@ -8,7 +8,7 @@ them, however many ranks it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from resumekit.serialization.dtypes import ElementType
 from resumekit.serialization.limits import MAX_SIZE, typed
 from resumekit.serialization.sharding import Box
 
@@ -253,3 +254,75 @@ def from_runs(runs: Any, *, max_length: int) -> Column:
     within = np.arange(length) - np.repeat(np.cumsum(counts) - counts, counts)
     found: Column = np.repeat(firsts, counts) + np.repeat(steps, counts) * within
     return found
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A whole tensor, as the ranks hold it together.
+
+    Args:
+        element: the type of its elements.
+        shape: its whole shape.
+        chunks: its parts; none where it has no elements.
+    """
+
+    element: ElementType
+    shape: tuple[int, ...]
+    chunks: Layout
+
+    @classmethod
+    def of_one_writer(cls, element: ElementType, shape: tuple[int, ...], writer: int) -> Logical:
+        """A tensor that one rank writes whole."""
+        parts = [] if 0 in shape else [(writer, Box.whole(shape))]
+        return cls(element, shape, Layout.of_chunks(parts))
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A box to be copied out of one stored part.
+
+    Args:
+        name: of the tensor.
+        chunk: the stored part.
+        stored: where the box lies in that part.
+        wanted: where it lies in the part wanted.
+    """
+
+    name: str
+    chunk: Chunk
+    stored: Box
+    wanted: Box
+
+
+def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> list[Fetch]:
+    """What is to be read so that the wanted parts are there.
+
+    Args:
+        tensors: where the parts of each tensor are.
+        wanted: the part wanted of each, by name.
+    """
+    # Most tensors are sharded like another, and in the index those share one list of chunks.
+    overlaps: dict[tuple[int, Box], list[_Overlap]] = {}
+    fetches = []
+    for name, box in wanted.items():
+        chunks = tensors[name].chunks
+        if (id(chunks), box) not in overlaps:
+            overlaps[id(chunks), box] = list(find_overlaps(chunks, box))
+        fetches += [Fetch(name, *overlap) for overlap in overlaps[id(chunks), box]]
+    return fetches
+
+
+_Overlap = tuple[Chunk, Box, Box]
+
+
+def find_overlaps(chunks: Layout, wanted: Box) -> Iterator[_Overlap]:
+    """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
+    if len(chunks) == 1:  # the usual case, without the search
+        (chunk,) = chunks
+        if chunk.box == wanted and wanted.num_elements:
+            yield chunk, wanted.relative_to(wanted), wanted.relative_to(wanted)
+            return
+    for chunk in chunks.near(wanted):
+        common = chunk.box.intersection(wanted)
+        if common.num_elements:
+            yield chunk, common.relative_to(chunk.box), common.relative_to(wanted)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
-from resumekit.serialization.data_files import DataFiles, read_index
+from resumekit.serialization.data_files import ByteRange, DataFiles, read_index
 from resumekit.serialization.decoding import Decoder, references
 from resumekit.serialization.deferral import (
     Deferral,
@@ -26,8 +26,8 @@ from resumekit.serialization.deferral import (
     plain_meta,
 )
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.fetching import ByteRange, Fetch, plan_fetches
-from resumekit.serialization.index import Index, Logical, ShardedIndex, stem_of
+from resumekit.serialization.index import Index, ShardedIndex, stem_of
+from resumekit.serialization.layouts import Fetch, Logical, plan_fetches
 from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, flat_bytes, retyped
 from resumekit.serialization.local_state import sharding_of
 from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like

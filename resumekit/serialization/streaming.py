@@ -13,9 +13,7 @@ from torch import Tensor
 
 from resumekit.serialization.data_files import DataFiles
 from resumekit.serialization.dtypes import ElementType
-from resumekit.serialization.fetching import Fetch, plan_fetches
-from resumekit.serialization.index import Logical
-from resumekit.serialization.layouts import part_name
+from resumekit.serialization.layouts import Fetch, Logical, part_name, plan_fetches
 from resumekit.serialization.leaves import PLAIN_TYPES
 from resumekit.serialization.reading import Merge, Source
 from resumekit.serialization.sharding import Box

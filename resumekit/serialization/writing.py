@@ -11,8 +11,8 @@ import torch
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
 from resumekit.serialization.copying import Image
 from resumekit.serialization.encoding import Encoder
-from resumekit.serialization.index import Index, Logical, ShardedIndex, arrange, header, stem_of
-from resumekit.serialization.index_size import IndexSize
+from resumekit.serialization.index import Index, ShardedIndex, arrange, header, stem_of
+from resumekit.serialization.layouts import Logical
 from resumekit.serialization.leaves import Leaf
 from resumekit.serialization.local_state import LocalState
 from resumekit.serialization.planning import Assignment
@@ -160,7 +160,7 @@ class _Files:
     def _size_of_index(self) -> int:
         """At most so many bytes; exact where a reader may find that it is too much."""
         num_blocks = -(-self._data_bytes // BLOCK_BYTES)
-        size = IndexSize.at_most(self._index, header_bytes=len(self._header), num_blocks=num_blocks)
+        size = self._index.size_at_most(header_bytes=len(self._header), num_blocks=num_blocks)
         if size.num_bytes <= MAX_JSON_BYTES and size.num_values <= _MANY_VALUES:
             return size.num_bytes
         data = replace(self._index, block_digests=(_NO_DIGEST,) * num_blocks).to_bytes()
@@ -348,7 +348,10 @@ class ShardedPayload(_Files):
         small_files: dict[str, bytes] = {}
         if assignment.tensors is not None:
             leaves.update(local.leaves)
-            plain = {name: Logical.of_one_writer(leaf, rank) for name, leaf in local.leaves.items()}
+            plain = {
+                name: Logical.of_one_writer(leaf.element, leaf.shape, rank)
+                for name, leaf in local.leaves.items()
+            }
             tensors = {**assignment.tensors, **plain}
             index = ShardedIndex({local.key: local.tree}, tensors, local.ties)
             small_files[index_name] = index.to_bytes()

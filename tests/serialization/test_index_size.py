@@ -12,8 +12,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import Payload
-from resumekit.serialization.index import Index
-from resumekit.serialization.index_size import IndexSize
+from resumekit.serialization.index import Index, IndexSize
 
 
 def random_value(draw: random.Random, depth: int = 0) -> Any:
@@ -37,7 +36,7 @@ def random_name(draw: random.Random) -> str:
 def sizes(value: Any, num_blocks: int) -> tuple[IndexSize, bytes]:
     payload = Payload("state", 0, {"value": value, "other": [value]})
     index, header_bytes = payload._index, len(payload._header)
-    bound = IndexSize.at_most(index, header_bytes=header_bytes, num_blocks=num_blocks)
+    bound = index.size_at_most(header_bytes=header_bytes, num_blocks=num_blocks)
     return bound, replace(index, block_digests=("0" * 32,) * num_blocks).to_bytes()
 
 

@@ -20,7 +20,7 @@ from resumekit.serialization import (
     ShardedPayload,
     assign,
     encode_local,
-    fetching,
+    layouts,
 )
 from resumekit.serialization import planning as plan_module
 from resumekit.serialization.layouts import Layout
@@ -224,17 +224,17 @@ def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     assert data is not None
     tensors = ShardedIndex.from_bytes(data, where="index").tensors
     asked: list[Box] = []
-    original = fetching.find_overlaps
+    original = layouts.find_overlaps
 
     def counted(chunks: Any, box: Box) -> Any:
         asked.append(box)
         return original(chunks, box)
 
-    monkeypatch.setattr(fetching, "find_overlaps", counted)
+    monkeypatch.setattr(layouts, "find_overlaps", counted)
     with ranks.rank(1, 3):
         live = states(ranks, (3,), (0,), 30)
         wanted = {name: box_of(tensor, name) or Box((), ()) for name, tensor in live.items()}
-    fetches = fetching.plan_fetches(tensors, wanted)
+    fetches = layouts.plan_fetches(tensors, wanted)
     assert len(asked) == len(SHAPES) + 1  # and the counts of steps
     elements = Counter(dict.fromkeys(wanted, 0))
     for fetch in fetches:
