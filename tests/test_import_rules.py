@@ -1,7 +1,7 @@
-"""Which package may import which, read from the sources; one test for each rule.
+"""Which package may import which, and how large one may be, read from the sources.
 
 The rules keep the core free of frameworks, the store free of torch, and the bytes of a checkpoint
-away from anything that could run them. Each test lists every import that breaks its rule.
+away from anything that could run them. Each test is one rule, and lists whatever breaks it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -79,8 +80,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "resumekit"),
-        *("diff", "fork", "shared_files", "html_report", "attach", "supervisor"),
-        *("diff", "fork", "shared_files", "html_report", "replay"),
+        *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
     },
 }
 
@@ -148,11 +148,16 @@ DANGEROUS = frozenset(
 DANGEROUS_ALLOWED: dict[str, dict[str, str]] = {}
 
 
+MAX_LINES = 450  # of a module
+MAX_MODULES = 20  # of a package, its __init__ among them
+
+
 class Module(NamedTuple):
     """One source file, by its path in the repository."""
 
     path: str
     tree: ast.Module
+    num_lines: int
 
     def __str__(self) -> str:
         return self.path
@@ -165,7 +170,8 @@ def _modules(folder: Path) -> Iterator[Module]:
             if name.endswith(".py"):
                 path = Path(parent, name)
                 source = path.read_text(encoding="utf-8")
-                yield Module(path.relative_to(ROOT).as_posix(), ast.parse(source, str(path)))
+                name_in_root = path.relative_to(ROOT).as_posix()
+                yield Module(name_in_root, ast.parse(source, str(path)), source.count("\n"))
 
 
 CORE_MODULES = tuple(_modules(CORE))
@@ -287,6 +293,12 @@ def test_there_are_modules_to_read() -> None:
     assert len(CORE_MODULES) > 20
     assert len(ADAPTER_MODULES) > 5
     assert "resumekit/storage/io/file_system.py" in {module.path for module in CORE_MODULES}
+
+
+def test_modules_and_packages_stay_small() -> None:
+    num_modules = Counter(str(Path(module.path).parent) for module in EVERY_MODULE)
+    assert not {module.path for module in EVERY_MODULE if module.num_lines > MAX_LINES}
+    assert not {name: number for name, number in num_modules.items() if number > MAX_MODULES}
 
 
 def test_a_package_imports_only_the_packages_below_it() -> None:
