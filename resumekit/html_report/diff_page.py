@@ -18,8 +18,7 @@ from resumekit.diff import (
     tensor_rows,
     value_rows,
 )
-from resumekit.html_report.rendering import Headline, render
-from resumekit.html_report.tables import Table
+from resumekit.html_report.rendering import Headline, Table, render
 
 _MAX_ROWS = 500
 _SETTINGS = "Settings of the runs that differ, which do not decide the verdict"

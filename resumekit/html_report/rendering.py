@@ -1,8 +1,9 @@
-"""The templates, filled in: one self-contained HTML document."""
+"""The templates, filled in: one self-contained HTML document, its headline and its tables."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,29 @@ class Headline:
     tone: Literal["good", "mild", "bad"]
     text: str
     detail: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Args:
+        caption: what it shows.
+        columns: the headings; the first column names the row.
+        rows: as many cells as there are columns.
+        numbers: the columns that are aligned as numbers, by index.
+        tones: how a cell with this text is coloured: ``"good"``, ``"mild"`` or ``"bad"``.
+        bars: of each row a bar from 0 to 1, or None, in a last column; empty without the column.
+        bar_column: the heading of this column.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: range = range(0)
+    tones: Mapping[str, str] = field(default_factory=dict)
+    bars: tuple[float | None, ...] = ()
+    bar_column: str = ""
 
 
 def render(template: str, **values: Any) -> str:

@@ -13,8 +13,7 @@ from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.journal_recordings import of_replay
 from resumekit.html_report.likely_causes import Finding, find_causes
 from resumekit.html_report.recordings import Launch, Recording, losses
-from resumekit.html_report.rendering import Headline, render
-from resumekit.html_report.tables import Table
+from resumekit.html_report.rendering import Headline, Table, render
 from resumekit.journal import DIRECTORY, find_attempts
 
 if TYPE_CHECKING:
