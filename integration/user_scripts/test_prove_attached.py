@@ -109,12 +109,8 @@ def test_ranks_and_launchers_are_exact_with_resumekit(
     assert killed == reference
 
 
-# A resume restores the buckets of DDP by a backward pass, which the recorder takes for a loss.
-BUCKETS = pytest.mark.xfail(strict=True, reason="the recorder counts a pass of the resume")
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("with_resumekit", [pytest.param(True, marks=BUCKETS), False])
+@pytest.mark.parametrize("with_resumekit", [True, False])
 def test_ranks_that_lightning_starts_are_exact_only_with_resumekit(
     tmp_path: Path, with_resumekit: bool
 ) -> None:

@@ -78,6 +78,39 @@ def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(tmp_pat
     assert [len(step.fields["samples"]) for step in steps] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("extra", "order", "losses"),
+    [
+        ("buckets.after_resume()", ["weight", "bias"], ["loss"]),
+        ("(model.module.weight.sum() * 0).backward()", ["bias", "weight"], ["loss", "loss 2"]),
+    ],
+)
+def test_a_pass_that_restores_the_buckets_of_ddp_is_no_loss_of_the_script(
+    tmp_path: Path, extra: str, order: list[str], losses: list[str]
+) -> None:
+    """A pass of zeros that the script makes is one."""
+    program = (
+        "import torch\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "from resumekit.capture.ddp_buckets import GradientBuckets\n"
+        "store = torch.distributed.HashStore()\n"
+        "torch.distributed.init_process_group('gloo', rank=0, world_size=1, store=store)\n"
+        "model = DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "buckets = GradientBuckets(model, key='model/gradient_buckets')\n"
+        "buckets.load_state_dict({'': {'buckets': [['weight', 'bias']]}})\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        f"{extra}\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "optimizer.step()\n"
+        "buckets.before_save()\n"
+        "print(buckets.state_dict()['']['buckets'])\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    assert run(["-c", program], tmp_path / "records") == f"[{order}]\n"
+    (step,) = steps_in(tmp_path / "records")
+    assert list(step.fields["values"]) == losses
+
+
 def test_states_are_digested_at_every_nth_step(tmp_path: Path) -> None:
     run([str(SCRIPT)], tmp_path / "records", digest_every=4)
     steps = steps_in(tmp_path / "records")
