@@ -124,6 +124,38 @@ def test_ranks_that_lightning_starts_are_exact_only_with_resumekit(
     assert (killed == reference) is with_resumekit
 
 
+# Each loss depends on a number that nothing saves: how many of them this process has computed.
+COUNTING = """
+import itertools, sys
+from pathlib import Path
+from torch.nn import functional
+sys.path.insert(0, {folder!r})
+count, cross_entropy = itertools.count(), functional.cross_entropy
+functional.cross_entropy = lambda *given, **named: cross_entropy(*given, **named) + next(count)
+exec(compile(Path({script!r}).read_text(), {script!r}, "exec"))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "options", "world"),
+    [(TRAINER, (), 2), (LIGHTNING, ("--devices", "2"), 1)],
+    ids=["trainer", "lightning"],
+)
+def test_a_loss_that_differs_is_found_on_two_ranks_with_resumekit(
+    tmp_path: Path, script: str, options: Sequence[str], world: int
+) -> None:
+    """Weights do not depend on what is added to a loss."""
+    counting = tmp_path / "train.py"
+    counting.write_text(COUNTING.format(folder=str(SCRIPTS), script=str(SCRIPTS / script)))
+    command = [sys.executable, str(counting), "--output_dir", "{dir}/out", *options]
+    trial = only_trial(proved(tmp_path / "kept", command, world=world))
+    assert trial.outcome is Outcome.DIVERGED, str(trial.verdict)
+    assert trial.verdict is not None
+    assert trial.verdict.num_ranks == 2
+    assert [(each.component, each.step) for each in trial.verdict.firsts] == [("loss", 11)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script", [TRAINER, LIGHTNING])
 def test_random_kills_fall_after_the_first_save_of_the_default_cadence(
