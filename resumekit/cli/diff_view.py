@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,17 +11,14 @@ from rich.text import Text
 from resumekit.cli.output_files import require_file_path, write_file
 from resumekit.cli.views import console, new_table, print_json, reader_at
 from resumekit.diff import (
-    COMPONENT_COLUMNS,
-    TENSOR_COLUMNS,
-    VALUE_COLUMNS,
     CheckpointDifference,
     ComponentDifference,
-    Row,
+    TensorDifference,
+    ValueDifference,
     compare_checkpoints,
-    component_rows,
-    tensor_rows,
-    value_rows,
 )
+
+_Difference = ComponentDifference | TensorDifference | ValueDifference
 
 _MAX_ROWS = 20
 _MAX_NAMES = 8
@@ -76,13 +73,13 @@ def _print(terminal: Console, found: CheckpointDifference, max_rows: int | None)
         terminal.print(Text(f"  {letter}  {side}"), soft_wrap=True)
     if found.prefix_note:
         terminal.print(Text(f"  {found.prefix_note}"), soft_wrap=True)
-    _print_table(terminal, COMPONENT_COLUMNS, component_rows(found.components))
+    _print_table(terminal, found.components)
     for component in found.components:
         if not component.is_equal and component.only_in is None:
             _print_component(terminal, component, max_rows)
     if found.settings:
         terminal.print(f"\nsettings of the runs ({len(found.settings)} differ)", style="bold")
-        _print_table(terminal, VALUE_COLUMNS, value_rows(found.settings[:max_rows]))
+        _print_table(terminal, found.settings[:max_rows])
         _print_rest(terminal, len(found.settings), max_rows, "values")
 
 
@@ -91,10 +88,10 @@ def _print_component(
 ) -> None:
     terminal.print(Text(f"\n{component.key}", style="bold"))
     if component.tensors:
-        _print_table(terminal, TENSOR_COLUMNS, tensor_rows(component.tensors[:max_rows]))
+        _print_table(terminal, component.tensors[:max_rows])
         _print_rest(terminal, len(component.tensors), max_rows, "tensors")
     if component.values:
-        _print_table(terminal, VALUE_COLUMNS, value_rows(component.values[:max_rows]))
+        _print_table(terminal, component.values[:max_rows])
         _print_rest(terminal, len(component.values), max_rows, "values")
     for letter, names in (("A", component.only_first), ("B", component.only_second)):
         if names:
@@ -103,11 +100,11 @@ def _print_component(
             terminal.print(Text(f"only in {letter}: {', '.join(shown)}{more}"), soft_wrap=True)
 
 
-def _print_table(terminal: Console, columns: Row, rows: Iterable[Row]) -> None:
-    table = new_table(*columns)
-    for row in rows:
-        is_different = columns is COMPONENT_COLUMNS and row[1] == "differs"
-        table.add_row(*map(Text, row), style="bold" if is_different else None)
+def _print_table(terminal: Console, differences: Sequence[_Difference]) -> None:
+    table = new_table(*differences[0].COLUMNS)
+    for each in differences:
+        is_bold = isinstance(each, ComponentDifference) and each.row[1] == "differs"
+        table.add_row(*map(Text, each.row), style="bold" if is_bold else None)
     terminal.print(table)
 
 

@@ -11,29 +11,13 @@ from resumekit.diff.result import (
     TensorDifference,
     ValueDifference,
 )
-from resumekit.diff.table_rows import (
-    COMPONENT_COLUMNS,
-    TENSOR_COLUMNS,
-    VALUE_COLUMNS,
-    Row,
-    component_rows,
-    tensor_rows,
-    value_rows,
-)
 
 __all__ = [
-    "COMPONENT_COLUMNS",
-    "TENSOR_COLUMNS",
-    "VALUE_COLUMNS",
     "CheckpointDifference",
     "ComparedCheckpoint",
     "ComponentDifference",
     "ElementDifferences",
-    "Row",
     "TensorDifference",
     "ValueDifference",
     "compare_checkpoints",
-    "component_rows",
-    "tensor_rows",
-    "value_rows",
 ]

@@ -1,9 +1,11 @@
-"""What a comparison of two checkpoints found, as plain values."""
+"""What a comparison of two checkpoints found, as plain values and as rows of tables."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class TensorDifference:
         elements: how the elements differ; None where shapes or types cannot be compared.
     """
 
+    COLUMNS: ClassVar[Row] = (
+        *("tensor", "type", "shape", "differ", "max abs", "max rel", "max ULP", "NaN"),
+    )
+
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -64,14 +70,41 @@ class TensorDifference:
             return float("inf")
         return float(self.elements.max_absolute or 0)
 
+    @property
+    def row(self) -> Row:
+        """Its cells; empty where shapes or types cannot be compared."""
+        kinds = _pair(*self.dtypes), _pair(*(str(list(shape)) for shape in self.shapes))
+        found = self.elements
+        if found is None:
+            return (self.name, *kinds, "", "", "", "", "")
+        numbers = (found.max_absolute, found.max_relative, found.max_ulp, found.num_nan or None)
+        return self.name, *kinds, str(found.num_different), *map(_number, numbers)
+
+
+def _pair(first: str, second: str) -> str:
+    return first if first == second else f"{first} / {second}"
+
+
+def _number(value: float | int | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
 
 @dataclass(frozen=True)
 class ValueDifference:
     """Two plain values that differ, each as a short text."""
 
+    COLUMNS: ClassVar[Row] = ("value", "A", "B")
+
     name: str
     first: str
     second: str
+
+    @property
+    def row(self) -> Row:
+        """Its cells."""
+        return self.name, self.first, self.second
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,10 @@ class ComponentDifference:
         only_second: names without a partner in the first checkpoint.
     """
 
+    COLUMNS: ClassVar[Row] = (
+        *("component", "", "tensors", "differ", "values", "differ", "only in A", "only in B"),
+    )
+
     key: str
     only_in: str | None = None
     num_tensors: int = 0
@@ -103,6 +140,19 @@ class ComponentDifference:
         """Whether both have the same names, types, shapes and bits."""
         found = self.tensors, self.values, self.only_first, self.only_second
         return self.only_in is None and not any(found)
+
+    @property
+    def row(self) -> Row:
+        """Its cells; the second one is the verdict."""
+        if self.only_in is not None:
+            side = "A" if self.only_in == "first" else "B"
+            return (self.key, f"only in {side}", "", "", "", "", "", "")
+        counts = (
+            *(self.num_tensors, len(self.tensors), self.num_values, len(self.values)),
+            *(len(self.only_first), len(self.only_second)),
+        )
+        word = "equal" if self.is_equal else "differs"
+        return self.key, word, *(str(count) if count else "-" for count in counts)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from resumekit.diff import (
-    COMPONENT_COLUMNS,
-    TENSOR_COLUMNS,
-    VALUE_COLUMNS,
     CheckpointDifference,
     ComponentDifference,
     TensorDifference,
     ValueDifference,
-    component_rows,
-    tensor_rows,
-    value_rows,
 )
 from resumekit.html_report.rendering import Headline, Table, render
 
@@ -35,9 +29,9 @@ def diff_page(found: CheckpointDifference, *, all_rows: bool = False) -> str:
     max_rows = None if all_rows else _MAX_ROWS
     components = Table(
         "Each component: the tensors and values that both have, and the names that one has.",
-        COMPONENT_COLUMNS,
-        tuple(component_rows(found.components)),
-        numbers=range(2, len(COMPONENT_COLUMNS)),
+        ComponentDifference.COLUMNS,
+        tuple(each.row for each in found.components),
+        numbers=range(2, len(ComponentDifference.COLUMNS)),
         tones=_TONES,
     )
     differing = [each for each in found.components if not each.is_equal and each.only_in is None]
@@ -87,9 +81,9 @@ def _tensor_tables(tensors: Sequence[TensorDifference], max_rows: int | None) ->
     if tensors:
         yield Table(
             _caption("Tensors that differ, the largest difference first", tensors, max_rows),
-            TENSOR_COLUMNS,
-            tuple(tensor_rows(tensors[:max_rows])),
-            numbers=range(3, len(TENSOR_COLUMNS)),
+            TensorDifference.COLUMNS,
+            tuple(each.row for each in tensors[:max_rows]),
+            numbers=range(3, len(TensorDifference.COLUMNS)),
             bars=tuple(map(_part, tensors[:max_rows])),
             bar_column="part",
         )
@@ -99,8 +93,8 @@ def _value_tables(
     what: str, values: Sequence[ValueDifference], max_rows: int | None
 ) -> Iterator[Table]:
     if values:
-        caption = _caption(what, values, max_rows)
-        yield Table(caption, VALUE_COLUMNS, tuple(value_rows(values[:max_rows])))
+        rows = tuple(each.row for each in values[:max_rows])
+        yield Table(_caption(what, values, max_rows), ValueDifference.COLUMNS, rows)
 
 
 def _caption(what: str, rows: Sequence[Any], max_rows: int | None) -> str:
