@@ -6,7 +6,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from resumekit.prove.result import ProveResult
 from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, records_of, steps_of
 from resumekit.prove.trials import Judge, forgiven
 from resumekit.prove.workspaces import workspace_of
+from resumekit.tracing import KillPoint
 
 EVERY_COMPONENT = "all"
 
@@ -113,19 +114,7 @@ def prove(
     refuse_launched(os.environ, "resumekit prove")
     points = chosen_points(at, kills=kills, seed=seed)
     num_kills = _KILLS if kills is None else kills
-    if num_kills < 1:
-        raise ConfigurationError(
-            "kills",
-            found=str(kills),
-            expected="1 or more",
-            remedy="A run that nobody kills shows nothing about a resume",
-        )
-    if tolerance is not None and (tolerance <= 0 or inject is not None):
-        raise ConfigurationError(
-            "tolerance", found=str(tolerance), expected="more than 0, and no injection"
-        )
-    if digest_every < 1:
-        raise ConfigurationError("digest_every", found=str(digest_every), expected="1 or more")
+    _check_numbers(num_kills, digest_every, tolerance, is_control=inject is not None)
     _check_attaching(with_resumekit, save_every, relaunch)
     if inject is not None:
         num_kills = _KILLS_WITH_INJECTION
@@ -148,26 +137,11 @@ def prove(
     )
     with _workplace(keep) as directory:
         plan, followed = _prepared(plan, directory, save_every, is_control=inject is not None)
+        chosen = _kills(plan, followed, points, num_kills, random.Random(seed))
         attempts = followed.get(0, ())
-        steps = _steps(attempts)
-        chosen: Sequence[Kill] = points
-        if points:
-            saves = () if plan.save_every is None else possible_saves(steps, plan.save_every)
-            require_reached(points, followed, str(plan), saves=saves)
-        else:
-            interrupted = steps
-            if plan.save_every is not None:
-                interrupted = steps_to_interrupt(steps, plan.save_every, num_kills, str(plan))
-            chosen = kill_instants(
-                interrupted,
-                num_kills,
-                first_saved=first_saved(attempts),
-                rng=random.Random(seed),
-            )
-        constant = constant_leaves(attempts)
+        steps, constant = _steps(attempts), constant_leaves(attempts)
         judge = Judge(plan, directory, constant, chosen, last_step=steps[-1])
-        components = _injected_components(inject, attempts)
-        trials = tuple(judge.trial(component) for component in components)
+        trials = tuple(map(judge.trial, _injected_components(inject, attempts)))
         result = ProveResult(
             command=plan.command,
             world=world,
@@ -184,6 +158,24 @@ def prove(
     if json_path is not None:
         json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
     return result
+
+
+def _check_numbers(
+    num_kills: int, digest_every: int, tolerance: float | None, *, is_control: bool
+) -> None:
+    if num_kills < 1:
+        raise ConfigurationError(
+            "kills",
+            found=str(num_kills),
+            expected="1 or more",
+            remedy="A run that nobody kills shows nothing about a resume",
+        )
+    if tolerance is not None and (tolerance <= 0 or is_control):
+        raise ConfigurationError(
+            "tolerance", found=str(tolerance), expected="more than 0, and no injection"
+        )
+    if digest_every < 1:
+        raise ConfigurationError("digest_every", found=str(digest_every), expected="1 or more")
 
 
 def _check_attaching(
@@ -221,18 +213,14 @@ def _prepared(
     plan.on_event("the run that nobody kills")
     if not plan.with_resumekit:
         return _with_reference(plan, directory / "reference")
-    first = directory / ("stock" if is_control else "reference")
-    plan, followed = _with_reference(plan, first)
-    steps = _steps(followed.get(0, ()))
-    every = save_every or default_cadence(len(steps))
-    plan = replace(plan, save_every=every)
+    stock, followed = _with_reference(plan, directory / ("stock" if is_control else "reference"))
+    every = save_every or default_cadence(len(_steps(followed.get(0, ()))))
+    plan = replace(stock, save_every=every)
     plan.on_event(f"from here on with resumekit, which saves {cadence_text(every)}")
-    if is_control:
-        plan.on_event("the run that nobody kills, with resumekit")
-        plan, followed = _with_reference(
-            replace(plan, follows_records=False), directory / "reference"
-        )
-    return plan, followed
+    if not is_control:
+        return plan, followed
+    plan.on_event("the run that nobody kills, with resumekit")
+    return _with_reference(replace(plan, follows_records=False), directory / "reference")
 
 
 def _with_reference(plan: Plan, directory: Path) -> tuple[Plan, dict[int, tuple[Attempt, ...]]]:
@@ -256,6 +244,33 @@ def _with_reference(plan: Plan, directory: Path) -> tuple[Plan, dict[int, tuple[
         and (plan.with_resumekit or reference.has_stock_checkpoints),
     )
     return plan, followed
+
+
+def _kills(
+    plan: Plan,
+    followed: Mapping[int, Sequence[Attempt]],
+    points: Sequence[KillPoint],
+    num_kills: int,
+    rng: random.Random,
+) -> Sequence[Kill]:
+    """The chosen points, all of which the run reaches; without any, random instants.
+
+    Args:
+        plan: with its uninterrupted run.
+        followed: what counts the steps of that run, by rank.
+        points: that the user chose.
+        num_kills: how many instants.
+        rng: the source of the instants.
+    """
+    attempts = followed.get(0, ())
+    steps, every = _steps(attempts), plan.save_every
+    if points:
+        saves = () if every is None else possible_saves(steps, every)
+        require_reached(points, followed, str(plan), saves=saves)
+        return points
+    if every is not None:
+        steps = steps_to_interrupt(steps, every, num_kills, str(plan))
+    return kill_instants(steps, num_kills, first_saved=first_saved(attempts), rng=rng)
 
 
 def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
