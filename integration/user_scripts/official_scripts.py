@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-SCRIPTS = Path(__file__).with_name("official")
 TRAINER = "trainer_classification.py"
 LIGHTNING = "lightning_digits.py"
 

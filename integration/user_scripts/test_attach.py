@@ -19,11 +19,11 @@ from official_scripts import (
     ACCELERATE,
     LIGHTNING,
     MODULE,
-    SCRIPTS,
     TORCHRUN,
     TRAINER,
     results_of,
 )
+from stock_cases import OFFICIAL
 
 from resumekit.attach import AttachSettings, attached_environment, run_directories
 from resumekit.storage import Store
@@ -52,7 +52,7 @@ class Job:
     ) -> None:
         self.out, self.run = directory / "out", directory / "run"
         self.private = directory / "launcher"
-        self._command = [str(SCRIPTS / script), "--output_dir", str(self.out), *options]
+        self._command = [str(OFFICIAL / script), "--output_dir", str(self.out), *options]
         self._attached = attached
         self._kill = {}
         if kill_at_read is not None:
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_run_stops_it_unless_ours_is_as_far(
 
 @pytest.mark.full
 def test_the_steps_of_two_optimizers_are_not_taken_for_steps_of_the_run(tmp_path: Path) -> None:
-    script, directory = SCRIPTS / "lightning_gan.py", tmp_path / "of_script"
+    script, directory = OFFICIAL / "lightning_gan.py", tmp_path / "of_script"
     settings = AttachSettings(str(tmp_path / "run"), SAVE_EVERY)
     for expected in ("starting in", "(step 20) is not read"):
         done = subprocess.run(
@@ -257,7 +257,7 @@ def test_the_steps_of_two_optimizers_are_not_taken_for_steps_of_the_run(tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["train_transformers.py", "train_lightning.py"])
 def test_a_script_with_a_callback_keeps_its_own(tmp_path: Path, name: str) -> None:
-    script = SCRIPTS.parents[1] / "scripts" / name
+    script = OFFICIAL.parents[1] / "scripts" / name
     private, directory = tmp_path / "launcher", tmp_path / "of_script"
     settings = AttachSettings(str(tmp_path / "run"))
     done = subprocess.run(

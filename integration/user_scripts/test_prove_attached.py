@@ -15,22 +15,25 @@ import pytest
 from official_scripts import (
     ACCELERATE,
     LIGHTNING,
-    SCRIPTS,
     TORCHRUN,
     TRAINER,
     results_of,
 )
+from stock_cases import CASES, OFFICIAL, Case
 
 from resumekit.cli import main
 from resumekit.errors import ProveError
 from resumekit.prove import Outcome, ProveResult, Trial, prove
+
+# A script with a loop of its own has nothing to attach a callback to.
+ATTACHABLE = [case for case in CASES if case.framework in ("Trainer", "Lightning")]
 
 PYTHON = (sys.executable,)
 AT, SAVE_EVERY = ("step:13",), 5  # steps 11 to 13 are repeated
 
 
 def command_of(script: str, *options: str, launcher: Sequence[str] = PYTHON) -> list[str]:
-    return [*launcher, str(SCRIPTS / script), "--output_dir", "{dir}/out", *options]
+    return [*launcher, str(OFFICIAL / script), "--output_dir", "{dir}/out", *options]
 
 
 def proved(kept: Path, command: Sequence[str], **arguments: Any) -> ProveResult:
@@ -85,26 +88,28 @@ def test_the_same_kill_is_not_exact_with_the_resume_of_the_script(
     assert killed != reference
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("script", "launcher", "world"),
-    [
-        (LIGHTNING, PYTHON, 1),
-        (TRAINER, PYTHON, 2),
-        (TRAINER, TORCHRUN, 1),
-        (TRAINER, ACCELERATE, 1),
-    ],
-    ids=["lightning", "world", "torchrun", "accelerate"],
-)
-def test_ranks_and_launchers_are_exact_with_resumekit(
-    tmp_path: Path, script: str, launcher: Sequence[str], world: int
-) -> None:
-    result = proved(tmp_path, command_of(script, launcher=launcher), world=world)
+@pytest.mark.quick("lightning_autoencoder-2")
+@pytest.mark.parametrize("case", ATTACHABLE, ids=str)
+def test_scripts_of_the_table_are_exact_with_resumekit(tmp_path: Path, case: Case) -> None:
+    result = proved(tmp_path, case.command(), at=(f"step:{case.kill}",), world=case.world)
     trial = only_trial(result)
     assert trial.outcome is Outcome.EXACT, str(trial.verdict)
     assert trial.verdict is not None
-    assert [each.step for each in trial.verdict.resumes] == [10]
-    assert trial.verdict.num_ranks == 1 + (world == 2 or launcher == TORCHRUN)
+    assert [each.step for each in trial.verdict.resumes] == [case.resumed]
+    assert (result.num_steps, trial.verdict.num_ranks) == (case.num_steps, case.num_ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"), [(TORCHRUN, 2), (ACCELERATE, 1)], ids=["torchrun", "accelerate"]
+)
+def test_launchers_are_exact_with_resumekit(
+    tmp_path: Path, launcher: Sequence[str], num_ranks: int
+) -> None:
+    trial = only_trial(proved(tmp_path, command_of(TRAINER, launcher=launcher)))
+    assert trial.outcome is Outcome.EXACT, str(trial.verdict)
+    assert trial.verdict is not None
+    assert trial.verdict.num_ranks == num_ranks
     killed, reference = files_of(tmp_path)
     assert killed == reference
 
@@ -147,7 +152,7 @@ def test_a_loss_that_differs_is_found_on_two_ranks_with_resumekit(
 ) -> None:
     """Weights do not depend on what is added to a loss."""
     counting = tmp_path / "train.py"
-    counting.write_text(COUNTING.format(folder=str(SCRIPTS), script=str(SCRIPTS / script)))
+    counting.write_text(COUNTING.format(folder=str(OFFICIAL), script=str(OFFICIAL / script)))
     command = [sys.executable, str(counting), "--output_dir", "{dir}/out", *options]
     trial = only_trial(proved(tmp_path / "kept", command, world=world))
     assert trial.outcome is Outcome.DIVERGED, str(trial.verdict)
@@ -195,7 +200,7 @@ def test_a_component_that_the_callback_does_not_restore_is_caught(
 
 @pytest.mark.full
 def test_a_callback_in_the_script_is_refused(tmp_path: Path) -> None:
-    script = SCRIPTS.parents[1] / "scripts" / "train_transformers.py"
+    script = OFFICIAL.parents[1] / "scripts" / "train_transformers.py"
     command = [sys.executable, str(script), "--directory", "{dir}", "--epochs", "1"]
     with pytest.raises(ProveError, match="the script has a Checkpointer or a ResumeCallback"):
         proved(tmp_path, command)
@@ -240,8 +245,8 @@ def test_a_difference_before_the_first_kill_is_blamed_on_the_callback_or_on_the_
     tmp_path: Path, draws: str, outcome: Outcome, words: str
 ) -> None:
     script = tmp_path / "train.py"
-    target = str(SCRIPTS / TRAINER)
-    script.write_text(CHANGED.format(draws=draws, folder=str(SCRIPTS), script=target))
+    target = str(OFFICIAL / TRAINER)
+    script.write_text(CHANGED.format(draws=draws, folder=str(OFFICIAL), script=target))
     command = [sys.executable, str(script), "--output_dir", "{dir}/out"]
     trial = only_trial(proved(tmp_path / "kept", command))
     assert trial.outcome is outcome, str(trial.verdict)
