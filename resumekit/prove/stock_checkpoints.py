@@ -10,10 +10,11 @@ from pathlib import Path
 
 LATEST_PLACEHOLDER = "{latest}"
 
-# Trainer, Accelerate and most scripts; Lightning; DeepSpeed; Accelerate by step; torch.save.
+# Trainer, Accelerate and most scripts; Lightning; DeepSpeed; Accelerate by step; torch.save, of
+# which torch's own examples and tutorials name the files .pth.tar and .tar.
 PATTERNS = (
     *("checkpoint-*", "checkpoint_*", "*.ckpt", "global_step*", "step_*", "step-*"),
-    *("epoch_*", "epoch-*", "*.pt", "*.pth"),
+    *("epoch_*", "epoch-*", "*.pt", "*.pth", "*.tar"),
 )
 
 

@@ -57,6 +57,7 @@ def test_checkpoints_are_found_by_their_names_in_the_order_of_writing(tmp_path: 
         "run/last.ckpt",
         "global_step8/x",
         "model.pt",
+        "checkpoint.pth.tar",
         "step_9.tmp",
     ]
     for index, name in enumerate([*names, "notes.txt"]):
@@ -66,9 +67,15 @@ def test_checkpoints_are_found_by_their_names_in_the_order_of_writing(tmp_path: 
         for each in (path, path.parent):
             os.utime(each, ns=(10**9 * (index + 1),) * 2)
     found = [str(path.relative_to(tmp_path)) for path in stock_checkpoints([tmp_path], since_ns=0)]
-    assert found == ["checkpoint-20", "run/last.ckpt", "global_step8", "model.pt"]
-    since = stock_checkpoints([tmp_path], since_ns=3 * 10**9)
-    assert [path.name for path in since] == ["global_step8", "model.pt"]
+    assert found == [
+        "checkpoint-20",
+        "run/last.ckpt",
+        "global_step8",
+        "model.pt",
+        "checkpoint.pth.tar",
+    ]
+    since = stock_checkpoints([tmp_path], since_ns=4 * 10**9)
+    assert [path.name for path in since] == ["model.pt", "checkpoint.pth.tar"]
     assert with_latest(["x", "--resume={latest}"], since[-1]) == ["x", f"--resume={since[-1]}"]
 
 
