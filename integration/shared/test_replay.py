@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from resumekit.cli import main
 from resumekit.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,15 +20,13 @@ SAVE_EVERY = 10  # of all these scripts
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(words: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def replay(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, output and messages of the command, in the working directory."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", *words])
+    assert isinstance(ended.value.code, int)
+    return (ended.value.code, *capfd.readouterr())
 
 
 def content(directory: Path) -> dict[str, tuple[bytes, int]]:
@@ -35,32 +34,39 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def trained(directory: Path, name: str, *launcher: str) -> tuple[list[str], Path]:
-    """The command and the run directory of a run that kept all checkpoints."""
+def trained(directory: Path, name: str, *launcher: str) -> list[str]:
+    """The command of a run that kept all checkpoints, in the directory ``run``."""
     text = (SCRIPTS / f"train_{name}.py").read_text(encoding="utf-8")
     kept = "directory=arguments.directory, keep_latest=None"
     text = re.sub(r"(?<!=)arguments\.directory", kept, text)
     (directory / "train.py").write_text(text)
     command = [sys.executable, *launcher, "train.py", "--directory", "run", "--epochs", "2"]
-    done = run(command, directory)
-    assert done.returncode == 0, done.stderr
-    return command, directory / "run"
+    subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
+    return command
 
 
-def replay_random_steps(command: list[str], directory: Path, num_ranges: int) -> None:
-    """Replays random ranges of steps; all are equal, and no file of the run changes."""
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def replay_random_steps(
+    command: list[str], num_ranges: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Replays random ranges of steps; all are equal, and no file changes."""
     seed = int.from_bytes(os.urandom(4), "big")
-    draw, kept = random.Random(seed), sorted(name.step for name in Store(directory).step_names())
-    before = content(directory.parent)
+    draw, kept = random.Random(seed), sorted(name.step for name in Store(Path("run")).step_names())
+    before = content(Path.cwd())
     for _ in range(num_ranges):
         first = draw.randrange(kept[0], kept[-1])
         num_steps = draw.randrange(1, min(20, kept[-1] - first) + 1)
-        words = ["replay", "run", "--from", str(first), "--steps", str(num_steps), "--", *command]
-        done = run([sys.executable, "-m", "resumekit.cli", *words], directory.parent)
+        words = ["run", "--from", str(first), "--steps", str(num_steps), "--", *command]
+        code, out, err = replay(capfd, *words)
         total = first + num_steps - max(step for step in kept if step <= first)
-        assert done.returncode == 0, (seed, first, num_steps, done.stdout, done.stderr)
-        assert re.search(rf"^{total} steps? replayed(, identical|: data, RNG)", done.stdout, re.M)
-        assert content(directory.parent) == before
+        assert code == 0, (seed, first, num_steps, out, err)
+        assert re.search(rf"^{total} steps? replayed(, identical|: data, RNG)", out, re.M)
+        assert content(Path.cwd()) == before
 
 
 @pytest.mark.quick("transformers-1")
@@ -72,29 +78,28 @@ def replay_random_steps(command: list[str], directory: Path, num_ranges: int) ->
     ],
 )
 def test_random_steps_are_identical_to_the_journal(
-    name: str, num_ranges: int, tmp_path: Path
+    name: str, num_ranges: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(name)
-    command, directory = trained(tmp_path, name)
-    replay_random_steps(command, directory, num_ranges)
+    replay_random_steps(trained(tmp_path, name), num_ranges, capfd)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["ddp", "deepspeed"])
-def test_random_steps_on_two_ranks(name: str, tmp_path: Path) -> None:
+def test_random_steps_on_two_ranks(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("deepspeed" if name == "deepspeed" else "torch")
-    command, directory = trained(tmp_path, name, *TWO_RANKS)
-    replay_random_steps(command, directory, 4)
+    replay_random_steps(trained(tmp_path, name, *TWO_RANKS), 4, capfd)
 
 
 @pytest.mark.full
 def test_without_the_optimizer_the_trainer_takes_other_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    command, _ = trained(tmp_path, "transformers")
+    command = trained(tmp_path, "transformers")
     monkeypatch.setenv("RESUMEKIT_INJECT", "optimizer")
-    words = ["replay", "run", "--from", str(SAVE_EVERY), "--steps", "4", "--", *command]
-    done = run([sys.executable, "-m", "resumekit.cli", *words], tmp_path)
-    assert done.returncode == 1
-    assert f"different from step {SAVE_EVERY + 2}: loss" in done.stdout
+    code, out, _ = replay(capfd, "run", "--from", str(SAVE_EVERY), "--steps", "4", "--", *command)
+    assert code == 1
+    assert f"different from step {SAVE_EVERY + 2}: loss" in out
