@@ -15,11 +15,12 @@ from typing import Annotated
 import typer
 
 import resumekit
+from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
 from resumekit.cli.run_command import cadence_of, run
-from resumekit.errors import ConfigurationError, ResumekitError
+from resumekit.errors import ResumekitError
 
 EXIT_NO = 1
 EXIT_ERROR = 2
@@ -34,7 +35,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
 DirectoryOrStep = Annotated[
     Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
 ]
@@ -102,9 +102,7 @@ def demo(
     options_metavar="[OPTIONS] --",
 )
 def prove(
-    command: Annotated[
-        list[str], typer.Argument(help="The training command, e.g. python train.py.")
-    ],
+    command: TrainingCommand,
     kills: Annotated[
         int | None,
         typer.Option(min=1, help="How often the second run is killed at a random time; default 5."),
@@ -128,9 +126,7 @@ def prove(
             help="Negative control: do not restore this component, or each in turn with 'all'.",
         ),
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    json_path: ResultFile = None,
     html_path: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with charts and likely causes."),
@@ -214,7 +210,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Reads the manifests only."""
     from resumekit.cli.views import list_directory
 
-    list_directory(_existing(directory), as_json=as_json)
+    list_directory(existing(directory), as_json=as_json)
 
 
 @app.command()
@@ -225,7 +221,7 @@ def inspect(
     """Show the contents of a checkpoint; for a run directory, of its newest one."""
     from resumekit.cli.views import inspect_checkpoint
 
-    inspect_checkpoint(_existing(path), as_json=as_json)
+    inspect_checkpoint(existing(path), as_json=as_json)
 
 
 @app.command()
@@ -233,7 +229,7 @@ def verify(directory: Directory, step: OneStep = None) -> None:
     """Read every byte of every checkpoint and compare it with its digest. Changes nothing."""
     from resumekit.cli.views import verify_directory
 
-    if not verify_directory(_existing(directory), step=step):
+    if not verify_directory(existing(directory), step=step):
         raise typer.Exit(EXIT_NO)
 
 
@@ -251,7 +247,7 @@ def export(
     """Write the model of a checkpoint as one safetensors file by parameter name, in fp32."""
     from resumekit.cli.views import export_checkpoint
 
-    export_checkpoint(_existing(path), file, component=component, dtype=dtype)
+    export_checkpoint(existing(path), file, component=component, dtype=dtype)
 
 
 @app.command()
@@ -273,8 +269,8 @@ def diff(
     from resumekit.cli.diff_view import diff_checkpoints
 
     equal = diff_checkpoints(
-        _existing(first),
-        _existing(second),
+        existing(first),
+        existing(second),
         step=step,
         components=component or (),
         as_json=as_json,
@@ -298,7 +294,7 @@ def fork(
     """Begin a new run from a checkpoint of another one; the same command resumes from it."""
     from resumekit.cli.views import fork_run
 
-    fork_run(_existing(path), directory, step=step, only_weights=only_weights)
+    fork_run(existing(path), directory, step=step, only_weights=only_weights)
 
 
 app.command()(report)
@@ -307,10 +303,3 @@ app.command(
     options_metavar="--dir DIR [OPTIONS] --",
 )(run)
 app.command(options_metavar="[OPTIONS] --")(replay)
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_dir():
-        found = "not a directory" if path.exists() else "no such directory"
-        raise ConfigurationError(str(path), found=found, expected="the run directory of a job")
-    return path

@@ -8,17 +8,15 @@ from typing import Annotated
 
 import typer
 
+from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
 from resumekit.cli.output_files import require_file_path, write_file
-from resumekit.errors import ConfigurationError
 
 _EXIT_DIFFERENT = 1
 
 
 def replay(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory.")],
-    command: Annotated[
-        list[str], typer.Argument(help="The training command, e.g. python train.py.")
-    ],
+    directory: Directory,
+    command: TrainingCommand,
     from_step: Annotated[
         int,
         typer.Option(
@@ -48,9 +46,7 @@ def replay(
             "--allow-writes", help="Run even where an overlay cannot protect the working directory."
         ),
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    json_path: ResultFile = None,
     html_path: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with the losses of both."),
@@ -59,10 +55,7 @@ def replay(
     """Repeat steps of a run, and compare them with its journal. Changes nothing in the run."""
     from resumekit.replay import replay as run_replay
 
-    if not directory.is_dir():
-        raise ConfigurationError(
-            str(directory), found="no such directory", expected="the run directory of a job"
-        )
+    existing(directory)
     for file in (json_path, html_path):
         if file is not None:
             require_file_path(file, without=(directory,))

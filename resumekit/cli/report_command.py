@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from resumekit.cli.arguments import Directory, existing
 from resumekit.cli.output_files import require_file_path, write_file
-from resumekit.errors import ConfigurationError
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    directory: Directory,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -26,9 +26,7 @@ def report(
     """Write one self-contained HTML file about a run. Changes nothing in the run directory."""
     from resumekit.html_report import read_run, run_page
 
-    if not directory.is_dir():
-        found = "not a directory" if directory.exists() else "no such directory"
-        raise ConfigurationError(str(directory), found=found, expected="a run directory")
+    existing(directory)
     file = output or Path(f"{directory.resolve().name}.html")
     require_file_path(file, without=(directory,))
     write_file(run_page(read_run(directory)), file, png=png)

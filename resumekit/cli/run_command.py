@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from resumekit.cli.arguments import TrainingCommand
+
 
 def run(
-    command: Annotated[
-        list[str], typer.Argument(help="The training command, e.g. python train.py.")
-    ],
+    command: TrainingCommand,
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="The run directory.", show_default=False)
     ],

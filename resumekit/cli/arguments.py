@@ -1,0 +1,30 @@
+"""Arguments that commands of several modules take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resumekit.errors import ConfigurationError
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
+TrainingCommand = Annotated[
+    list[str], typer.Argument(help="The training command, e.g. python train.py.")
+]
+ResultFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+]
+
+
+def existing(path: Path) -> Path:
+    """The path of a run directory, or of a step in one, as a command was given it.
+
+    Raises:
+        ConfigurationError: there is no directory.
+    """
+    if not path.is_dir():
+        found = "not a directory" if path.exists() else "no such directory"
+        raise ConfigurationError(str(path), found=found, expected="the run directory of a job")
+    return path
