@@ -107,7 +107,7 @@ def _of_result(case: Case, cases: Sequence[Case]) -> tuple[Cause, str]:
 
 
 def _of_model(case: Case) -> tuple[Cause, str]:
-    names = [leaf.rsplit(".", 1)[-1] for leaf in case.leaves]
+    names = [_name(leaf) for leaf in case.leaves]
     if set(names) <= {"running_mean", "running_var", "num_batches_tracked"}:
         return Cause.BUFFERS_LOST, "Only running statistics differ."
     if case.moment.kind == STEP:
@@ -118,7 +118,7 @@ def _of_model(case: Case) -> tuple[Cause, str]:
         if case.moment.values and is_equal:
             return Cause.UPDATE_DIFFERS, "The loss is equal; the weights after the update are not."
         return Cause.UNKNOWN, "The weights after the step differ."
-    older = [step for step in case.common_steps() if step != case.moment.step]
+    older = case.other_steps()
     if older:
         return Cause.WEIGHTS_OLDER, f"They are those of step {older[0]}."
     if len(case.leaves) < len(case.expected.parts.get(case.component, {})):
@@ -133,7 +133,7 @@ def _of_buffers(case: Case) -> tuple[Cause, str]:
 def _of_optimizer(case: Case) -> tuple[Cause, str]:
     is_step = case.moment.kind == STEP
     state = {leaf: each for leaf, each in case.leaves.items() if _is_state(case, leaf)}
-    settings = sorted({leaf.rsplit(".", 1)[-1] for leaf in case.leaves.keys() - state.keys()})
+    settings = sorted({_name(leaf) for leaf in case.leaves.keys() - state.keys()})
     if not state or (is_step and settings):
         return Cause.OPTIMIZER_SETTINGS, f"Settings differ: {', '.join(settings[:4])}."
     if any(found is None for found, _ in state.values()):
@@ -145,14 +145,14 @@ def _of_optimizer(case: Case) -> tuple[Cause, str]:
     counted = _of_counters(case, state)
     if counted or is_step:
         return counted or _cold_without_counter(case)
-    older = [step for step in case.common_steps() if step != case.moment.step]
+    older = case.other_steps()
     if older:
         return Cause.OPTIMIZER_OLDER, f"It is that of step {older[0]}."
     return Cause.UNKNOWN, f"{len(state)} leaves of its state differ."
 
 
 def _of_counters(case: Case, state: Leaves) -> tuple[Cause, str] | None:
-    for leaf in (leaf for leaf in state if leaf.rsplit(".", 1)[-1] == "step"):
+    for leaf in (leaf for leaf in state if _name(leaf) == "step"):
         steps = case.steps_with(leaf)
         if state[leaf][0] in ("0", "0.0"):
             return Cause.OPTIMIZER_COLD, "Its step count is 0."
@@ -165,9 +165,9 @@ def _of_counters(case: Case, state: Leaves) -> tuple[Cause, str] | None:
 
 def _of_restored_optimizer(case: Case, state: Collection[str]) -> tuple[Cause, str]:
     """Before the first step of a launch: every value can be compared with those after each step."""
-    if all(leaf.rsplit(".", 1)[-1] == "step" for leaf in state):
+    if all(_name(leaf) == "step" for leaf in state):
         return Cause.OPTIMIZER_COUNTER, "Only its step count differs."
-    older = [step for step in case.common_steps() if step != case.moment.step]
+    older = case.other_steps()
     if older:
         return Cause.OPTIMIZER_OLDER, f"It is that of step {older[0]}."
     if _is_part(case, state):
@@ -211,10 +211,9 @@ def _of_lr(case: Case) -> tuple[Cause, str]:
 def _of_lr_scheduler(case: Case) -> tuple[Cause, str]:
     for leaf in ("last_epoch", "_step_count"):
         for name, (found, _) in case.leaves.items():
-            if name.rsplit(".", 1)[-1] == leaf and found is not None and found.isdigit():
-                if int(found) <= 1:
-                    return Cause.LR_RESTARTED, f"Its {leaf} is {found}."
-                return Cause.LR_SHIFTED, f"Its {leaf} is {found}."
+            if _name(name) == leaf and found is not None and found.isdigit():
+                cause = Cause.LR_RESTARTED if int(found) <= 1 else Cause.LR_SHIFTED
+                return cause, f"Its {leaf} is {found}."
     steps = case.common_steps()
     if steps:
         return Cause.LR_SHIFTED, f"It is that of step {steps[0]}."
@@ -223,7 +222,7 @@ def _of_lr_scheduler(case: Case) -> tuple[Cause, str]:
 
 def _of_ema(case: Case) -> tuple[Cause, str]:
     model = set().union(
-        *(set(leaves.values()) for key, leaves in case.moment.parts.items() if key[:5] == "model")
+        *(leaves.values() for key, leaves in case.moment.parts.items() if key.startswith("model"))
     )
     found = [now for leaf, (now, _) in case.leaves.items() if "." in leaf and now is not None]
     if any(text in model for text in found):
@@ -249,7 +248,7 @@ def _of_other_model(case: Case) -> tuple[Cause, str]:
 
 def _of_data_state(case: Case) -> tuple[Cause, str]:
     for leaf, (found, expected) in case.leaves.items():
-        name = leaf.rsplit(".", 1)[-1]
+        name = _name(leaf)
         if name == "epoch" and found == "0":
             return Cause.DATA_RESTARTED, f"The loader is in epoch 0, not {expected}."
         if name == "batch" and found == "0":
@@ -370,7 +369,9 @@ def _nearest(steps: list[int], step: int) -> int:
     return min(steps, key=lambda each: abs(each - step))
 
 
-def _of(cause: Cause) -> Callable[[Case], tuple[Cause, str]]:
+def _of_values(cause: Cause) -> Callable[[Case], tuple[Cause, str]]:
+    """The rule of a state that is lost in one way only."""
+
     def rule(case: Case) -> tuple[Cause, str]:
         older = [step for step in case.common_steps() if step < case.moment.step]
         if older:
@@ -383,11 +384,16 @@ def _of(cause: Cause) -> Callable[[Case], tuple[Cause, str]]:
     return rule
 
 
+def _name(leaf: str) -> str:
+    """The last part of a leaf's path."""
+    return leaf.rsplit(".", 1)[-1]
+
+
 def _differ(number: int) -> str:
     return "1 value differs." if number == 1 else f"{number} values differ."
 
 
-_of_other = _of(Cause.UNKNOWN)
+_of_other = _of_values(Cause.UNKNOWN)
 
 # Of a step record: the values of its inputs.
 _RULES_OF_INPUTS = {DATA: _of_data, LR: _of_lr, RNG: _of_rng}
@@ -400,12 +406,12 @@ _RULES = {
     "modules": _of_other_model,
     "optimizer": _of_optimizer,
     "lr_scheduler": _of_lr_scheduler,
-    "grad_scaler": _of(Cause.SCALER_RESET),
+    "grad_scaler": _of_values(Cause.SCALER_RESET),
     "ema": _of_ema,
     "data": _of_data_state,
     "rng": _of_rng,
-    "progress": _of(Cause.PROGRESS_LOST),
-    "best_metric": _of(Cause.BEST_METRIC_LOST),
-    "callbacks": _of(Cause.CALLBACKS_LOST),
-    "extras": _of(Cause.EXTRAS_LOST),
+    "progress": _of_values(Cause.PROGRESS_LOST),
+    "best_metric": _of_values(Cause.BEST_METRIC_LOST),
+    "callbacks": _of_values(Cause.CALLBACKS_LOST),
+    "extras": _of_values(Cause.EXTRAS_LOST),
 }

@@ -15,7 +15,7 @@ from resumekit.errors import TraceError
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
 from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.likely_causes import Finding, find_causes
-from resumekit.html_report.recordings import STEP, Recording, losses, of_trace
+from resumekit.html_report.recordings import Recording, first_step, losses, of_trace
 from resumekit.html_report.rendering import Headline, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial, read_trace
 
@@ -217,9 +217,10 @@ def _loss_chart(reference: Recording, run: ComparedRun) -> Drawing | None:
     marks = [Mark(step, "kill", f"killed after step {step}") for step in run.kills]
     for number, launch in run.recording.launches.items():
         lines.append(Line(f"launch {number}", losses(launch)))
-        first = next((each.step for each in launch if each.kind == STEP), None)
+        first = first_step(launch)
         if number and first is not None:
-            marks.append(Mark(first - 1, "resume", f"launch {number} resumed at step {first - 1}"))
+            step = first.step - 1
+            marks.append(Mark(step, "resume", f"launch {number} resumed at step {step}"))
     if run.findings:
         step = run.findings[0].moment.step
         marks.append(Mark(step, "difference", f"first difference at step {step}"))

@@ -17,6 +17,7 @@ from resumekit.html_report.recordings import (
     Launch,
     Moment,
     Recording,
+    first_step,
 )
 from resumekit.html_report.run_history import FOUND_BY_CHANCE, Case, History, differing
 
@@ -70,10 +71,11 @@ def find_causes(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
     saved: dict[tuple[bool, int, int], Moment] = {}
     past: list[Launch] = []
     for number, launch in judged.launches.items():
-        from_start = _started_again(history, past, launch, number)
-        from_start = (_older_weights(history, launch, number) if past else None) or from_start
-        if from_start is not None:
-            return (from_start,)
+        if past:
+            restarted = _older_weights(history, launch, number)
+            restarted = restarted or _started_again(history, past, launch, number)
+            if restarted is not None:
+                return (restarted,)
         cases = list(_cases(history, saved, launch, number, ignored))
         gap = _gap(past, launch, number)
         if gap is not None:
@@ -195,23 +197,20 @@ def _started_again(
     history: History, past: list[Launch], launch: Launch, number: int
 ) -> Finding | None:
     """A launch that trains the first step again, though an earlier one has come further."""
-    done = [each.step for one in past for each in one if each.kind == STEP]
-    steps = [each for each in launch if each.kind == STEP]
+    done, first = _last_step(past), first_step(launch)
     has_resumed = any(each.kind == RESUMED for each in launch)
-    if has_resumed or not done or not steps or steps[0].step > history.steps[0]:
+    if has_resumed or done is None or first is None or first.step > history.steps[0]:
         return None
-    cause, evidence = Cause.NEVER_RESUMED, f"The launch before had trained {max(done)} steps."
+    cause, evidence = Cause.NEVER_RESUMED, f"The launch before had trained {done} steps."
     if any(each.facts.get("by") == "nothing" for each in launch):
         cause, evidence = Cause.WEIGHTS_RESTARTED, "They are the weights of no step of the run."
-    return Finding(
-        *("run", "", f"step {steps[0].step}", f"a step after {history.steps[0]}", 1),
-        *(steps[0], number, cause, evidence),
-    )
+    values = f"step {first.step}", f"a step after {history.steps[0]}"
+    return Finding("run", "", *values, 1, first, number, cause, evidence)
 
 
 def _older_weights(history: History, launch: Launch, number: int) -> Finding | None:
     """A launch that the recorder aligned by its weights, while all else is of a later step."""
-    first = next((each for each in launch if each.kind == STEP), None)
+    first = first_step(launch)
     if first is None or "weights" not in first.facts:
         return None
     counter = history.steps_with_counter(first)
@@ -227,11 +226,10 @@ def _older_weights(history: History, launch: Launch, number: int) -> Finding | N
         return None
     # A warmup may begin with a learning rate of 0: the weights of several steps are the first ones.
     is_first = first.facts["weights"] == history.first_weights
-    return Finding(
-        *("parameters", "", f"before step {first.step}", f"before step {agreed[0]}", 1),
-        *(first, number, Cause.WEIGHTS_RESTARTED if is_first else Cause.WEIGHTS_OLDER),
-        f"The rest of the state is that of step {agreed[0]}.",
-    )
+    cause = Cause.WEIGHTS_RESTARTED if is_first else Cause.WEIGHTS_OLDER
+    evidence = f"The rest of the state is that of step {agreed[0]}."
+    values = f"before step {first.step}", f"before step {agreed[0]}"
+    return Finding("parameters", "", *values, 1, first, number, cause, evidence)
 
 
 def _other_end(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
@@ -247,12 +245,15 @@ def _other_end(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
 
 
 def _gap(past: list[Launch], launch: Launch, number: int) -> Finding | None:
-    done = [each.step for one in past for each in one if each.kind == STEP]
-    first = next((each for each in launch if each.kind == STEP), None)
-    if not done or first is None or first.step <= max(done) + 1:
+    """A launch that begins after a step that nobody has trained."""
+    done, first = _last_step(past), first_step(launch)
+    if done is None or first is None or first.step <= done + 1:
         return None
-    return Finding(
-        *("run", "", f"step {first.step}", f"step {max(done) + 1} or before", 1),
-        *(first, number, Cause.STEPS_SKIPPED),
-        f"No launch trained the steps {max(done) + 1} to {first.step - 1}.",
-    )
+    evidence = f"No launch trained the steps {done + 1} to {first.step - 1}."
+    values = f"step {first.step}", f"step {done + 1} or before"
+    return Finding("run", "", *values, 1, first, number, Cause.STEPS_SKIPPED, evidence)
+
+
+def _last_step(launches: list[Launch]) -> int | None:
+    steps = (each.step for launch in launches for each in launch if each.kind == STEP)
+    return max(steps, default=None)

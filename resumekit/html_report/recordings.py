@@ -101,6 +101,11 @@ def of_trace(attempts: Iterable[Attempt]) -> Recording:
     )
 
 
+def first_step(launch: Launch) -> Moment | None:
+    """The first step that a launch executed; None if there is none."""
+    return next((each for each in launch if each.kind == STEP), None)
+
+
 def losses(launch: Launch, name: str = "loss") -> tuple[tuple[float, float], ...]:
     """A result by step, where it is a number."""
     found: dict[int, float] = {}

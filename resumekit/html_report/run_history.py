@@ -186,6 +186,10 @@ class Case:
         steps = [set(self.steps_with(leaf)) for leaf in self.leaves]
         return sorted(set.intersection(*steps)) if steps else []
 
+    def other_steps(self) -> list[int]:
+        """The common steps without its own."""
+        return [step for step in self.common_steps() if step != self.moment.step]
+
     @property
     def step_of_fresh_start(self) -> int:
         """The step of the reference with as many steps done as this launch has done."""
