@@ -152,7 +152,7 @@ def _roots(cases: list[Case]) -> list[Case]:
     first = [each for each in cases if each.moment == cases[0].moment]
     kind = first[0].moment.kind
     if kind == RESTORED:  # the weights and the optimizer alone
-        step = next(each for each in first[0].launch if each.kind == STEP)
+        step = first_step(first[0].launch)
         others = [each for each in cases if each.moment == step]
         return first + _independent(others, cases)
     if kind != STEP:

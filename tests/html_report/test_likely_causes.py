@@ -314,6 +314,16 @@ def test_steps_that_no_launch_trained_are_named() -> None:
     assert finding.evidence == "No launch trained the steps 9 to 10."
 
 
+def test_a_launch_that_ended_before_its_first_step_is_judged_by_what_it_restored() -> None:
+    """It was killed there, or the step failed."""
+    steps = [Moment("step", step, {"parameters": {"w": str(step)}}) for step in range(1, 10)]
+    reference = Recording({0: tuple(steps)})
+    for weight, causes in (("5", []), ("3", [Cause.WEIGHTS_OLDER])):
+        restored = Moment("restored", 5, {"parameters": {"w": weight}})
+        judged = Recording({0: tuple(steps[:5]), 1: (restored,)}, was_ended=True)
+        assert [each.cause for each in find_causes(reference, judged)] == causes
+
+
 def test_a_difference_before_the_first_stop_is_no_fault_of_a_resume() -> None:
     reference = Recording({0: launch(State(), stop=LAST, saves=[])})
     other = Recording({0: launch(State(order_seed=8), stop=LAST, saves=[])})
