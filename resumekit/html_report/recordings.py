@@ -1,7 +1,7 @@
 """What a run recorded, as plain values that two runs can be compared by.
 
-``of_trace`` makes it from the trace of ``prove``; a comparison of checkpoints or a replay can make
-the same from what it has read.
+``of_trace`` makes it from the trace of ``prove``; ``journal_recordings.of_replay`` makes the same
+from the journals of a run and of its replay.
 """
 
 from __future__ import annotations
