@@ -16,9 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.errors import ConfigurationError
-from resumekit.log import logger
-from resumekit.run.saving.cadence import (
+from resumekit.cadence import (
     BACKGROUND_SHARE,
     FIRST_SAVE_SECONDS,
     MAX_COST_SHARE,
@@ -27,6 +25,8 @@ from resumekit.run.saving.cadence import (
     SaveInterval,
     parse_cadence,
 )
+from resumekit.errors import ConfigurationError
+from resumekit.log import logger
 from resumekit.storage import Store
 
 HOUR = 3600.0
@@ -110,7 +110,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that the test sets: ``clock.now += 5``."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("resumekit.run.saving.cadence.time", clock)
+    monkeypatch.setattr("resumekit.cadence.time", clock)
     monkeypatch.setattr("resumekit.run.due_saves.time", clock)
     return clock
 

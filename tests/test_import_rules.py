@@ -36,6 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "analysis": {"errors"},
     "requirements": {"errors", "log"},
     "replay_plan": set(),
+    "cadence": {"errors"},
     "state": {"errors"},
     "distributed": {"errors", "log", "state"},
     "storage": {"errors", "log", "state"},
@@ -49,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
     "run": {
         *("errors", "log", "state", "distributed", "tracing", "analysis", "resumekit"),
         *("storage", "serialization", "capture", "data", "journal", "progress_display"),
-        "replay_plan",
+        *("replay_plan", "cadence"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"errors", "state", "tracing", "run", "checkpointer"},

@@ -238,7 +238,7 @@ def test_a_timer_that_all_ranks_know_of_is_not_requested_again(
 ) -> None:
     training, other, now = Training(tmp_path, save_every="1h", keep_latest=None), OtherRank(), [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("resumekit.run.saving.cadence.time", clock)
+    monkeypatch.setattr("resumekit.cadence.time", clock)
     training.checkpointer._saves._cadence.restart()  # by this clock
     training.checkpointer._saves._requests = RequestExchange(other)  # type: ignore[arg-type]
     for step, (batch,) in enumerate(training.checkpointer.batches(training.loader, epochs=1)):

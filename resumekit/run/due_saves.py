@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from resumekit.cadence import parse_cadence
 from resumekit.errors import SaveError
 from resumekit.run.run import Run
-from resumekit.run.saving import NOTHING, LeaveSignals, RequestExchange, Requests, parse_cadence
+from resumekit.run.saving import NOTHING, LeaveSignals, RequestExchange, Requests
 
 
 class DueSaves:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
+from resumekit.cadence import parse_cadence
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
-from resumekit.run.saving import parse_cadence
 from resumekit.state import Slot, StateComponent, Validation
 from resumekit.storage import RetentionPolicy, StepName
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from resumekit.cadence import SaveInterval, parse_cadence
 from resumekit.capture import Difference
 from resumekit.distributed import World
 from resumekit.log import logger
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import owners
-from resumekit.run.saving import SaveInterval, parse_cadence
 from resumekit.state import (
     CaptureLine,
     CaptureReport,

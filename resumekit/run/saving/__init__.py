@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from resumekit.run.saving.background import abandon_work, drain
-from resumekit.run.saving.cadence import SaveInterval, parse_cadence
 from resumekit.run.saving.in_flight import SaveInFlight
 from resumekit.run.saving.requests import NOTHING, RequestExchange, Requests
 from resumekit.run.saving.saver import Saver
@@ -16,10 +15,8 @@ __all__ = [
     "RequestExchange",
     "Requests",
     "SaveInFlight",
-    "SaveInterval",
     "Saver",
     "Snapshot",
     "abandon_work",
     "drain",
-    "parse_cadence",
 ]
