@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from resumekit.attach.frameworks import NOTED_MODULES
+from resumekit.cadence import parse_cadence
 from resumekit.launcher import Activation, prepared_environment
 
 _FILE = "attach.json"
@@ -35,10 +36,16 @@ class AttachSettings:
     Args:
         directory: the run directory, an absolute path.
         save_every: as in ``Options``; None where the user did not give it.
+
+    Raises:
+        ConfigurationError: not a positive number of steps nor a duration.
     """
 
     directory: str
     save_every: int | str | None = None
+
+    def __post_init__(self) -> None:
+        parse_cadence(self.save_every)
 
 
 def attached_environment(

@@ -38,13 +38,6 @@ def default_cadence(num_steps: int) -> int:
     return max(1, num_steps // _SAVES_PER_RUN)
 
 
-def cadence_text(save_every: int | str) -> str:
-    """A cadence for a reader, after the word "saves"."""
-    if isinstance(save_every, str):
-        return f"every {save_every}"
-    return f"every {save_every} steps" if save_every > 1 else "every step"
-
-
 def possible_saves(steps: Sequence[int], save_every: int | str) -> list[int]:
     """The steps after which a trial may save.
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from resumekit.prove.attaching import cadence_text
+from resumekit.cadence import parse_cadence
 from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial, Verdict
 
 _STYLES = {
@@ -49,7 +49,7 @@ def _attached_line(result: ProveResult) -> str:
     assert result.save_every is not None
     is_control = any(trial.injected for trial in result.trials)
     runs = "killed runs and to the uninterrupted one" if is_control else "killed run alone"
-    cadence = cadence_text(result.save_every)
+    cadence = parse_cadence(result.save_every)
     return f"with resumekit: a ResumeCallback is attached to the {runs}, it saves {cadence}"
 
 

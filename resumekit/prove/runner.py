@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from resumekit.cadence import parse_cadence
 from resumekit.errors import ConfigurationError, ProveError
 from resumekit.launcher import option_against_environment, refuse_launched
 from resumekit.prove.attaching import (
-    cadence_text,
     default_cadence,
     possible_saves,
     require_attached,
@@ -188,8 +188,7 @@ def _check_attaching(
             expected="the cadence of an attached callback",
             remedy="Add --with-resumekit",
         )
-    if isinstance(save_every, int) and save_every < 1:
-        raise ConfigurationError("save_every", found=str(save_every), expected="1 or more")
+    parse_cadence(save_every)
     if with_resumekit and relaunch:
         raise ConfigurationError(
             "relaunch",
@@ -216,7 +215,7 @@ def _prepared(
     stock, followed = _with_reference(plan, directory / ("stock" if is_control else "reference"))
     every = save_every or default_cadence(len(_steps(followed.get(0, ()))))
     plan = replace(stock, save_every=every)
-    plan.on_event(f"from here on with resumekit, which saves {cadence_text(every)}")
+    plan.on_event(f"from here on with resumekit, which saves {parse_cadence(every)}")
     if not is_control:
         return plan, followed
     plan.on_event("the run that nobody kills, with resumekit")

@@ -52,7 +52,8 @@ def test_prove_is_refused_in_a_process_that_is_recorded(monkeypatch: pytest.Monk
     ("arguments", "words"),
     [
         ({"save_every": 5}, "Add --with-resumekit"),
-        ({"with_resumekit": True, "save_every": 0}, "save_every: 0, expected 1 or more"),
+        ({"with_resumekit": True, "save_every": 0}, "save_every: 0, expected a positive number"),
+        ({"with_resumekit": True, "save_every": "soon"}, "save_every: 'soon', expected a positive"),
         ({"with_resumekit": True, "relaunch": ["python", "x.py"]}, "Leave --relaunch out"),
     ],
 )
@@ -68,6 +69,17 @@ def test_the_command_line_passes_steps_and_durations(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit, match="2"):
             main(["prove", "--save-every", every, "--", "anything"])
         assert f"save_every: {every} without with_resumekit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["prove", "--with-resumekit"], ["run", "--dir", "runs/a"]])
+def test_a_cadence_that_is_none_is_refused_before_anything_starts(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--save-every", "soon", "--", "touch", "started"])
+    assert "save_every: 'soon', expected a positive number of steps" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_saves_ten_times_and_a_short_one_at_every_step() -> None:
