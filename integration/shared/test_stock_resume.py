@@ -57,19 +57,24 @@ def test_the_readme_sums_up_what_the_scripts_of_a_framework_lose(framework: str)
     assert [row[2] for row in rows] == [summary(framework)]
 
 
-def judged_script(name: str) -> ProveResult:
-    script = str(SCRIPTS / name)
-    command = [sys.executable, script, "--directory", "{dir}/run", "--save-every", "10"]
-    return prove(command, at=("step:45",), timeout_seconds=240)
+def judged_script(name: str, *, world: int = 1) -> ProveResult:
+    command = [sys.executable, str(SCRIPTS / name), "--directory", "{dir}/run"]
+    return prove(command, at=("step:45",), world=world, timeout_seconds=240)
+
+
+TWINS = [(name, f"train_{name}.py", 1) for name in PACKAGES.values()]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("framework", PACKAGES.values())
+@pytest.mark.parametrize(
+    ("framework", "script", "world"),
+    [*TWINS, ("torch", "train_ddp.py", 2), ("accelerate", "train_accelerate.py", 2)],
+)
 def test_the_twin_that_resumes_through_resumekit_is_exact_to_the_recorder_too(
-    framework: str,
+    framework: str, script: str, world: int
 ) -> None:
     pytest.importorskip(framework)
-    (trial,) = judged_script(f"train_{framework}.py").trials
+    (trial,) = judged_script(script, world=world).trials
     assert trial.outcome is Outcome.EXACT, str(trial.verdict)
     assert trial.recorded is not None
     assert (trial.recorded.exact, trial.recorded.num_steps) == (True, 87)
