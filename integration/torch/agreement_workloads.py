@@ -20,9 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import resumekit
-from resumekit import SharingPattern, StateComponent
+from resumekit import SharingPattern, StateComponent, cadence
 from resumekit.adapters.torch import Checkpointer
-from resumekit.run.saving import cadence
 
 
 def disagree(directory: str, *, about: str) -> None:
