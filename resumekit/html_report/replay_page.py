@@ -94,12 +94,9 @@ def _loss_chart(result: ReplayResult, run: Recording, replayed: Recording) -> Dr
     if result.first_difference is not None:
         step = result.first_difference[1].step
         marks.append(Mark(step, "difference", f"first difference at step {step}"))
-    title, summary = (
-        "Loss over steps",
-        f"The losses of the run and of the replay. {result.verdict}.",
-    )
+    summary = f"The losses of the run and of the replay. {result.verdict}."
     has_dots = num_steps <= _MAX_DOTS
-    return drawn(Chart(title, summary, "step", "loss", lines, tuple(marks), has_dots))
+    return drawn(Chart("Loss over steps", summary, "step", "loss", lines, tuple(marks), has_dots))
 
 
 def _points(launch: Launch, steps: range) -> tuple[Point, ...]:
