@@ -58,12 +58,12 @@ LAYERS: dict[str, set[str]] = {
     "diff": {"errors", "state", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
     "shared_files": {"storage"},
-    "replay": {"errors", "state", "storage", "journal", "diff", "replay_plan"},
+    "replay": {"errors", "state", "storage", "journal", "diff", "launcher", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
         *("serialization", "capture", "data"),
     },
-    "launcher": {"errors"},
+    "launcher": {"errors", "replay_plan"},
     "attach": {"errors", "log", "cadence", "storage", "journal", "launcher"},
     "adapters": {
         *("errors", "log", "state", "distributed", "requirements", "resumekit"),

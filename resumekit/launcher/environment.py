@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from resumekit import replay_plan
 from resumekit.errors import ConfigurationError
 from resumekit.launcher.startup import LIST_NAME
 
@@ -62,7 +63,7 @@ def prepared_environment(
 
 
 def refuse_launched(environment: Mapping[str, str], command: str) -> None:
-    """Returns when no launcher has started this process.
+    """Returns when no launcher has started this process, or that of a replay alone.
 
     Args:
         environment: of this process.
@@ -72,7 +73,7 @@ def refuse_launched(environment: Mapping[str, str], command: str) -> None:
         ConfigurationError: another command of resumekit has started it, and kills, restarts or
             records all processes that it would start.
     """
-    if VARIABLE in environment:
+    if VARIABLE in environment and replay_plan.VARIABLE not in environment:
         raise ConfigurationError(
             command,
             found="started by resumekit run or resumekit prove",

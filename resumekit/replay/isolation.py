@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from resumekit.launcher import Activation, prepared_environment
+
 _MOUNTS = Path(__file__).with_name("mounts.py")
 
 # Of trackers and of the Hub: nothing is sent. A tracker that a script configures in its code may
@@ -24,11 +26,24 @@ _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
 }
 
+# Offline the constructor of a Trainer with push_to_hub fails.
+_TRAINER = Activation(
+    "transformers.trainer", "resumekit.adapters.transformers.replaying:switch_hub_off", {}
+)
 
-def offline_environment(environment: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """The environment of a command whose trackers send nothing."""
+
+def offline_environment(
+    environment: Mapping[str, str], scratch: Path, launcher: Path
+) -> dict[str, str]:
+    """The environment of a command whose trackers send nothing.
+
+    Args:
+        environment: of the command otherwise.
+        scratch: takes what is not sent.
+        launcher: see ``prepared_environment``.
+    """
     mlflow = {"MLFLOW_TRACKING_URI": (scratch / "mlflow").as_uri()}
-    return {**environment, **_OFFLINE, **mlflow}
+    return prepared_environment({**environment, **_OFFLINE, **mlflow}, launcher, [_TRAINER])
 
 
 @dataclass(frozen=True)

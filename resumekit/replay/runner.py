@@ -69,7 +69,9 @@ def replay(
             f"replaying steps {chosen.first_step} to {chosen.last_step} of {directory}, "
             f"from {chosen.begin.name}, {'no ' if obstacle else ''}overlay over the files"
         )
-        environment = _prepared(chosen, directory, scratch, until_differs=until_differs)
+        plan = _prepared(chosen, directory, scratch, until_differs=until_differs)
+        environment = offline_environment(os.environ, scratch, layers / "launcher")
+        environment[VARIABLE] = plan.to_text()
         if not obstacle:
             status = _run(isolation.command(command), environment)
             return _result(chosen, scratch, status, command)
@@ -89,18 +91,17 @@ def replay(
 
 def _prepared(
     chosen: Selection, directory: Path, scratch: Path, *, until_differs: bool
-) -> dict[str, str]:
-    """The environment of the command; its checkpoint is in the scratch directory then."""
+) -> ReplayPlan:
+    """The plan; its checkpoint is in the scratch directory then."""
     begin = chosen.begin.path
     shutil.copytree(begin, scratch / begin.name, copy_function=_link_or_copy)
-    plan = ReplayPlan(
+    return ReplayPlan(
         directory=str(directory.resolve()),
         scratch=str(scratch),
         last_step=None if chosen.ends_run else chosen.last_step,
         saved_steps=tuple(each.name.step for each in chosen.checkpoints),
         until_differs=until_differs,
     )
-    return {**offline_environment(os.environ, scratch), VARIABLE: plan.to_text()}
 
 
 def _require_program(command: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from resumekit import replay_plan
 from resumekit.errors import ConfigurationError
 from resumekit.launcher import (
     Activation,
@@ -98,6 +99,11 @@ def test_a_process_that_a_launcher_has_started_starts_no_other_one(tmp_path: Pat
     environment = prepared_environment({}, tmp_path, [])
     with pytest.raises(ConfigurationError, match="resumekit prove: started by resumekit run or"):
         refuse_launched(environment, "resumekit prove")
+
+
+def test_in_a_replay_a_launcher_may_start_its_command(tmp_path: Path) -> None:
+    environment = prepared_environment({replay_plan.VARIABLE: "{}"}, tmp_path, [])
+    refuse_launched(environment, "resumekit run")
 
 
 def test_a_failing_activation_is_one_line_and_the_program_runs_on(tmp_path: Path) -> None:
