@@ -11,6 +11,7 @@ cannot enter a user namespace.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import sys
@@ -73,7 +74,10 @@ def _enter_namespaces() -> bool:
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and _libc.unshare(_CLONE_NEWNS) == 0:
         return False
-    _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "no user namespace")
+    status = _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS)
+    if status and ctypes.get_errno() == errno.ENOSPC:  # unshare(2)
+        raise OSError("no user namespace: the limit user.max_user_namespaces is reached")
+    _check(status, "no user namespace")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")

@@ -62,7 +62,7 @@ class ReplayResult:
         checkpoints: of each checkpoint on the way.
         first_step: the first step that was to be replayed.
         last_step: the last one.
-        written: files outside the scratch directory that the command has changed.
+        written: files in the working and the run directory that it has changed without an overlay.
         is_protected: whether the overlay kept all files below the directories as they are.
         exit_status: of the command; after the last step, it changes nothing of the verdict.
     """
@@ -155,7 +155,7 @@ class ReplayResult:
         if self.exit_status:
             found.append(f"the command ended with exit status {self.exit_status} after these steps")
         if not self.is_protected:
-            found.append(f"written outside the scratch directory: {self._written}")
+            found.append(f"written in the working and the run directory: {self._written}")
         return found
 
     def as_plain(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def replay(
             raise ConfigurationError(
                 "overlay",
                 found=f"not possible here ({obstacle}), so the command could change your files",
-                remedy="Pass --allow-writes if it writes nothing that matters",
+                remedy="Pass --allow-writes, in a copy of this directory if its files matter",
             )
         on_event(
             f"replaying steps {chosen.first_step} to {chosen.last_step} of {directory}, "

@@ -18,6 +18,7 @@ import pytest
 
 from resumekit.cli import main
 from resumekit.replay.isolation import Isolation, outermost
+from resumekit.replay.mounts import NOT_POSSIBLE
 
 NUM_STEPS = 64
 SAVED = (10, 20, 30, 40, 50, 60, 64)
@@ -284,6 +285,24 @@ def test_where_no_overlay_is_possible_the_command_does_not_run(
     assert "Pass --allow-writes" in capfd.readouterr().err
 
 
+def test_the_limit_that_switches_user_namespaces_off_is_named(tmp_path: Path) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv takes a privilege away")
+    words = Isolation((tmp_path,), tmp_path / "layers", tmp_path).command(())
+    switch_off = "echo 0 > /proc/sys/user/max_user_namespaces"
+    script = f"{switch_off} && setpriv --bounding-set=-sys_admin {shlex.join(words)}"
+    found = subprocess.run(
+        ["unshare", "--map-root-user", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare failed" in found.stderr:
+        pytest.skip("no user namespaces")
+    limit = "no user namespace: the limit user.max_user_namespaces is reached\n"
+    assert (found.returncode, found.stderr) == (NOT_POSSIBLE, limit)
+
+
 def test_without_an_overlay_the_files_that_were_written_are_listed(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -307,7 +326,7 @@ def test_without_an_overlay_the_files_that_were_written_are_listed(
     assert found.returncode == 0, found
     assert "2 steps replayed, identical" in found.stdout
     written = f"{job}/best.pt, {job}/runs/tracker.csv"
-    assert f"written outside the scratch directory: {written}\n" in found.stdout
+    assert f"written in the working and the run directory: {written}\n" in found.stdout
     assert "no overlay" in found.stderr
 
 
