@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from resumekit.replay import RankResult, ReplayResult
 
 _MAX_DOTS = 200
+_MIN_AROUND = 10  # steps of the run before and after those of the replay
 
 
 def replay_page(result: ReplayResult, directory: Path, command: Sequence[str]) -> str:
@@ -82,8 +83,9 @@ def _facts(result: ReplayResult, command: Sequence[str]) -> list[tuple[str, str]
 
 
 def _loss_chart(result: ReplayResult, run: Recording, replayed: Recording) -> Drawing | None:
-    first, num_steps = result.first_step, max(result.num_steps, 1)
-    shown = range(first - num_steps, first + 2 * num_steps)
+    first, num_steps = result.first_step, result.num_steps
+    around = max(num_steps, _MIN_AROUND)
+    shown = range(first - around, first + num_steps + around)
     lines = tuple(
         Line(name, points, is_wide=name == "run")
         for name, launch in (("run", run.moments), ("replay", replayed.launches[1]))

@@ -53,11 +53,9 @@ def select_steps(
     readers = _newest_of_each_step(directory)
     before = [each for each in readers if each.name.step <= from_step]
     if not before:
-        kept = ", ".join(str(each.name.step) for each in readers)
+        oldest = f"--from {readers[0].name.step} or more" if readers else "a run with checkpoints"
         raise CheckpointNotFoundError(
-            str(directory),
-            found=f"no checkpoint at or before step {from_step}",
-            expected=f"one of the steps {kept}" if kept else "a run with checkpoints",
+            str(directory), found=f"no checkpoint at or before step {from_step}", expected=oldest
         )
     attempts = tuple(find_attempts(directory / DIRECTORY))
     after = [each for each in readers if each.name.step > from_step]

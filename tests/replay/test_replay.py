@@ -213,6 +213,12 @@ def test_a_changed_line_without_an_effect_is_listed_and_nothing_differs(copied: 
     assert "changed since the run: source of model.py" in found.out
 
 
+def losses_in(page: str) -> list[dict[int, float]]:
+    """The losses of the run and of the replay by step, as a page draws them."""
+    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', page)[0])
+    return [dict(map(tuple, line["points"])) for line in data["lines"]]
+
+
 def test_the_page_of_an_identical_replay_lists_its_checkpoints(job: Job, tmp_path: Path) -> None:
     page = tmp_path / "replay.html"
     assert job.replay("--from", 30, "--steps", 10, "--html", page).code == 0
@@ -220,8 +226,7 @@ def test_the_page_of_an_identical_replay_lists_its_checkpoints(job: Job, tmp_pat
     assert '<div class="verdict good"><strong>10 steps replayed, identical</strong>' in text
     assert re.search(r"<title>step-00000040: \d+ tensors and \d+ other values equal", text)
     assert "First differences" not in text
-    data = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', text)[0])
-    run, replayed = (dict(map(tuple, line["points"])) for line in data["lines"])
+    run, replayed = losses_in(text)
     assert sorted(replayed) == list(range(31, 41))
     assert sorted(run) == list(range(21, 51))
     assert replayed == {step: run[step] for step in replayed}
@@ -253,12 +258,16 @@ def test_a_command_that_trains_another_run_is_no_verdict(job: Job) -> None:
 
 
 def test_without_the_random_state_a_replay_differs(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RESUMEKIT_INJECT", "rng")
-    found = job.replay("--from", 20, "--steps", 4)
+    page = tmp_path / "replay.html"
+    found = job.replay("--from", 20, "--steps", 4, "--html", page)
     assert found.code == 1
     assert "4 steps replayed, different from step 21: " in found.out
+    run, replayed = losses_in(page.read_text())
+    assert sorted(run) == list(range(11, 35))
+    assert sorted(replayed) == [21, 22, 23, 24]
 
 
 def test_the_last_steps_of_a_finished_run(job: Job) -> None:
@@ -271,7 +280,7 @@ def test_the_last_steps_of_a_finished_run(job: Job) -> None:
 def test_a_step_before_the_first_checkpoint_is_refused(job: Job) -> None:
     found = job.replay("--from", 9)
     assert found.code == 2
-    assert "no checkpoint at or before step 9, expected one of the steps 10, 20" in found.err
+    assert "no checkpoint at or before step 9, expected --from 10 or more" in found.err
 
 
 def test_where_no_overlay_is_possible_the_command_does_not_run(
