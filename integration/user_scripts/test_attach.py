@@ -235,6 +235,38 @@ def test_a_checkpoint_of_another_run_stops_it_unless_ours_is_as_far(
     assert "(step 20) is not read" in job.launch(argument, str(other.out / name))
 
 
+# The process is killed when the script has saved step 10, before the callback has recorded it.
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from lightning.pytorch import Trainer
+sys.path.insert(0, {folder!r})
+marker, save = Path({marker!r}), Trainer.save_checkpoint
+def save_and_die(self, path, *given, **named):
+    save(self, path, *given, **named)
+    if Path(path).stem == "last" and self.global_step == 10 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+Trainer.save_checkpoint = save_and_die
+exec(compile(Path({script!r}).read_text(), {script!r}, "exec"))
+"""
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_the_step_that_a_kill_interrupts_is_of_this_run(
+    tmp_path: Path, uninterrupted: Any
+) -> None:
+    script, marker = tmp_path / "train.py", tmp_path / "killed"
+    names = {"folder": OFFICIAL, "marker": marker, "script": OFFICIAL / LIGHTNING}
+    script.write_text(DYING.format(**{name: str(path) for name, path in names.items()}))
+    job = Job(tmp_path, str(script))
+    output = job.supervise()
+    assert marker.exists()
+    assert "last.ckpt (step 10) is not read" in output
+    assert "resuming at step 5 from" in output
+    assert job.results() == uninterrupted(LIGHTNING)
+
+
 @pytest.mark.full
 def test_the_steps_of_two_optimizers_are_not_taken_for_steps_of_the_run(tmp_path: Path) -> None:
     script, directory = OFFICIAL / "lightning_gan.py", tmp_path / "of_script"

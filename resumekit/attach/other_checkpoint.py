@@ -15,7 +15,7 @@ def replace_checkpoint(
 ) -> None:
     """Returns when the run directory is to be used instead of a checkpoint.
 
-    It is when it has the same or a later step, or when its journal shows that this run trained the
+    It is when it has the same or a later step, or when its journal shows that this run came to the
     checkpoint's step itself: the script saved it after the last save here, and then died.
 
     Args:
@@ -30,7 +30,7 @@ def replace_checkpoint(
     """
     names = Store(directory).step_names() if directory.is_dir() else []
     ours = names[0].step if names else 0
-    if step is None or step > max(ours, _last_step(directory)):
+    if step is None or step > _last_begun_step(directory, ours):
         found = f"at step {step}" if step is not None else "at an unknown step"
         raise ConfigurationError(
             f"{argument}={str(path)!r}",
@@ -45,9 +45,13 @@ def replace_checkpoint(
         logger.info("%s=%s (step %d) is not read: %s %s", argument, path, step, directory, resumes)
 
 
-def _last_step(directory: Path) -> int:
-    """The last step in the journal, which may be later than the newest checkpoint."""
+def _last_begun_step(directory: Path, saved: int) -> int:
+    """The step after the newest checkpoint and the newest record of the journal.
+
+    A record is written when all code of its step has run, also what saves a checkpoint.
+    """
     from resumekit.journal import DIRECTORY, find_attempts  # loads torch
 
     attempts = find_attempts(directory / DIRECTORY, rank=0)
-    return max((record.step for each in attempts for record in each.records()), default=0)
+    done = [record.step for each in attempts for record in each.records()]
+    return max([saved, *done]) + bool(attempts)

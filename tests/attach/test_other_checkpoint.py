@@ -35,6 +35,7 @@ def trained(directory: Path, num_steps: int, *, save_every: int | None) -> Path:
         (3, 4, "resumes from step 4"),
         (6, 4, "resumes from step 4"),  # the journal has step 6
         (6, None, "starts from step 0"),
+        (7, 4, "resumes from step 4"),  # it was saved, and the process died, in this step
     ],
 )
 def test_ours_is_used_if_the_run_has_reached_the_step(
@@ -53,7 +54,7 @@ def test_ours_is_used_if_the_run_has_reached_the_step(
 @pytest.mark.parametrize(
     ("step", "num_steps", "found"),
     [
-        (7, 6, "at step 7, and {} is at step 4"),
+        (8, 6, "at step 8, and {} is at step 4"),
         (1, 0, "at step 1, and {} is empty: step 0"),
         (None, 6, "at an unknown step, and {} is at step 4"),
     ],
