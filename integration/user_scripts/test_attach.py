@@ -239,32 +239,53 @@ def test_a_checkpoint_of_another_run_stops_it_unless_ours_is_as_far(
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from lightning.pytorch import Trainer
+from {package} import Trainer
 sys.path.insert(0, {folder!r})
-marker, save = Path({marker!r}), Trainer.save_checkpoint
-def save_and_die(self, path, *given, **named):
-    save(self, path, *given, **named)
-    if Path(path).stem == "last" and self.global_step == 10 and not marker.exists():
+marker, save = Path({marker!r}), Trainer.{method}
+def save_and_die(self, *given, **named):
+    save(self, *given, **named)
+    if {is_due} and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-Trainer.save_checkpoint = save_and_die
+Trainer.{method} = save_and_die
 exec(compile(Path({script!r}).read_text(), {script!r}, "exec"))
 """
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "package", "method", "is_due", "saved"),
+    [
+        (
+            *(LIGHTNING, "lightning.pytorch", "save_checkpoint"),
+            *("self.global_step == 10 and Path(given[0]).stem == 'last'", "last.ckpt"),
+        ),
+        (
+            *(TRAINER, "transformers", "_save_checkpoint"),
+            *("self.state.global_step == 10", "checkpoint-10"),
+        ),
+    ],
+    ids=["lightning", "trainer"],
+)
 def test_a_checkpoint_of_the_step_that_a_kill_interrupts_is_of_this_run(
-    tmp_path: Path, uninterrupted: Any
+    tmp_path: Path,
+    uninterrupted: Any,
+    name: str,
+    package: str,
+    method: str,
+    is_due: str,
+    saved: str,
 ) -> None:
     script, marker = tmp_path / "train.py", tmp_path / "killed"
-    names = {"folder": OFFICIAL, "marker": marker, "script": OFFICIAL / LIGHTNING}
-    script.write_text(DYING.format(**{name: str(path) for name, path in names.items()}))
+    paths = {"folder": OFFICIAL, "marker": marker, "script": OFFICIAL / name}
+    words = {"package": package, "method": method, "is_due": is_due}
+    script.write_text(DYING.format(**words, **{key: str(path) for key, path in paths.items()}))
     job = Job(tmp_path, str(script))
     output = job.supervise()
     assert marker.exists()
-    assert "last.ckpt (step 10) is not read" in output
+    assert f"{saved} (step 10) is not read" in output
     assert "resuming at step 5 from" in output
-    assert job.results() == uninterrupted(LIGHTNING)
+    assert job.results() == uninterrupted(name)
 
 
 @pytest.mark.full
