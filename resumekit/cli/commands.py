@@ -178,8 +178,9 @@ def prove(
     from resumekit.prove import print_result
     from resumekit.prove import prove as run_proof
 
-    if html_path is not None:
-        require_file_path(html_path, without=())
+    for file in (json_path, html_path):
+        if file is not None:
+            require_file_path(file, without=())
     with traces_for(html_path, keep) as traces:
         result = run_proof(
             command,

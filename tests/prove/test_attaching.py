@@ -71,14 +71,26 @@ def test_the_command_line_passes_steps_and_durations(capsys: pytest.CaptureFixtu
         assert f"save_every: {every} without with_resumekit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["prove", "--with-resumekit"], ["run", "--dir", "runs/a"]])
-def test_a_cadence_that_is_none_is_refused_before_anything_starts(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("prove --with-resumekit --save-every soon", "save_every: 'soon', expected a positive"),
+        ("run --dir runs/a --save-every soon", "save_every: 'soon', expected a positive"),
+        ("prove --json nowhere/a.json", "nowhere/a.json: cannot be written"),
+        ("prove --html nowhere/a.html", "nowhere/a.html: cannot be written"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_starts(
+    words: str,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main([*words, "--save-every", "soon", "--", "touch", "started"])
-    assert "save_every: 'soon', expected a positive number of steps" in capsys.readouterr().err
+        main([*words.split(), "--", "touch", "started"])
+    assert error in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
