@@ -220,7 +220,8 @@ class ResumeCallback(TrainerCallback):
         args.eval_on_start = args.eval_on_start and not report.resumed
         self._best.take_over()
         ignored = ignored_checkpoint(args.output_dir, report.step, self._directory)
-        if ignored is not None and not self._loop.finished and state.is_world_process_zero:
+        is_due = not (self._loop.finished or self._loop.is_replay)
+        if ignored is not None and is_due and state.is_world_process_zero:
             logger.warning("%s", ignored)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -171,4 +171,5 @@ def test_a_trainer_that_pushes_to_the_hub_pushes_nothing(
     assert code == 0, err
     assert "10 steps replayed, identical" in out
     assert "changed since the run" not in out
+    assert "WARNING: run/checkpoint" not in err
     assert hub == []

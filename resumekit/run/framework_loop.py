@@ -45,6 +45,11 @@ class FrameworkLoop:
         return self._checkpointer.finished
 
     @property
+    def is_replay(self) -> bool:
+        """Whether steps of the run are repeated, by ``resumekit replay``."""
+        return self._checkpointer._run.replay is not None
+
+    @property
     def goes_on_after_end(self) -> bool:
         """Whether the run had finished, and is to go further now."""
         return self._had_finished and self.finished is None
