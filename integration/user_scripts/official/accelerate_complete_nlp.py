@@ -110,6 +110,8 @@ def training_function(config, args):
         accelerator.print(f"epoch {epoch}: accuracy {correct / total:.3f}")
         if checkpointing_steps == "epoch":
             accelerator.save_state(os.path.join(args.output_dir, f"epoch_{epoch}"))
+    # torch 2.13 may hang at exit if the last collective call under gloo was a gather.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
