@@ -372,9 +372,11 @@ def test_without_a_thread_the_same_file_is_written(
 
 def test_a_child_forked_while_a_thread_writes_can_write(tmp_path: Path) -> None:
     content = _content(CHUNKS)
+    _write(tmp_path / "parent", content)  # starts the thread, which the child has not
     with pipeline.ring.lent():
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             entry, _ = _write(tmp_path / "child", content)
             os._exit(0 if entry.digest == _expected_digest(content) else 1)
