@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resumekit.errors import ConfigurationError
@@ -29,8 +29,10 @@ POLICIES = st.builds(
 )
 
 
-def _with_metric(step: int, value: float, mode: str = "min", revision: int = 0) -> Checkpoint:
-    metric = {"name": "loss", "mode": mode, "value": float(value).hex()}
+def _with_metric(
+    step: int, value: float, mode: str = "min", revision: int = 0, name: str = "loss"
+) -> Checkpoint:
+    metric = {"name": name, "mode": mode, "value": float(value).hex()}
     return Checkpoint(StepName(step, revision), metric)
 
 
@@ -89,6 +91,10 @@ def test_as_many_as_asked_stay(checkpoints: list[Checkpoint], policy: RetentionP
         assert {s for s in steps if s % policy.keep_every == 0} <= {name.step for name in left}
 
 
+@example(
+    [_with_metric(5, 2.0, name="accuracy"), _with_metric(10, 1.0), _with_metric(15, 3.0)],
+    RetentionPolicy(keep_latest=1, keep_best=1),
+)
 @given(CHECKPOINTS, POLICIES.filter(lambda policy: policy.keep_best > 0))
 def test_the_best_of_every_metric_stays(
     checkpoints: list[Checkpoint], policy: RetentionPolicy
