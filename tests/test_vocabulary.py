@@ -160,8 +160,7 @@ def findings(path: Path) -> list[Finding]:
     source = path.read_text(encoding="utf-8")
     shown = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     found = [Finding(shown, 1, word, term) for _, word, term in _judge(_words(path.stem), 1, FILE)]
-    units = _python(source) if path.suffix == ".py" else _markdown(source)
-    for line, kind, text in units:
+    for line, kind, text in _UNITS[path.suffix](source):
         found += [Finding(shown, at, word, term) for at, word, term in _judge(text, line, kind)]
     return sorted(set(found), key=lambda each: (each.line, each.word))
 
@@ -266,13 +265,23 @@ def _markdown(source: str) -> Iterator[tuple[int, str, str]]:
         paragraph.append(line)
 
 
+def _toml(source: str) -> Iterator[tuple[int, str, str]]:
+    """Comments, and the names of mutants, which the record of their run prints."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.startswith(("#", "name = ")):
+            yield number, TEXT, line
+
+
+_UNITS = {".py": _python, ".md": _markdown, ".toml": _toml}
+
+
 def files(paths: list[Path]) -> Iterator[Path]:
-    """The Python files and pages below the paths, without links and without this file."""
+    """The Python files, pages and lists of mutants below the paths, without links and this file."""
     for path in paths:
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
         for each in found:
             linked = "resumekit/adapters/" in each.as_posix()
-            if each.suffix in {".py", ".md"} and not linked and each != Path(__file__).resolve():
+            if each.suffix in _UNITS and not linked and each != Path(__file__).resolve():
                 yield each
 
 
@@ -298,6 +307,12 @@ def test_a_word_is_found_in_every_kind_of_text(source: str, word: str, tmp_path:
     module = tmp_path / "module.py"
     module.write_text(source)
     assert [each.word for each in findings(module)] == [word]
+
+
+def test_a_word_is_found_in_the_name_of_a_mutant(tmp_path: Path) -> None:
+    mutants = tmp_path / "mutants.toml"
+    mutants.write_text('[[mutant]]\nname = "copies are spread"\nbefore = "spread = 1"\n')
+    assert [(each.line, each.word) for each in findings(mutants)] == [(2, "spread")]
 
 
 @pytest.mark.parametrize(
