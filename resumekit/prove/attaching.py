@@ -13,6 +13,7 @@ from resumekit.attach import (
     observed_environment,
     run_directories,
 )
+from resumekit.cadence import parse_cadence
 from resumekit.errors import ProveError
 from resumekit.prove.trace_records import (
     CHECKPOINT,
@@ -45,9 +46,9 @@ def possible_saves(steps: Sequence[int], save_every: int | str) -> list[int]:
         steps: of the uninterrupted run.
         save_every: of the callback; with a duration any step.
     """
-    if isinstance(save_every, str):
-        return list(steps)
-    return [step for step in steps if step % save_every == 0]
+    cadence = parse_cadence(save_every)
+    any_step = cadence.interval_seconds is not None
+    return [step for step in steps if any_step or cadence.is_due(step)]
 
 
 def steps_to_interrupt(
