@@ -817,7 +817,11 @@ def zipped_with_workers(training: Training) -> None:
 
 @pytest.mark.parametrize(
     "loop",
-    [rebuilt_with_workers, left_early_with_workers, zipped_with_workers],
+    [
+        rebuilt_with_workers,
+        pytest.param(left_early_with_workers, marks=pytest.mark.full),
+        zipped_with_workers,
+    ],
     ids=lambda loop: loop.__name__,
 )
 def test_workers_that_are_replaced_or_left_behind_continue_exactly(

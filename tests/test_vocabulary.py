@@ -185,9 +185,9 @@ def _python(source: str, first: int = 1) -> Iterator[tuple[int, str, str]]:
     offset = first - 1
     for line, text in _comments(source):
         yield line + offset, TEXT, text
-    tree = ast.parse(source)
-    inside = {id(part) for node in ast.walk(tree) for part in getattr(node, "values", ())}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    inside = {id(part) for node in nodes for part in getattr(node, "values", ())}
+    for node in nodes:
         for name in _defined(node):
             yield getattr(node, "lineno", 1) + offset, NAME, _words(name)
         if id(node) in inside and isinstance(node, ast.Constant):

@@ -65,6 +65,7 @@ def test_a_script_with_a_right_resume_of_its_own_is_exact() -> None:
     assert trial.digests.keys() == {"model", "optimizer"}
 
 
+@pytest.mark.full  # four imports of torch; a component of the tiny job is left out, too
 def test_a_script_that_forgets_its_optimizer_is_reported() -> None:
     result = prove([*PLAIN, "--wrong", "optimizer"], kills=1, seed=3)
     (trial,) = result.trials
@@ -208,6 +209,7 @@ def test_a_launcher_goes_with_the_process_that_came_to_the_point() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.full  # torchrun; at random instants, ranks are killed below
 def test_all_ranks_go_when_one_comes_to_a_chosen_point(tmp_path: Path) -> None:
     result = tiny("--pause-seconds", "0.05", at=("checkpoint:6",), world=2, keep=tmp_path / "runs")
     (trial,) = result.trials

@@ -79,6 +79,7 @@ def test_checkpoints_are_found_by_their_names_in_the_order_of_writing(tmp_path: 
     assert with_latest(["x", "--resume={latest}"], since[-1]) == ["x", f"--resume={since[-1]}"]
 
 
+@pytest.mark.full  # four imports of torch
 def test_an_unchanged_script_resumes_from_its_newest_checkpoint_in_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_recorder_that_fails_writes_why_and_the_script_runs_on(
     assert ("TypeError" in failure_of_recorder(tmp_path / "records")) == is_broken
 
 
-@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("is_nested", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_script_that_a_training_process_starts_is_not_recorded(
     tmp_path: Path, is_nested: bool
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_changed_line_of_the_model_is_found_at_the_first_step_that_it_affects(
         assert part in text, part
 
 
+@pytest.mark.full
 def test_a_changed_line_without_an_effect_is_listed_and_nothing_differs(copied: Job) -> None:
     clamped_model(copied.directory, 99.0)
     found = copied.replay("--from", 20, "--until-differs")
@@ -270,6 +271,7 @@ def test_without_the_random_state_a_replay_differs(
     assert sorted(replayed) == [21, 22, 23, 24]
 
 
+@pytest.mark.full
 def test_the_last_steps_of_a_finished_run(job: Job) -> None:
     found = job.replay("--from", 60, "--keep", "kept")
     assert found.code == 0

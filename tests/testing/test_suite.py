@@ -102,6 +102,7 @@ def test_a_resume_from_an_older_checkpoint_fails_though_every_bit_is_right(warm:
         suite.test_the_identical_command_starts_resumes_and_then_does_nothing(warm, 1)
 
 
+@pytest.mark.full  # cold processes import torch
 def test_what_only_cold_processes_show_fails_there_alone(warm: Kit, tmp_path: Path) -> None:
     one_kill = classmethod(
         lambda cls, epoch, every: dict.fromkeys(KILL_POINTS, (KillPoint.step(4),))
