@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ from functools import lru_cache
 import pytest
 
 from resumekit.analysis import Program
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all that is imported stays: no collection in a test or in a worker looks at it
 
 
 @pytest.fixture(autouse=True)
