@@ -158,6 +158,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         thread.join()
 
 
+@pytest.mark.full
 def test_a_trainer_that_pushes_to_the_hub_pushes_nothing(
     tmp_path: Path, hub: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results_of
 
 
-@pytest.mark.parametrize("script", [TRAINER, pytest.param(LIGHTNING, marks=pytest.mark.full)])
+@pytest.mark.parametrize("script", [pytest.param(TRAINER, marks=pytest.mark.full), LIGHTNING])
 def test_an_unchanged_script_is_restarted_and_resumes_exactly(
     tmp_path: Path, uninterrupted: Any, script: str
 ) -> None:

@@ -88,7 +88,7 @@ def test_the_same_kill_is_not_exact_with_the_resume_of_the_script(
     assert killed != reference
 
 
-@pytest.mark.quick("lightning_autoencoder-2")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ATTACHABLE, ids=str)
 def test_scripts_of_the_table_are_exact_with_resumekit(tmp_path: Path, case: Case) -> None:
     result = proved(tmp_path, case.command(), at=(f"step:{case.kill}",), world=case.world)
