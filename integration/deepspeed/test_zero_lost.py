@@ -54,6 +54,16 @@ class Call:
         name = self.path.name
         return name.startswith("latest-") or str(StepName(STEP)) not in str(self.path)
 
+    @property
+    def lost_message(self) -> str:
+        """What the other rank ends with, as a pattern.
+
+        The files of an old checkpoint are removed while training continues, so the other rank may
+        wait in a collective of the engine then, and not in a save.
+        """
+        in_training = r"|RuntimeError: .* by peer" if "/.staging/trash-" in str(self.path) else ""
+        return "RankLostError: " + in_training
+
     def __str__(self) -> str:
         inside = re.sub(r"-([0-9a-f]{32}|[0-9a-f]{12})\b", "", str(self.path)).partition("/run/")[2]
         return f"rank {self.rank}, call {self.number}: {self.kind} {inside or '.'}"
@@ -123,7 +133,7 @@ def test_a_rank_killed_inside_a_save_loses_nothing(
         record_property(f"killed at stage {stage}", str(trial))
         print(f"killed at stage {stage}: {trial}")
         other = log_of(run, 1 - trial.rank)
-        assert "RankLostError: " in other.read_text(), f"{trial}: {other}"
+        assert re.search(trial.lost_message, other.read_text()), f"{trial}: {other}"
         waited = other.stat().st_mtime - log_of(run, trial.rank).stat().st_mtime
         assert waited < TIMEOUT_SECONDS + 2, trial
         # What the next launch will find.
