@@ -279,6 +279,20 @@ def test_a_checkpoint_the_reference_has_not_is_compared_with_the_run_itself(
     assert (found.step, found.component, found.leaf) == (3, "model", "0.weight")
 
 
+def test_the_buckets_of_ddp_are_named_after_what_changes_them(tmp_path: Path) -> None:
+    def saved(kind: str, count: str, flag: str) -> dict[str, Any]:
+        parts = {"callbacks/loops": {"count": count}, "model/gradient_buckets": {"flag": flag}}
+        return state(kind, 1, **parts)
+
+    records = [step(1), saved("checkpoint", "1", "a"), step(2)]
+    write_launch(tmp_path / "reference", 0, records)
+    write_launch(tmp_path / "candidate", 0, records[:2])
+    write_launch(tmp_path / "candidate", 1, [saved("resumed", "0", "b"), step(2)])
+    found = compare(tmp_path / "reference", tmp_path / "candidate").divergence
+    assert found is not None
+    assert found.component == "callbacks/loops"
+
+
 def test_a_difference_before_the_first_kill_is_not_blamed_on_the_resume(
     reference: Path, tmp_path: Path
 ) -> None:
