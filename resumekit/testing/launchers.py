@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import socket
 import subprocess
@@ -32,11 +33,16 @@ def distributed_environment(rank: int, world_size: int, port: int) -> dict[str, 
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of this machine that nobody listens on now.
+
+    It is below those that Linux gives to connections (ip_local_port_range), of which one may have
+    it before rank 0 listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 _READY_TIMEOUT_SECONDS = 120.0
