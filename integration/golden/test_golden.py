@@ -28,7 +28,7 @@ TRAINING = HERE / "golden_training.py"
 STEP = "step-00000008"
 NAMES = ("torch", "sharded", "accelerate", "transformers", "lightning", "deepspeed")
 # Checkpoints of former formats, with the training that wrote each: indices of version 1.
-FORMER = {"sharded-1": "sharded", "deepspeed-1": "deepspeed"}
+FORMER = {"sharded-1": "sharded", "deepspeed-1": "deepspeed-1"}
 NUM_RANKS = {"sharded": 2}
 
 # Fields of a manifest that differ between two runs of one program, and prose.
@@ -37,7 +37,7 @@ VOLATILE = ("run_id", "attempt", "created", "digest", "parent")
 
 def run_training(_: str, *, arguments: list[str]) -> None:
     """Runs the script as a command does, in this process."""
-    if arguments[0] == "deepspeed":  # it asks for these also in a job of one rank
+    if arguments[0].startswith("deepspeed"):  # it asks for these also in a job of one rank
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sys.argv = [str(TRAINING), *arguments]
