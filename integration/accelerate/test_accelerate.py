@@ -393,7 +393,7 @@ def test_the_identical_command_starts_continues_and_is_done(tmp_path: Path) -> N
     assert (finished.status, finished.epochs) == (0, [])
 
 
-def test_the_script_differs_from_its_plain_twin_by_three_lines_and_their_import() -> None:
+def test_the_script_differs_from_its_plain_twin_by_four_lines_and_their_import() -> None:
     plain, ours = (
         (SCRIPTS / name).read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
         for name in ("plain_accelerate.py", "train_accelerate.py")
@@ -404,6 +404,7 @@ def test_the_script_differs_from_its_plain_twin_by_three_lines_and_their_import(
         "accelerator, arguments.directory, ema=ema, save_every=arguments.save_every)",
         "for epoch in ckpt.epochs(arguments.epochs):",
         "for inputs, targets in ckpt.batches(loader):",
+        "ckpt.step(loss=loss)",
     ]
     assert [line.strip() for line in plain if line and line not in ours] == [
         "for epoch in range(arguments.epochs):",

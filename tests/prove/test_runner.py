@@ -209,7 +209,7 @@ def test_a_launcher_goes_with_the_process_that_came_to_the_point() -> None:
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.full  # torchrun; at random instants, ranks are killed below
+@pytest.mark.full  # another test starts torchrun, too
 def test_all_ranks_go_when_one_comes_to_a_chosen_point(tmp_path: Path) -> None:
     result = tiny("--pause-seconds", "0.05", at=("checkpoint:6",), world=2, keep=tmp_path / "runs")
     (trial,) = result.trials
