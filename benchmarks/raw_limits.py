@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,27 +63,30 @@ class RawLimits:
         return timed(self._write)[0]
 
     def _write(self) -> None:
-        handle = self._open(os.O_WRONLY | os.O_CREAT)
+        handle = self._open(self._path, os.O_WRONLY | os.O_CREAT)
         for begin in range(0, self.num_bytes, _RAW_BLOCK_BYTES):
             os.pwrite(handle, self._memory[begin : begin + _RAW_BLOCK_BYTES], begin)
         os.fsync(handle)
         os.close(handle)
 
-    def read(self) -> float:
-        """Seconds of reading what ``write`` wrote, from the disk."""
-        if not self._path.exists() or self._path.stat().st_size != self.num_bytes:
-            self._write()
-        drop_page_cache(self._path.parent, whole=False)
-        return timed(self._read)[0]
+    def read(self, folder: Path) -> float:
+        """Seconds of reading the files below a folder, from the disk.
 
-    def _read(self) -> None:
-        handle = self._open(os.O_RDONLY)
-        for begin in range(0, self.num_bytes, _RAW_BLOCK_BYTES):
-            os.preadv(handle, [self._memory[begin : begin + _RAW_BLOCK_BYTES]], begin)
-        os.close(handle)
+        The same files that are measured: how fast a disk reads depends on where they lie.
+        """
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        drop_page_cache(folder, whole=False)
+        return timed(lambda: self._read(paths))[0]
 
-    def _open(self, flags: int) -> int:
-        return os.open(self._path, flags | (os.O_DIRECT if self.is_direct else 0))
+    def _read(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            handle = self._open(path, os.O_RDONLY)
+            for begin in range(0, path.stat().st_size, _RAW_BLOCK_BYTES):
+                os.preadv(handle, [self._memory[begin : begin + _RAW_BLOCK_BYTES]], begin)
+            os.close(handle)
+
+    def _open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | (os.O_DIRECT if self.is_direct else 0))
 
     def copy(self) -> float:
         """Seconds of one copy in memory, by torch or by numpy, whichever is faster now."""

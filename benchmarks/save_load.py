@@ -233,7 +233,8 @@ def measure(directory: Path, num_rounds: int, *, tiny: bool) -> tuple[dict[str, 
     savers = Savers(training, directory)
     limits = RawLimits(directory, savers.num_bytes)
     contenders = savers.contenders()
-    for name, call in ((WRITE, limits.write), (READ, limits.read), (COPY, limits.copy)):
+    read = partial(limits.read, saved / "run")
+    for name, call in ((WRITE, limits.write), (READ, read), (COPY, limits.copy)):
         contenders[name] = partial(_only_seconds, call)
     for name, (way, has_moments) in LOADS.items():
         if is_built(way):
@@ -332,7 +333,8 @@ def main() -> None:
             "bootstrap's over the rounds. Saves: from the end of a step to the next batch.",
             "Loads: all of a start up to the first batch, in a fresh process, the file not in",
             "the page cache. The raw rows use no code of resumekit: O_DIRECT from and into huge",
-            "pages; the copy goes from ordinary memory into huge pages, by torch or numpy,",
+            "pages, the read from the files that are loaded; the copy goes from ordinary memory",
+            "into huge pages, by torch or numpy,",
             f"whichever is faster, {torch.get_num_threads()} threads of torch. Extra memory is the",
             "peak above what is resident before and after, the most of all rounds; what async",
             "saves keep is by how much the first two of them make the process larger.",
