@@ -23,7 +23,7 @@ import nox
 
 nox.options.default_venv_backend = "none"
 # The quickest first, and none after one that failed.
-nox.options.sessions = ["lint", "types", "tests", "package", "integration"]
+nox.options.sessions = ["checks", "tests", "integration"]
 nox.options.stop_on_first_error = True
 
 PYTHON = sys.executable
@@ -43,7 +43,7 @@ OLDEST_TESTS = {
     "torch": ("torch_exact", "sharded", "optimizer_parameters", "gradients_across_steps"),
 }
 
-# The tests of a file share one warm server; files that import the same follow one another.
+# The tests of a file share one warm server; a worker continues with files that import the same.
 PYTEST = (
     *(PYTHON, "-m", "pytest", "--numprocesses=logical", "--maxprocesses=4"),
     *("--dist=loadscope", "--no-loadscope-reorder"),
@@ -55,6 +55,20 @@ RESULTS = Path("benchmarks", "results")
 
 
 @nox.session
+def checks(session: nox.Session) -> None:
+    """``lint``, ``types`` and ``package`` side by side: each one alone leaves a core idle."""
+    _side_by_side(session, *(("nox", "-s", name) for name in ("lint", "types", "package")))
+
+
+def _side_by_side(session: nox.Session, *commands: tuple[str, ...]) -> None:
+    """Runs modules of Python, two at a time in this order; fails after the last one."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [pool.submit(session.run, PYTHON, "-m", *each) for each in commands]
+    for each in runs:
+        each.result()
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, likely bugs and formatting."""
     session.run(PYTHON, "-m", "ruff", "check")
@@ -63,17 +77,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types, by two checkers that disagree now and then; two processes, the longest first."""
-    commands = (
+    """Types, by two checkers that disagree now and then; the longest first."""
+    _side_by_side(
+        session,
         ("mypy",),
         ("pyright", "--pythonpath", PYTHON),
         ("mypy", "--config-file", "tests/mypy.ini"),
         ("mypy", "--config-file", "integration/mypy.ini", "integration", "benchmarks"),
     )
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = [pool.submit(session.run, PYTHON, "-m", *each) for each in commands]
-    for each in runs:
-        each.result()
 
 
 @nox.session
