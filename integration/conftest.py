@@ -5,22 +5,24 @@ from __future__ import annotations
 import gc
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from deepspeed_extension import compile_once
+from preload_schedule import PreloadScheduling
 from quick_set import mark_cells, mark_matrices
 from script_judge import ScriptJudge
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from resumekit.testing import DEFAULT_PRELOAD, Kit
+from resumekit.testing.launchers import ForkServer
 
 # Warm servers that are kept; files that import the same follow one another.
 NUM_KEPT = 2
-
-T = TypeVar("T", Kit, ScriptJudge)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +40,23 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([*given, *folders])))
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Whole files, by what they import, wherever they were to stay whole."""
+    return PreloadScheduling(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports without collections of garbage; those in a test need not look at what stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as `full` what the quick set leaves out; sorts the files by what they import."""
@@ -46,7 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_matrices(functions)
     imports: dict[object, int] = {}
     items.sort(key=lambda item: imports.setdefault(_preload_of(item), len(imports)))
-    gc.freeze()  # all that is imported stays: a collection in a test need not look at it
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of the test start anything
@@ -69,35 +87,32 @@ def preload_of(module: ModuleType | None) -> tuple[str, ...]:
 
 
 class Warm:
-    """The most recent kits or judges of this process, by what they import."""
+    """The most recent kits of this process, by what they import."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
-        self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], Kit] = OrderedDict()
 
     def kit(self, preload: Sequence[str], **settings: Any) -> Kit:
-        """The kit that imports these modules."""
-        return self._get(Kit, tuple(preload), **settings)
-
-    def judge(self, preload: Sequence[str]) -> ScriptJudge:
-        """The judge of scripts that imports these modules."""
-        return self._get(ScriptJudge, tuple(preload))
-
-    def _get(self, kind: type[T], preload: tuple[str, ...], **settings: Any) -> T:
-        """One of these settings; the oldest of the others is closed."""
-        key = (kind, preload, *sorted(settings.items()))
+        """The kit that imports these modules; the oldest of the others is closed."""
+        key = (tuple(preload), *sorted(settings.items()))
         if key not in self._kept:
             while len(self._kept) >= NUM_KEPT:
-                self._kept.popitem(last=False)[1].__exit__(None, None, None)
-            directory = self._factory.mktemp(kind.__name__)
-            self._kept[key] = kind(directory, preload=preload, **settings)
+                self._kept.popitem(last=False)[1].close()
+            directory = self._factory.mktemp("kit")
+            self._kept[key] = Kit(directory, preload=preload, **settings)
         self._kept.move_to_end(key)
-        found: T = self._kept[key]
-        return found
+        return self._kept[key]
+
+    def server(self, preload: Sequence[str]) -> ForkServer:
+        """The server of the kit that imports these modules."""
+        server = self.kit(preload)._launcher
+        assert isinstance(server, ForkServer)
+        return server
 
     def close(self) -> None:
         for each in self._kept.values():
-            each.__exit__(None, None, None)
+            each.close()
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +136,15 @@ def kit(request: pytest.FixtureRequest, warm: Warm) -> Kit:
 
 
 @pytest.fixture(scope="module")
-def judge(request: pytest.FixtureRequest, warm: Warm) -> ScriptJudge:
-    """The judge of the scripts of a file; ``PRELOAD`` as for the kit."""
-    return warm.judge(preload_of(request.module))
+def server(request: pytest.FixtureRequest, warm: Warm) -> ForkServer:
+    """The warm server of a file; ``PRELOAD`` as for the kit."""
+    return warm.server(preload_of(request.module))
+
+
+@pytest.fixture(scope="module")
+def judge(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> ScriptJudge:
+    """The judge of the scripts of a file."""
+    return ScriptJudge(tmp_path_factory.mktemp("judge"), server)
 
 
 @pytest.fixture(autouse=True)

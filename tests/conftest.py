@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import lru_cache
 
 import pytest
@@ -13,8 +13,15 @@ import pytest
 from resumekit.analysis import Program
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # all that is imported stays: no collection in a test or in a worker looks at it
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports without collections of garbage; those in a test need not look at what stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,8 @@ import resumekit
 from resumekit import SharingPattern, StateComponent, cadence
 from resumekit.adapters.torch import Checkpointer
 
+SILENT_SECONDS = 4
+
 
 def disagree(directory: str, *, about: str) -> None:
     """Trains on two ranks, of which the second was started or written in another way."""
@@ -40,7 +42,7 @@ def disagree(directory: str, *, about: str) -> None:
         where,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        agreement_timeout_seconds=10,
+        agreement_timeout_seconds=SILENT_SECONDS if about == "silence" else 10,
         **options,
     )
     loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=1)

@@ -7,7 +7,6 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from failpoints import launch as launch_with_faults
@@ -22,7 +21,6 @@ from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 KILLED = -9
 TIMEOUT_SECONDS = 60.0
-PRELOAD = ("torch", "torch._dynamo", "numpy", "resumekit.adapters.torch")
 
 
 @dataclass(frozen=True)
@@ -147,16 +145,16 @@ class Trial:
 
 
 class Trials:
-    """A warm server, the uninterrupted run, and a run that was killed between two saves.
+    """The uninterrupted run, and a run that was killed between two saves.
 
     Args:
         directory: an empty one.
+        server: forks every launch.
         world_size: how many ranks.
     """
 
-    def __init__(self, directory: Path, *, world_size: int = 1) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._server = ForkServer(PRELOAD, environment)
+    def __init__(self, directory: Path, server: ForkServer, *, world_size: int = 1) -> None:
+        self._server = server
         self._directory = directory
         self._numbers = itertools.count(1)
         reference = Trial(self._server, directory / "reference")
@@ -178,14 +176,3 @@ class Trials:
 
     def _next_directory(self) -> Path:
         return self._directory / f"trial-{next(self._numbers):04d}"
-
-    def __enter__(self) -> Trials:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.close()

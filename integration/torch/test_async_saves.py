@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from preloads import TORCH
 
 from resumekit.prove import compare
 from resumekit.storage import Store
-from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
+from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, target_of
 
@@ -66,13 +65,6 @@ def test_a_component_left_out_is_caught(kit: Kit) -> None:
 
 
 # ---------------------------------------------------------------- ended
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer((*DEFAULT_PRELOAD, *TORCH), {**os.environ, "OMP_NUM_THREADS": "1"})
-    yield server
-    server.close()
 
 
 def launch(

@@ -21,14 +21,16 @@ import pytest
 from faults_trials import KILLED, Ended, Trial, Trials
 
 from resumekit.storage import StepName, Store
+from resumekit.testing import DEFAULT_PRELOAD
+from resumekit.testing.launchers import ForkServer
 
+PRELOAD = (*DEFAULT_PRELOAD, "resumekit.adapters.torch")  # files are synced here
 RecordProperty = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with Trials(tmp_path_factory.mktemp("trials")) as trials:
-        yield trials
+def trials(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Trials:
+    return Trials(tmp_path_factory.mktemp("trials"), server)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +193,8 @@ def _reported(ended: Ended) -> str:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
-    with Trials(tmp_path_factory.mktemp("pairs"), world_size=2) as trials:
-        yield trials
+def pairs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Trials:
+    return Trials(tmp_path_factory.mktemp("pairs"), server, world_size=2)
 
 
 @pytest.mark.quick("0-write:3-3")

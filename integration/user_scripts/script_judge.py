@@ -15,8 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -24,7 +22,7 @@ from resumekit.journal import Verdict
 from resumekit.launcher import kill_processes
 from resumekit.prove.processes import Launch
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
-from resumekit.testing.task import Task
+from resumekit.testing.task import Task, load_function, target_of
 from resumekit.testing.trace_checks import worst_verdict
 from resumekit.tracing import INJECT_VARIABLE
 
@@ -134,35 +132,23 @@ def differences(reference: Execution, run: Execution) -> list[str]:
 
 
 class ScriptJudge:
-    """Launches scripts; use it as a context manager, one for many scripts.
+    """Launches scripts, one judge for many of them.
 
     Args:
         directory: an empty directory for all that the scripts write.
-        preload: modules that every launch finds imported.
+        server: forks every launch; the modules that it imported are imported there.
     """
 
-    def __init__(self, directory: Path, *, preload: Sequence[str]) -> None:
+    def __init__(self, directory: Path, server: ForkServer) -> None:
         self._directory = directory
         self._num_runs = 0
         self._uninterrupted: dict[Script, Execution] = {}
+        self._server = server
         self._environment = {
-            **os.environ,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SCRIPTS, SHARED))),
         }
-        self._server = ForkServer(preload, self._environment)
-
-    def __enter__(self) -> ScriptJudge:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.close()
 
     def run_uninterrupted(self, script: Script) -> Execution:
         """One launch that nobody kills; made once for each script and its arguments."""
@@ -269,8 +255,10 @@ class ScriptJudge:
         started = []
         for rank in range(script.num_ranks):
             ranks = distributed_environment(rank, script.num_ranks, port)
-            target, options = _target_of(script)
-            task = Task(target, str(directory / "run"), options, {**environment, **ranks}, str(log))
+            whole = {**self._environment, **environment, **ranks}
+            options = {"script": script.name, "arguments": list(script.arguments)}
+            target = target_of(run_script)
+            task = Task(target, str(directory / "run"), options, whole, str(log))
             started.append(self._server.start(task))
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + LAST_RECORD_SECONDS
@@ -300,7 +288,7 @@ class ScriptJudge:
         kill: int | None,
     ) -> tuple[int, ...]:
         marker = "SCRIPT_JUDGE"
-        given = {**self._environment, **environment, marker: str(log)}
+        given = {**os.environ, **self._environment, **environment, marker: str(log)}
         given["OMP_NUM_THREADS"] = given[THREADS_VARIABLE] or given["OMP_NUM_THREADS"]
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nproc-per-node={script.num_ranks}", f"--master-port={free_port()}"]
@@ -327,19 +315,15 @@ class ScriptJudge:
 
 def run_script(directory: str, *, script: str, arguments: Sequence[str]) -> None:
     """Runs a script as ``python script --directory directory arguments`` does, in this process."""
-    path = str(SCRIPTS / script)
     sys.path.insert(0, str(SCRIPTS))
+    if ":" in script:
+        load_function(str(Path(__file__).with_name(script)))(directory)
+        return
+    path = str(SCRIPTS / script)
     sys.argv = [path, "--directory", directory, *arguments]
     if THREADS_VARIABLE in os.environ:
         torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
     runpy.run_path(path, run_name="__main__")
-
-
-def _target_of(script: Script) -> tuple[str, dict[str, Any]]:
-    if ":" in script.name:
-        return str(Path(__file__).with_name(script.name)), {}
-    options = {"script": script.name, "arguments": list(script.arguments)}
-    return f"{__file__}:run_script", options
 
 
 def _names(lines: Sequence[str], name: str) -> bool:
