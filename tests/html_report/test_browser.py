@@ -113,9 +113,6 @@ def test_the_other_pages_open_without_a_message(
     document, messages = opened(browser, page)
     assert messages == []
     assert name == "difference" or re.search(r'<g class="axes"><text[^>]*>\d', document)
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    take_screenshot(page, PICTURES / f"{name}_light.png")
-    take_screenshot(page, PICTURES / f"{name}_dark.png", options=(DARK,))
 
 
 def test_a_request_and_an_error_are_seen(browser: str, page: Path) -> None:
@@ -153,14 +150,26 @@ def test_pointing_at_a_step_shows_the_values_of_each_attempt(browser: str, page:
     assert re.search(r'class="values">step \d+ · .*attempt 1: \d', document)
 
 
-@pytest.mark.parametrize(("name", "options"), [("light", ()), ("dark", (DARK,))])
+@pytest.mark.parametrize(
+    ("name", "theme"),
+    [
+        ("page", "light"),
+        *(
+            pytest.param(name, theme, marks=pytest.mark.full)
+            for name in ("page", "comparison", "replayed", "difference")
+            for theme in ("light", "dark")
+            if (name, theme) != ("page", "light")
+        ),
+    ],
+)
 def test_a_picture_shows_the_whole_page(
-    browser: str, page: Path, name: str, options: tuple[str, ...]
+    browser: str, name: str, theme: str, request: pytest.FixtureRequest
 ) -> None:
+    page = request.getfixturevalue(name)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    picture = PICTURES / f"run_{name}.png"
+    picture = PICTURES / f"{name}_{theme}.png"
     picture.unlink(missing_ok=True)
-    take_screenshot(page, picture, options=options)
+    take_screenshot(page, picture, options=(DARK,) if theme == "dark" else ())
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))

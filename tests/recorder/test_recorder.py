@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,50 @@ from resumekit.prove import Attempt, Record
 from resumekit.prove.recording import failure_of_recorder, read_records, recorded_environment
 from resumekit.prove.trace_records import STEP, records_of
 from resumekit.recorder import RecorderSettings
+from resumekit.testing import DEFAULT_PRELOAD
+from resumekit.testing.launchers import ForkServer
+from resumekit.testing.task import Task
 
 SCRIPT = Path(__file__).parent / "scripts" / "several_models.py"
+RECORDED = SCRIPT.with_name("recorded_program.py")
 
 
-def run(program: list[str], records: Path | None = None, *, digest_every: int = 1) -> str:
+def run(program: list[str], records: Path | None = None) -> str:
     """What a program prints, recorded or not."""
     environment = dict(os.environ)
     if records is not None:
-        asked = RecorderSettings(directory=str(records), digest_every=digest_every)
+        asked = RecorderSettings(directory=str(records))
         environment = recorded_environment(environment, records.with_name("launcher"), asked)
     done = subprocess.run(
         [sys.executable, *program], env=environment, capture_output=True, text=True, check=True
     )
     assert "resumekit" not in done.stderr
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer((*DEFAULT_PRELOAD, "resumekit.recorder"), os.environ)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def record(server: ForkServer, tmp_path: Path) -> Callable[..., str]:
+    """Records a program in a fork of a warm process, with the same hooks; what it prints."""
+
+    def record(program: str, *, digest_every: int = 1) -> str:
+        path, log = tmp_path / "program.py", tmp_path / "output"
+        path.write_text(program)
+        settings = RecorderSettings(directory=str(tmp_path / "records"), digest_every=digest_every)
+        options = {"program": str(path), "settings": settings.as_dict()}
+        pid = server.start(Task(f"{RECORDED}:run", str(tmp_path), options, {}, str(log)))
+        ended = server.wait_any([pid], 60)
+        output = log.read_text()
+        assert ended == (pid, 0), output
+        return output
+
+    return record
 
 
 def steps_in(records: Path) -> list[Record]:
@@ -63,7 +93,9 @@ def test_a_recorded_run_is_the_unrecorded_one_and_every_step_is_in_its_records(
     assert {"python", "numpy", "torch"} <= first.rng.keys()
 
 
-def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(tmp_path: Path) -> None:
+def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(
+    record: Callable[..., str], tmp_path: Path
+) -> None:
     program = (
         "import torch\n"
         "wrapper = torch.nn.Sequential(torch.nn.Linear(2, 1)).eval()\n"
@@ -73,7 +105,7 @@ def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(tmp_pat
         "    wrapper(torch.ones(2)).backward()\n"
         "    optimizer.step()\n"
     )
-    run(["-c", program], tmp_path / "records")
+    record(program)
     steps = steps_in(tmp_path / "records")
     assert [len(step.fields["samples"]) for step in steps] == [0, 1]
 
@@ -86,7 +118,7 @@ def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(tmp_pat
     ],
 )
 def test_a_pass_that_restores_the_buckets_of_ddp_is_no_loss_of_the_script(
-    tmp_path: Path, extra: str, order: list[str], losses: list[str]
+    record: Callable[..., str], tmp_path: Path, extra: str, order: list[str], losses: list[str]
 ) -> None:
     """A pass of zeros that the script makes is one."""
     program = (
@@ -106,13 +138,13 @@ def test_a_pass_that_restores_the_buckets_of_ddp_is_no_loss_of_the_script(
         "print(buckets.state_dict()['']['buckets'])\n"
         "torch.distributed.destroy_process_group()\n"
     )
-    assert run(["-c", program], tmp_path / "records") == f"[{order}]\n"
+    assert record(program) == f"[{order}]\n"
     (step,) = steps_in(tmp_path / "records")
     assert list(step.fields["values"]) == losses
 
 
-def test_states_are_digested_at_every_nth_step(tmp_path: Path) -> None:
-    run([str(SCRIPT)], tmp_path / "records", digest_every=4)
+def test_states_are_digested_at_every_nth_step(record: Callable[..., str], tmp_path: Path) -> None:
+    record(SCRIPT.read_text(), digest_every=4)
     steps = steps_in(tmp_path / "records")
     assert [step.step for step in steps if step.components] == [1, 5, 9]
     assert all(step.fields["weights"] for step in steps)
@@ -125,7 +157,7 @@ def test_a_process_that_does_not_train_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_recorder_that_fails_writes_why_and_the_script_runs_on(
-    tmp_path: Path, is_broken: bool
+    record: Callable[..., str], tmp_path: Path, is_broken: bool
 ) -> None:
     """A parameter group of this optimizer has a learning rate that is no number."""
     lr = "lambda: 0.1" if is_broken else "0.1"
@@ -135,7 +167,7 @@ def test_a_recorder_that_fails_writes_why_and_the_script_runs_on(
         "    def step(self): print('stepped')\n"
         f"Odd([torch.nn.Parameter(torch.ones(2))], {{'lr': {lr}}}).step()\n"
     )
-    assert run(["-c", program], tmp_path / "records") == "stepped\n"
+    assert record(program) == "stepped\n"
     assert ("TypeError" in failure_of_recorder(tmp_path / "records")) == is_broken
 
 

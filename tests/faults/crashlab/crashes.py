@@ -132,6 +132,7 @@ class CrashModel:
         self._limit = limit
         self._renames = renames
         self._canonical_names: dict[str, str] = {}
+        self._variants: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Content]] = {}
         self._canonical_data = {
             index: canonical(operation.data)
             for index, operation in enumerate(self._operations)
@@ -208,9 +209,11 @@ class CrashModel:
             elif isinstance(operation, Link) and operation.is_new and not operation.is_directory:
                 contents[operation.child] = [_content("empty", b"", b"")]
         for number, indices in appends.items():
-            durable = [index for index in indices if self._is_durable(index, done)]
-            pending = indices[len(durable) :]
-            contents[number] = _variants(self._joined(durable), self._joined(pending))
+            durable = tuple(index for index in indices if self._is_durable(index, done))
+            key = (durable, tuple(indices[len(durable) :]))
+            if key not in self._variants:  # of most files they are those of the cut before
+                self._variants[key] = _variants(*map(self._joined, key))
+            contents[number] = self._variants[key]
         return contents
 
     def _joined(self, appends: Sequence[int]) -> _Bytes:

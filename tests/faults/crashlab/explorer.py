@@ -78,12 +78,11 @@ def cases(
 
 def promise_at(job: Job, state: CrashState) -> Promise:
     """What the job could count on when the machine stopped."""
-    promised = job.promises[0]
-    for promise in job.promises[1:]:
+    for promise in reversed(job.promises[1:]):
         before = job.recording.operations[: promise.num_calls]
         if all(index in state.done for index, call in enumerate(before) if call.rank == 0):
-            promised = promise
-    return promised
+            return promise
+    return job.promises[0]
 
 
 def violations(
