@@ -79,7 +79,7 @@ def run_demo(*, seed: int, num_kills: int, quick: bool) -> bool:
 
 
 def _command(seed: int, steps_per_epoch: int) -> list[str]:
-    script = [sys.executable, "-m", "resumekit.demo_script", "runs/demo", "--seed", str(seed)]
+    script = [sys.executable, "-m", "resumekit.demo_script", "{dir}", "--seed", str(seed)]
     return [*script, "--epochs", str(NUM_EPOCHS), "--steps-per-epoch", str(steps_per_epoch)]
 
 

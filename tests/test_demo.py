@@ -1,13 +1,15 @@
-"""What the demonstration prints about two executions of one step."""
+"""What the demonstration prints about two executions of one step, and where it runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resumekit.demo import _cells, _loss
+from resumekit.demo import _cells, _command, _loss
 from resumekit.prove import STEP, Record
+from resumekit.prove.workspaces import workspace_of
 
 STEP_FIELDS: dict[str, Any] = {
     "values": {"loss": (2.5).hex()},
@@ -48,3 +50,7 @@ def test_a_step_that_the_other_run_never_trained_differs() -> None:
 @pytest.mark.parametrize("loss", [0.0, -0.0, 1.0, 2.5, 1e-320, 0.1, float("inf"), float("nan")])
 def test_the_printed_loss_keeps_every_bit(loss: float) -> None:
     assert float.fromhex(_loss({"values": {"loss": loss.hex()}})).hex() == loss.hex()
+
+
+def test_the_demonstration_copies_nothing_of_where_it_is_started() -> None:
+    assert workspace_of(_command(0, 1), Path("/")) is None

@@ -14,11 +14,13 @@ from resumekit.prove.processes import DIRECTORY_PLACEHOLDER
 _MEGABYTE = 1_000_000
 _LARGEST_MEGABYTES = 500
 
-# Environments, caches and histories that no training reads.
+# Caches and histories that no training reads.
 _LEFT_OUT = frozenset(
-    {".git", ".hg", ".nox", ".tox", ".venv", "venv", "node_modules", "__pycache__"}
+    {".git", ".hg", ".nox", ".tox", "node_modules", "__pycache__"}
     | {".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints"}
 )
+# A directory with one of these is an environment, whatever its name (PEP 405; conda).
+_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 
 # A script with these has its run directories relocated.
 _RELOCATED = re.compile(r"resumekit\.adapters|\bCheckpointer\b|\bResumeCallback\b")
@@ -68,10 +70,14 @@ def copy_workspace(source: Path, target: Path) -> list[str]:
     def ignored(directory: str, names: list[str]) -> set[str]:
         links = {name for name in names if _leads_out(Path(directory, name), source)}
         left_out.extend(str(Path(directory, name).relative_to(source)) for name in sorted(links))
-        return links | (_LEFT_OUT & set(names))
+        return links | {name for name in names if _is_left_out(Path(directory, name))}
 
     shutil.copytree(source, target, symlinks=True, ignore=ignored)
     return left_out
+
+
+def _is_left_out(path: Path) -> bool:
+    return path.name in _LEFT_OUT or any((path / mark).exists() for mark in _ENVIRONMENT_MARKS)
 
 
 def _leads_out(path: Path, root: Path) -> bool:
@@ -80,5 +86,5 @@ def _leads_out(path: Path, root: Path) -> bool:
 
 def _files(directory: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(directory):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if not _is_left_out(Path(parent, name))]
         yield from (Path(parent, name) for name in names)

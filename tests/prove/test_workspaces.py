@@ -31,8 +31,10 @@ def test_a_script_whose_run_directories_are_relocated_runs_where_it_is(tmp_path:
 def test_a_large_directory_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "large").write_bytes(bytes(2_000_000))
+    environment = tmp_path / "any name"
+    environment.mkdir()
+    (environment / "pyvenv.cfg").touch()
+    (environment / "large").write_bytes(bytes(2_000_000))
     monkeypatch.setattr(workspaces, "_LARGEST_MEGABYTES", 1)
     assert workspace_of(["python", "train.py"], tmp_path) == tmp_path
     (tmp_path / "data").write_bytes(bytes(2_000_000))
@@ -45,6 +47,7 @@ def test_links_out_of_the_directory_are_not_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "inside").mkdir(parents=True)
     (source / ".git").mkdir()
+    (source / "env" / "conda-meta").mkdir(parents=True)
     (source / "runs").symlink_to(tmp_path)
     (source / "link").symlink_to("inside")
     assert copy_workspace(source, tmp_path / "copy") == ["runs"]
