@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import socket
 import time
@@ -94,7 +95,9 @@ class PosixLock:
         key = (os.getpid(), status.st_dev, status.st_ino)
         token = object()
         if _locked.setdefault(key, token) is not token:
-            return False
+            gc.collect()  # it may belong to a run that the user deleted, kept by cycles alone
+            if _locked.setdefault(key, token) is not token:
+                return False
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError:

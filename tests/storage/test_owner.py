@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -120,6 +121,30 @@ def test_the_same_process_cannot_own_a_directory_twice(
     status = _in_a_child(lambda: open_store().acquire())
     assert status == "DirectoryInUseError"
     first.release()
+    open_store().acquire()
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
+def test_a_store_that_nothing_refers_to_any_more_does_not_keep_its_directory(
+    open_store: OpenStore,
+) -> None:
+    class Program:
+        store: Store
+        itself: Program
+
+    program = Program()
+    program.store, program.itself = open_store(), program
+    program.store.acquire()
+    with pytest.raises(DirectoryInUseError):
+        open_store().acquire()
+    del program
     open_store().acquire()
 
 
