@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -40,21 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([*given, *folders])))
 
 
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
+@pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` nobody calls it
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """Whole files, by what they import, wherever they were to stay whole."""
     return PreloadScheduling(config, log) if config.getoption("dist") == "loadscope" else None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Imports without collections of garbage; those in a test need not look at what stays."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark

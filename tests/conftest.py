@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
 
 from resumekit.analysis import Program
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Imports without collections of garbage; those in a test need not look at what stays."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.fixture(autouse=True)
