@@ -340,10 +340,9 @@ class World:
                 )
 
     def _attempt(self, action: Callable[[], Any]) -> _Outcome:
-        # Whatever fails here must reach the other ranks, or they wait for this one for ever.
         try:
             return _Outcome(value=action())
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - the other ranks would wait for this one
             return _Outcome(error=as_error(self.rank, error))
 
 
