@@ -133,7 +133,8 @@ class KeyedSource(MapSource):
 
     def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
         start = super()._epoch_start(pending)
-        self._order_drawn_again = start.get("at_first") is not None
+        is_drawn = start.get("at_first") is not None
+        self._order_drawn_again = is_drawn and not pending.get("order")  # it may be a saved one
         return start
 
     def _num_padding(self) -> int:

@@ -232,7 +232,7 @@ class CountingDigest(OrderDigest):
     """
 
     def __init__(self, order: OrderDigest, repeats: Repeats) -> None:
-        super().__init__(order.digest)
+        super().__init__(order.digest, order.packed)
         self._repeats = repeats
 
     def add(self, indices: Any) -> bytes | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
 from resumekit.capture import GENERATOR_TYPES
 
@@ -140,6 +140,15 @@ def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     copied = copy.copy(loader)
     reset_iteration(copied)
     return copied
+
+
+def shared_parts(loader: Any) -> dict[int, Any]:
+    """What a copy of the loader's samplers shares with them, as the memo of a deep copy."""
+    parts = [loader.dataset]
+    for _, sampler in samplers_of(loader):
+        parts += getattr(sampler, "__dict__", {}).values()
+    shared = (Dataset, torch.nn.Module, ModuleType)
+    return {id(each): each for each in parts if each is loader.dataset or isinstance(each, shared)}
 
 
 def reset_iteration(loader: DataLoader[Any]) -> None:

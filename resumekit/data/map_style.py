@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +10,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 
-from resumekit.capture import generator_state
-from resumekit.data.epoch_order import Batching, order_name
+from resumekit.capture import RngState, content_digest, generator_state
+from resumekit.data.epoch_order import (
+    UNKNOWN,
+    Batching,
+    may_draw_lazily,
+    order_name,
+    unpack_order,
+)
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     is_reshared,
@@ -19,10 +26,12 @@ from resumekit.data.loader_changes import (
     unwrapped_position,
 )
 from resumekit.data.loader_introspection import (
+    DATASET_PREFIXES,
     announce_epoch,
     known_length,
     private_generators,
     shallow_copy,
+    shared_parts,
     unordered_reason,
 )
 from resumekit.data.resharding import FittedPosition, fit_position
@@ -36,6 +45,7 @@ from resumekit.data.workers import (
     RestoringInit,
     padded,
 )
+from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
 
 # What cannot be followed for ever, or not at all.
@@ -92,6 +102,8 @@ class MapSource(Source):
         self._former_workers: int | None = None  # their number when the checkpoint was written
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, dict[str, bytes]] = {}
+        self._checked = 0  # samples of the order that were drawn again and compared
+        self._unknown = ""  # why the order of the epoch may not be found again
         self._copy = shallow_copy(loader)
         # torch refuses to set these two after construction, because a live iterator would not
         # notice; the copy has none yet.
@@ -117,6 +129,8 @@ class MapSource(Source):
                 Fidelity.LOST,
                 f"{', '.join(hidden)} is in the workers and not saved; use num_workers=0",
             )
+        if self._unknown:
+            return Fidelity.UNKNOWN, self._unknown
         if self._former_workers not in (None, workers):
             return Fidelity.EQUIVALENT, (
                 f"num_workers was {self._former_workers} and is {workers}, so samples draw other "
@@ -136,6 +150,8 @@ class MapSource(Source):
             # persistent workers.
             self._copy.__dict__["_iterator"] = None
         pending = self._take_pending(epoch)
+        if self._order_name()["kind"] == UNKNOWN:  # no other epoch says anything about this one
+            self._checked = 0
         if pending is None:
             self._begin_fresh()
         else:
@@ -159,7 +175,14 @@ class MapSource(Source):
             self._samples = pending["samples"]
             seek = Seek(
                 **self._epoch_start(pending),
-                seeker=find_seeker(pending, self._batching, self._order_name, where=self.name),
+                seeker=find_seeker(
+                    pending,
+                    self._batching,
+                    self._order_name,
+                    self._sampler.followed,
+                    where=self.name,
+                ),
+                items=unpack_order(pending["order"]) if pending.get("order") else None,
                 num_padding=self._num_padding(),
                 eager=self.loader.num_workers == 0,
                 num_batches=self.batch,
@@ -268,6 +291,52 @@ class MapSource(Source):
             if isinstance(batch, BatchWithNote):
                 self._take_note(batch.note)
 
+    def check_position(self, mark: BatchMark | None = None) -> None:
+        tape = self._sampler.tape
+        mark = mark or self.mark()
+        is_lost = self._unknown or (tape and tape.overflowed)
+        if not self.begun or self._pending or is_lost or not mark.batch or not self._is_due(mark):
+            return
+        state = self.state_at(mark)
+        if state["order"] is not None:
+            return  # it is not drawn again
+        self._checked = mark.samples
+        kind, before = type(self._sampler.followed.sampler).__name__, self._rng.state_dict()
+        try:
+            self._draw_again(state)
+        except DataPositionError:
+            self._unknown = f"{kind} gives another order when it is drawn again; {_LET_IT_BE_SAVED}"
+        except Exception as error:  # noqa: BLE001 - the user's sampler, or its copy, raises anything
+            self._unknown = f"{kind} is not drawn again: {error}; {_LET_IT_BE_SAVED}"
+        finally:
+            self._rng.load_state_dict(before)
+
+    def _is_due(self, mark: BatchMark) -> bool:
+        """Whether the order is to be compared: one with a name once, others as they are drawn."""
+        if self._checked and self._sampler.order_name["kind"] != UNKNOWN:
+            return False
+        return mark.samples < _MANY_SAMPLES or mark.samples >= 2 * self._checked
+
+    def _draw_again(self, state: Mapping[str, Any]) -> None:
+        """Draws the order of the epoch up to the position, as a resume does, from a copy.
+
+        Raises:
+            DataPositionError: it is another one.
+        """
+        inner, private = self._sampler.inner, self.private
+        if may_draw_lazily(inner):  # torch's own samplers keep nothing, and are not copied
+            inner, private = copy.deepcopy((inner, private), shared_parts(self.loader))
+        loader = shallow_copy(self.loader)
+        loader.__dict__["batch_sampler" if self._collates else "sampler"] = inner
+        batching = Batching.of(loader)
+        describe = partial(order_name, batching.sampler, private)
+        again = RecordingSampler(inner, RngState(private), describe)
+        start = {} if is_reshared(state) else state["start"] or {}
+        seeker = find_seeker(state, batching, describe, again.followed, where=self.name)
+        draws, num_batches = state["draws"], state["batch"]
+        again.seek(Seek(**start, seeker=seeker, eager=True, num_batches=num_batches, draws=draws))
+        iter(again)
+
     def _current_state(self) -> dict[str, Any]:
         return self.state_at(self.mark())
 
@@ -277,10 +346,13 @@ class MapSource(Source):
             batch=self.batch,
             samples=self._samples,
             digest=None if self._batching.has_random_access else sampler.order.hexdigest(),
-            generators={name: generator_state(each) for name, each in self.private.items()},
+            generators=self._generator_states(),
             workers=dict(self._workers),
             draws={} if sampler.tape is None else sampler.tape.state_dict(),
         )
+
+    def _generator_states(self) -> dict[str, Any]:
+        return {name: generator_state(each) for name, each in self.private.items()}
 
     def state_at(self, mark: BatchMark) -> dict[str, Any]:
         under_way = mark.batch > 0
@@ -302,11 +374,15 @@ class MapSource(Source):
     def _epoch_state(self, mark: BatchMark) -> dict[str, Any]:
         """What names the order of the current epoch, and what this rank used of it."""
         sampler, batching = self._sampler, self._batching
+        # What a sampler has drawn since then, for batches that were fetched ahead, it draws again.
+        is_drawn = _of_order(mark.generators) == _of_order(self._generator_states())
+        order = sampler.drawn_order() if is_drawn else None
         return {
             "order_name": sampler.order_name,
             "start": None if batching.has_random_access else dict(sampler.start),
             **self._inherited,
-            "draws": mark.draws,
+            "order": order,
+            "draws": mark.draws if order is None else {},
             "used": {
                 "since": self._since,
                 "replica": batching.replica,
@@ -340,7 +416,16 @@ class MapSource(Source):
         }
 
 
+_LET_IT_BE_SAVED = "let __iter__ return iter() of a list, which is saved"
+_MAX_STATES_BYTES = 2**20
+_MANY_SAMPLES = 2**16  # they are drawn again in milliseconds
 _NO_EPOCH: dict[str, Any] = {"order_name": None, "start": None, "draws": {}, "used": None}
+
+
+def _of_order(generators: Mapping[str, Any]) -> int | None:
+    """A digest of the states of those generators from which the order may be drawn."""
+    states = {n: each for n, each in generators.items() if not n.startswith(DATASET_PREFIXES)}
+    return content_digest(states, limit_bytes=_MAX_STATES_BYTES)
 
 
 def _number(holder: Any, name: str) -> int | None:

@@ -75,6 +75,9 @@ class DataPosition(ComponentState):
         self._in_checkpoint: frozenset[str] = frozenset()
         self._existing: ExistingObjects | None = None
 
+    def live_objects(self) -> list[Any]:
+        return [source.loader for source in self.sources.values()]
+
     def empty_copy(self) -> DataPosition:
         """A position with the same settings and no loader."""
         return DataPosition(self._seed, allowed_changes=self._allowed_changes)
@@ -196,6 +199,10 @@ class DataPosition(ComponentState):
     def geometry(self) -> dict[str, Any]:
         """The batch geometry of every loader that was opened, by name."""
         return {name: source.geometry for name, source in self.sources.items()}
+
+    def before_save(self) -> None:
+        for source in self.sources.values():
+            source.check_position()
 
     def state_dict(self) -> dict[str, Any]:
         states = dict(self._pending)

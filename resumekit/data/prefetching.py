@@ -71,6 +71,9 @@ class OuterSource(Source):
         super().end_epoch()
         self._ahead.clear()
 
+    def check_position(self, mark: Any = None) -> None:
+        self._inner.check_position(self._ahead[0].position if self._ahead else None)
+
     def _fetch(self) -> Any:
         """Takes the next batch from the inner source; it counts when it is delivered."""
         inner = self._inner

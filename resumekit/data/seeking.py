@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
+from torch.utils.data import BatchSampler
 
 from resumekit.capture import RngState
 from resumekit.data.epoch_order import (
     DRAWN,
     NAMED,
+    UNKNOWN,
     Batching,
     OrderDigest,
     may_draw_lazily,
+    pack_order,
+    packed_integers,
     redraw_order,
     require_same_name,
+    rest_of,
 )
 from resumekit.data.loader_changes import is_reshared, sampler_setting
 from resumekit.data.rng_recording import FetchRecorder
@@ -46,6 +51,8 @@ class Seek:
     Args:
         at_iter: the RNG state when the iterator was made; None asks for no state in particular.
         at_first: the state just before its first item; None likewise.
+        after_iter: the states when the iterator was there; a loader with workers makes it twice.
+        items: the sampler's order where it was saved; the sampler is not asked then.
         seeker: how to get to the position.
         num_padding: the empty batches to yield first, which keep each worker's turn.
         eager: whether to go there when the iterator is made. A loader without workers asks its
@@ -56,6 +63,8 @@ class Seek:
 
     at_iter: Mapping[str, Any] | None = None
     at_first: Mapping[str, Any] | None = None
+    after_iter: Sequence[Mapping[str, Any]] = ()
+    items: Sequence[Any] | None = None
     seeker: Seeker = at_start
     num_padding: int = 0
     eager: bool = False
@@ -69,6 +78,18 @@ class Seek:
 
 
 EPOCH_START = Seek()
+
+
+class FollowedSampler:
+    """Iterates a sampler, and keeps its iterator to be looked at."""
+
+    def __init__(self) -> None:
+        self.sampler: Any = ()
+        self.iterator: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self.sampler)
+        return self.iterator  # type: ignore[no-any-return]
 
 
 class RecordingSampler:
@@ -87,8 +108,9 @@ class RecordingSampler:
         self, inner: Any, rng: RngState, describe: Callable[[], dict[str, Any]] = dict
     ) -> None:
         self.inner = inner
+        self.followed = FollowedSampler()
         self.drawn: deque[Any] = deque()
-        self.start: dict[str, Any] = {"at_iter": None, "at_first": None}
+        self.start: dict[str, Any] = {"at_iter": None, "at_first": None, "after_iter": []}
         self.order = OrderDigest()
         self.order_name: dict[str, Any] = {}
         self.tape = FetchRecorder() if may_draw_lazily(inner) else None
@@ -96,6 +118,8 @@ class RecordingSampler:
         self._describe = describe
         self._seek = EPOCH_START
         self._stopped = False
+        self._latest: Any = None  # of what was drawn
+        self._known: tuple[int, dict[str, Any] | None] = (0, None)  # the order, and of what time
 
     def seek(self, seek: Seek) -> None:
         """Makes the next iteration begin there."""
@@ -111,10 +135,17 @@ class RecordingSampler:
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: `iter(inner)` has to run when the loader asks for it, as without us.
         self.drawn.clear()
-        self.order = OrderDigest()
+        self._latest, self._known = None, (0, None)
         self._stopped = False
+        is_unknown = self._describe().get("kind") == UNKNOWN
+        self.order = OrderDigest(packed=[] if is_unknown else None)
         seek, after = self._seek, None
-        if seek.keeps_worker_seed:
+        # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter asks twice when it is
+        # made, and draws the workers' seed in between.
+        made = [] if self.start["at_first"] is not None else self.start["after_iter"]
+        if seek.items is not None:
+            after = seek.after_iter[min(len(made), len(seek.after_iter) - 1)]
+        elif seek.keeps_worker_seed:
             # The loader draws its workers' seed next. It must find the RNG state that this very
             # call left behind in the interrupted run, while the order is drawn from another one.
             iter(self.inner)
@@ -122,11 +153,34 @@ class RecordingSampler:
         if seek.at_iter is not None:
             self._rng.load_state_dict(seek.at_iter)
         self.start = {"at_iter": self._rng.state_dict(), "at_first": None}
-        inner = iter(self.inner)
+        inner = self._begin_inner(seek.items)
         rest = self._seek_position(inner) if seek.eager else None
         if after is not None:
             self._rng.load_state_dict(after)
+        self.start["after_iter"] = [*made, self._rng.state_dict()] if is_unknown else []
         return self._indices(inner, rest)
+
+    def _begin_inner(self, items: Sequence[Any] | None) -> Iterator[Any]:
+        """The iterator over the user's sampler, or over its order that was saved."""
+        batches = self.inner if type(self.inner) is BatchSampler else None
+        sampler = self.inner if batches is None else batches.sampler
+        self.followed.sampler = sampler if items is None else items
+        if batches is None:
+            return iter(self.followed)
+        return iter(BatchSampler(self.followed, batches.batch_size, batches.drop_last))
+
+    def drawn_order(self) -> dict[str, Any] | None:
+        """The whole order of the epoch, where it has no name and the sampler has drawn it all."""
+        packed, latest = self.order.packed, self._latest
+        if packed is None or latest is None:
+            return None
+        num_drawn = len(packed) + len(self.drawn)
+        if self._known[0] != num_drawn:
+            rest = rest_of(self.followed.iterator)
+            given = [*packed, *map(packed_integers, self.drawn)]
+            like = latest[0] if type(self.inner) is BatchSampler else latest
+            self._known = num_drawn, None if rest is None else pack_order(given, rest, like)
+        return self._known[1]
 
     def _indices(self, inner: Iterator[Any], rest: Iterator[Any] | None) -> Iterator[Any]:
         rest = self._seek_position(inner) if rest is None else rest
@@ -136,6 +190,7 @@ class RecordingSampler:
             except StopIteration:
                 return
             self.drawn.append(indices)
+            self._latest = indices
             yield indices
 
     def _seek_position(self, inner: Iterator[Any]) -> Iterator[Any]:
@@ -162,6 +217,7 @@ def find_seeker(
     state: Mapping[str, Any],
     batching: Batching,
     live_name: Callable[[], Mapping[str, Any]],
+    samples: Iterable[Any],
     *,
     where: str,
 ) -> Seeker:
@@ -171,6 +227,7 @@ def find_seeker(
         state: the position, in this loader's geometry.
         batching: how the loader divides its order.
         live_name: returns the name of the order that its sampler is about to give.
+        samples: the sampler's single indices.
         where: the loader's name.
 
     Returns:
@@ -189,7 +246,8 @@ def find_seeker(
     if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
         require_same_name(then, now, where)
     used = used_here(state)
-    return partial(_skip_samples, where=where, num_samples=used, digest=digest, batching=batching)
+    skip = partial(_skip_samples, samples=samples, batching=batching)
+    return partial(skip, where=where, num_samples=used, digest=digest)
 
 
 def used_here(state: Mapping[str, Any]) -> int:
@@ -214,13 +272,14 @@ def _skip_samples(
     drawn: Iterator[Any],
     order: OrderDigest,
     *,
+    samples: Iterable[Any],
     where: str,
     num_samples: int,
     digest: str | None,
     batching: Batching,
 ) -> Iterator[Any]:
     """Draws single indices until the position is reached: fast, and whatever the batch size was."""
-    indices = drawn if batching.batch_sampler is None else iter(batching.sampler)
+    indices = drawn if batching.batch_sampler is None else iter(samples)
     left = num_samples
     while left:
         passed = list(islice(indices, min(left, _CHUNK)))

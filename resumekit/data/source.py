@@ -115,6 +115,15 @@ class Source(ABC):
     def _current_state(self) -> dict[str, Any]:
         """``state_dict`` where no saved position waits for its epoch."""
 
+    def check_position(self, mark: Any = None) -> None:  # noqa: B027 - most are checked at a resume
+        """Called when a save begins: finds out whether a resume would find the next batch.
+
+        It changes no generator and no sampler; ``fidelity`` reports what it has found.
+
+        Args:
+            mark: the position where it is an earlier one of this epoch.
+        """
+
     def mark(self) -> Any:
         """The position of the next batch, for ``state_at`` during this epoch."""
         return self._current_state()

@@ -32,9 +32,9 @@ def launch(directory: Path, data: Any, *, stop: int | None = None, **options: An
     torch.manual_seed(0)
     model, used = nn.Linear(1, 1), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Checkpointer(
-        directory, model=model, optimizer=optimizer, save_every=1, **options
-    ) as checkpointer:
+    # The judge's list and the end of a launch are no state of the loop.
+    options = {"save_every": 1, "transient": {"used", "stop"}, **options}
+    with Checkpointer(directory, model=model, optimizer=optimizer, **options) as checkpointer:
         for _ in checkpointer.epochs(2):
             if stop is not None and checkpointer.progress.step >= stop:
                 checkpointer.save()

@@ -682,7 +682,9 @@ def train(directory: Path, *, stop_after: int | None = None, seed: int = 0, **op
     data = options.pop("data", Noisy())
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    settings: dict[str, Any] = {"save_every": 2, "randomness": "keyed", **options}
+    # The judge's losses of a launch are no state of the loop.
+    transient = {"losses", "stop_after"}
+    settings = {"save_every": 2, "randomness": "keyed", "transient": transient, **options}
     losses = []
     with Checkpointer(directory, model=model, optimizer=optimizer, **settings) as run:
         loader = DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=number, generator=order)

@@ -441,7 +441,8 @@ def test_a_changed_batch_size_is_refused_with_both_values() -> None:
 def test_a_sampler_that_draws_from_elsewhere_is_caught_and_not_silently_reshuffled() -> None:
     class FromTheSystem(Halves):
         def __iter__(self) -> Iterator[int]:
-            return iter(random.SystemRandom().sample(range(NUM_SAMPLES), NUM_SAMPLES))
+            order = random.SystemRandom().sample(range(NUM_SAMPLES), NUM_SAMPLES)
+            yield from map(int, order)
 
     def loader() -> DataLoader[Any]:
         return DataLoader(Noisy(), BATCH_SIZE, sampler=FromTheSystem())

@@ -526,6 +526,7 @@ def test_a_checkpointer_continues_and_ends_each_epoch_where_the_last_geometry_do
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             save_every=1,
             allow_changes={"batch_size"},
+            loop_variables="off",  # all launches are made in this function
         )
         launch = _batches(checkpointer, loader, loop)
         is_last = number + 1 == len(sizes)

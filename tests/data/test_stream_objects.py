@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -153,6 +153,7 @@ def train(
     is_rebuilt: bool = False,
     workers: Mapping[str, Any] = MappingProxyType({}),
     save_every: int = SAVE_EVERY,
+    transient: Collection[str] = (),
     **options: Any,
 ) -> dict[int, Any]:
     """The batches of the steps of one launch, by step; it is killed after ``last``."""
@@ -163,7 +164,12 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = {}
     with Checkpointer(
-        directory, model=model, optimizer=optimizer, save_every=save_every, **options
+        directory,
+        model=model,
+        optimizer=optimizer,
+        save_every=save_every,
+        transient={"batches", "last", *transient},  # of each launch, no state of the loop
+        **options,
     ) as checkpointer:
         for batch in batches_of(checkpointer, dataset, in_loader, is_rebuilt, workers):
             step = checkpointer.progress.step + 1
