@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import REMEDIES
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.deepspeed import (
     engine_components,
@@ -38,13 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-_REMEDIES = {
-    **REMEDIES,
-    Slot.MODEL: 'pass all engines as a dict, {{"{name}": {name}, ...}}, other modules in extras',
-    Slot.OPTIMIZER: 'pass extras={{"{name}": {name}}}',
-    Slot.GRAD_SCALER: 'pass extras={{"{name}": {name}}}',
-    Slot.LR_SCHEDULER: 'the engine does not step it; pass extras={{"{name}": {name}}}',
-}
 _LEFTOVER = (
     "ZeRO adds gradients of another engine's backward pass to this engine's next step; "
     "call requires_grad_(False) on this module for that pass"
@@ -102,7 +94,6 @@ class Checkpointer(_Checkpointer):
             generators=generators,
             **options,
         )
-        self._set_remedies(_REMEDIES)
         self._add_finding(self._leftover_gradients)
 
     def _at_step_boundary(self) -> bool:

@@ -1,15 +1,15 @@
 """Plain PyTorch: one process, DDP, FSDP2, tensor parallel, any loop that you write yourself.
 
 Example:
-    checkpointer = Checkpointer("runs/a", model=model, optimizer=optimizer, save_every=500)
-    for batch in checkpointer.batches(loader, epochs=3):
-        loss = train_on(batch)
-        checkpointer.step(loss=loss)
+    checkpointer = Checkpointer("runs/a", save_every=500)
+    for batch in checkpointer.batches(loader, epochs=3):  # instead of: for batch in loader
+        train_on(batch)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture import state_components
-from resumekit.errors import ConfigurationError
+from resumekit.state import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,6 +30,21 @@ __all__ = ["Checkpointer"]
 class Checkpointer(_Checkpointer):
     """A Checkpointer for a loop of your own; the same code for one process and for many.
 
+    Example:
+        checkpointer = Checkpointer("runs/a", save_every=500)
+        for batch in checkpointer.batches(loader, epochs=3):
+            train_on(batch)
+
+    What is not passed is found when the loop is entered, or ``resume()`` is called: optimizers, the
+    models that they train, their schedulers, gradient scalers and averages, in the variables of the
+    functions that run the loop and in what these reach. One object of a slot is stored under the
+    slot's name, several under those of their variables, e.g. ``model/generator``. Pass what has to
+    be restored earlier, e.g. before DDP, ``torch.compile`` or code that warms it up, and call
+    ``resume()`` there.
+
+    ``step()`` is optional: without it, an iteration in which an optimizer of the run has taken a
+    step, or a gradient scaler has skipped it, is a step. ``step(loss=loss)`` also records the loss.
+
     A model whose parameters are DTensors (``fully_shard``, ``parallelize_module``) is saved
     sharded: every rank writes its own shard, and any other layout or number of ranks can load it.
 
@@ -38,7 +53,7 @@ class Checkpointer(_Checkpointer):
     Args:
         directory: the run directory.
         model: the module, wrapped (DDP, ``torch.compile``) or not; names are wrapper-free. Shard
-            it before it is given here.
+            it before it is passed here.
         optimizer: any ``torch.optim.Optimizer``.
         lr_scheduler: any scheduler with ``state_dict``.
         grad_scaler: a ``torch.amp.GradScaler``.
@@ -57,8 +72,8 @@ class Checkpointer(_Checkpointer):
         self,
         directory: str | Path,
         *,
-        model: torch.nn.Module | Mapping[str, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
         ema: Any = None,
@@ -68,27 +83,24 @@ class Checkpointer(_Checkpointer):
         data_parallel_group: Any = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
-        if model is None:
-            raise ConfigurationError(
-                "model", found="None", expected="a torch.nn.Module, or a dict of named ones"
-            )
-        components = state_components(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            grad_scaler=grad_scaler,
-            ema=ema,
-            num_ranks=_num_ranks(),
-            stage_group=stage_group,
-        )
+        given = {
+            Slot.MODEL: model,
+            Slot.OPTIMIZER: optimizer,
+            Slot.LR_SCHEDULER: lr_scheduler,
+            Slot.GRAD_SCALER: grad_scaler,
+            Slot.EMA: ema,
+        }
+        make = partial(state_components, num_ranks=_num_ranks(), stage_group=stage_group)
         super().__init__(
             directory,
-            components=components,
+            components=make(**{slot.value: each for slot, each in given.items()}),
             extras=extras,
             generators=generators,
             data_parallel_group=data_parallel_group,
             **options,
         )
+        left_out = [*(extras or {}).values(), *(generators or {}).values()]
+        self._discover(given, make, left_out=left_out)
 
 
 def _num_ranks() -> int:

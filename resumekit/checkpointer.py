@@ -202,7 +202,7 @@ class Checkpointer(StepBoundary):
                 found="'gradients', in a loop that a framework runs",
                 expected="'boundary'",
             )
-        self._run.is_driven = True
+        self._run.let_framework_drive()
         self._run.find()
         had_finished = self.finished is not None
         asked = {"epochs": epochs, "steps": steps}
@@ -235,15 +235,10 @@ class Checkpointer(StepBoundary):
                 expected="a loop over batches()",
                 remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...)",
             )
-        counters = self._run.counters
-        counters.count_tokens(tokens)
-        if not self._at_step_boundary():
-            return
-        counters.count_step()
-        self._count_step_of_batch()
-        self._stepped = True
-        self._saves.count_step(counters.step)
-        self._record_step(values)
+        self._note_marked_step()
+        self._run.counters.count_tokens(tokens)
+        if self._at_step_boundary():
+            self._count_step(values)
 
     def report(self, **values: float) -> None:
         """Takes metrics of the current step; an improved best metric makes a save due. Collective.
@@ -253,7 +248,7 @@ class Checkpointer(StepBoundary):
         """
         agreed = self._run.world.broadcast(metric_values(values))
         self._reported.update(agreed)
-        if self._run.selection.report(agreed, self.progress.step):
+        if self._run.selection.report(agreed, self.progress.step + self._has_uncounted_step):
             self._saves.request()
 
     def save(self) -> None:
@@ -305,6 +300,8 @@ class Checkpointer(StepBoundary):
         saves.is_ending = True
         is_due = self._stop_reason is not None or (saves.is_due and self._may_save())
         if self._loop is not None and is_due:
+            is_over = self._loop == "epochs" and any(each.used_up for each in self._sources)
+            self._run.variables.leave(is_epoch_over=is_over)
             self._pass_safe_point(None)
         try:
             saves.finish()

@@ -5,25 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
-
-from resumekit.analysis import Program
 
 
 @pytest.fixture(autouse=True)
 def _no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("RESUMEKIT_")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _sources_are_parsed_once() -> Iterator[None]:
-    """Every launch analyses the file of its loop, and a test file launches hundreds of times."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "parse", lru_cache(maxsize=4)(Program.parse))
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -46,7 +46,10 @@ class CrashError(Exception):
 
 
 class Training:
-    """One launch of a loop that accumulates; it saves at the micro-batches in `save_at`."""
+    """One launch of a loop that accumulates; it saves at the micro-batches in `save_at`.
+
+    The judge's ``losses`` of a launch are no state of the loop.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,12 @@ class Training:
         self.crash_at, self.loop = crash_at, loop
         self.save_at = range(100) if save_at is None else save_at
         self.losses: dict[int, str] = {}
-        settings = {"save_every": None, "mid_accumulation": "gradients", **options}
+        settings = {
+            "save_every": None,
+            "mid_accumulation": "gradients",
+            "transient": {"losses"},
+            **options,
+        }
         self.checkpointer = Checkpointer(
             directory, model=self.model, optimizer=self.optimizer, **settings
         )

@@ -68,7 +68,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 class Training:
-    """A loop of ten steps; the weights after each one are kept."""
+    """A loop of ten steps; the weights after each one are kept.
+
+    Each test drives it by a loop of its own, so no variables of these loops are restored.
+    """
 
     def __init__(self, directory: Path, **options: Any) -> None:
         torch.manual_seed(0)
@@ -80,7 +83,12 @@ class Training:
         self.extras = {"notes": [0]}
         self.reached = 0
         self.weights: dict[int, torch.Tensor] = {}
-        settings: dict[str, Any] = {"async_save": True, "keep_latest": None, **options}
+        settings: dict[str, Any] = {
+            "async_save": True,
+            "keep_latest": None,
+            "loop_variables": "off",
+            **options,
+        }
         self.checkpointer = Checkpointer(
             directory,
             model=self.model,
@@ -171,6 +179,30 @@ def test_a_run_that_saves_in_the_background_continues_exactly(tmp_path: Path) ->
     second.checkpointer.close()
     assert min(second.weights) == 5
     assert torch.equal(second.weights[10], whole.weights[10])
+
+
+def test_variables_are_saved_as_they_were_at_the_safe_point(tmp_path: Path, gate: Gate) -> None:
+    def train(directory: Path, *, leave_at: int | None = None) -> list[str]:
+        training = Training(directory, save_every=3, loop_variables="restore")
+        hidden, notes, seen = torch.zeros(20), [0], []
+        for (batch,) in training.checkpointer.batches(training.loader, epochs=1):
+            step = training.checkpointer.progress.step + 1
+            hidden.add_(training.model(batch).detach().mean(0))
+            notes[0] += step
+            seen.append(f"{step} {notes[0]} {float(hidden.sum()).hex()}")
+            training.checkpointer.step()
+            if step == 3 and leave_at is not None:
+                gate.opened.clear()
+            if step == leave_at:  # the save is a step old, and the variables have changed since
+                assert training.saved() == []
+                break
+        gate.opened.set()
+        training.checkpointer.close()
+        return seen
+
+    whole = train(tmp_path / "whole")
+    assert train(tmp_path / "run", leave_at=5) == whole[:5]
+    assert train(tmp_path / "run") == whole
 
 
 def test_outside_a_loop_wait_makes_a_save_durable(tmp_path: Path, gate: Gate) -> None:

@@ -42,7 +42,10 @@ NUM_BATCHES = 4
 
 
 class Job:
-    """A small run whose parts can be replaced; ``train`` is its whole loop."""
+    """A small run whose parts can be replaced; ``train`` is its whole loop.
+
+    What the judge notes, ``losses`` and ``seen``, is no state of the loop.
+    """
 
     def __init__(self, directory: Path, *, seed: int = 0, **options: Any) -> None:
         torch.manual_seed(seed)
@@ -56,7 +59,7 @@ class Job:
         data = TensorDataset(inputs, torch.arange(8) % 2)
         self.loader = DataLoader(data, batch_size=2, shuffle=True)
         self.losses: list[str] = []
-        settings: dict[str, Any] = {"save_every": 2, **options}
+        settings: dict[str, Any] = {"save_every": 2, "transient": {"losses", "seen"}, **options}
         self.checkpointer = Checkpointer(
             directory,
             model=self.model,
@@ -231,7 +234,9 @@ def test_a_trainer_of_ones_own_joins_by_returning_components(tmp_path: Path) -> 
         seen: list[str] = []
         with (
             suppress(CrashError),
-            BaseCheckpointer(tmp_path, components=components, save_every=2) as checkpointer,
+            BaseCheckpointer(
+                tmp_path, components=components, save_every=2, transient={"seen"}
+            ) as checkpointer,
         ):
             for (batch,) in checkpointer.batches(loader, epochs=1):
                 with torch.no_grad():
@@ -314,14 +319,14 @@ def test_what_belongs_to_another_framework_is_left_out_and_logged(
 
 
 def test_parameters_that_the_run_has_frozen_since_it_began_are_restored(tmp_path: Path) -> None:
-    first = Job(tmp_path)
+    first = Job(tmp_path, loop_variables="off")
     with suppress(CrashError), first.checkpointer:
         for batch in first.checkpointer.batches(first.loader, epochs=2):
             first.on_batch(batch)
             first.model.bias.requires_grad_(False)
             if len(first.losses) == 3:
                 raise CrashError
-    second = Job(tmp_path)
+    second = Job(tmp_path, loop_variables="off")
     assert not second.checkpointer.resume().differences
     next(second.checkpointer.batches(second.loader, epochs=2))
     assert not second.model.bias.requires_grad
@@ -501,8 +506,8 @@ def test_a_named_checkpoint_is_the_start_and_the_same_command_continues_from_it(
 
 
 def test_excluded_state_is_left_as_it_is_and_recorded(tmp_path: Path) -> None:
-    Job(tmp_path).train(stop_after=3)
-    job = Job(tmp_path, exclude={"optimizer"})
+    Job(tmp_path, loop_variables="off").train(stop_after=3)
+    job = Job(tmp_path, exclude={"optimizer"}, loop_variables="off")
     report = job.checkpointer.resume()
     assert job.optimizer.state_dict()["state"] == {}
     assert "optimizer" not in [line.key for line in report.components]
@@ -557,27 +562,35 @@ def test_an_improved_metric_makes_a_save_due(tmp_path: Path) -> None:
 
 
 def test_stop_finishes_early_and_for_good(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    with job.checkpointer as checkpointer:
-        for batch in checkpointer.batches(job.loader, epochs=2):
-            job.on_batch(batch)
-            if checkpointer.progress.step == 3:
-                checkpointer.stop("no improvement")
-    assert len(job.losses) == 3
-    again = Job(tmp_path)
-    assert again.checkpointer.resume().finished == "no improvement"
-    assert again.train().losses == []
+    def run() -> tuple[str | None, list[str]]:
+        job = Job(tmp_path)
+        finished = job.checkpointer.resume().finished
+        with job.checkpointer as checkpointer:
+            for batch in checkpointer.batches(job.loader, epochs=2):
+                job.on_batch(batch)
+                if checkpointer.progress.step == 3:
+                    checkpointer.stop("no improvement")
+        return finished, job.losses
+
+    finished, losses = run()
+    assert finished is None
+    assert len(losses) == 3
+    assert run() == ("no improvement", [])
 
 
 def test_break_does_not_finish_and_saves_what_is_due(tmp_path: Path) -> None:
-    whole = Job(tmp_path / "whole").train()
-    job = Job(tmp_path / "run")
-    with job.checkpointer as checkpointer:
-        for batch in checkpointer.batches(job.loader, epochs=2):
-            job.on_batch(batch)
-            if checkpointer.progress.step == 4:
-                break
-    assert Job(tmp_path / "run", seed=3).train().losses == whole.losses[4:]
+    def run(directory: Path, leave_at: int | None = None, *, seed: int = 0) -> list[str]:
+        job = Job(directory, seed=seed)
+        with job.checkpointer as checkpointer:
+            for batch in checkpointer.batches(job.loader, epochs=2):
+                job.on_batch(batch)
+                if checkpointer.progress.step == leave_at:
+                    break
+        return job.losses
+
+    whole = run(tmp_path / "whole")
+    assert run(tmp_path / "run", 4) == whole[:4]
+    assert run(tmp_path / "run", seed=3) == whole[4:]
 
 
 def test_steps_can_be_the_horizon(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def train(
         lr_scheduler=scheduler,
         save_every=2,
         keep_latest=None,
+        transient={"losses"},  # the judge's, of each launch
         **options,
     ) as checkpointer:
         loader = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)

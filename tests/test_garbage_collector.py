@@ -47,7 +47,12 @@ def train(
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
     seen = []
     ckpt = Checkpointer(
-        directory, model=model, optimizer=optimizer, extras={"watching": watching}, save_every=1
+        directory,
+        model=model,
+        optimizer=optimizer,
+        extras={"watching": watching},
+        save_every=1,
+        transient={"seen"},  # the judge's, of each launch
     )
     with ckpt:
         for _ in ckpt.batches(loader, steps=num_steps):

@@ -45,10 +45,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 def train(directory: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(1000, 1000)
+    model = nn.Linear(1010, 1010)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     checkpointer = Checkpointer(directory, model=model, optimizer=optimizer, save_every=2)
-    loader = DataLoader(TensorDataset(torch.ones(2, 1000)))
+    loader = DataLoader(TensorDataset(torch.ones(2, 1010)))
     with checkpointer:
         for (batch,) in checkpointer.batches(loader, epochs=1):
             model(batch).sum().backward()

@@ -24,7 +24,9 @@ from resumekit.state import StateComponent
 
 def make(directory: Any, **options: Any) -> Checkpointer:
     model = nn.Linear(2, 1)
-    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **options}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    # Where `train` leaves its loop differs between the launches of a test.
+    given = {"model": model, "optimizer": optimizer, "transient": {"leave_after"}, **options}
     return Checkpointer(directory, **given)
 
 
@@ -32,10 +34,12 @@ def loader(num_samples: int = 8) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(num_samples)), batch_size=2)  # type: ignore[arg-type]
 
 
-def train(checkpointer: Checkpointer, *, epochs: int = 1) -> None:
+def train(checkpointer: Checkpointer, *, epochs: int = 1, leave_after: int | None = None) -> None:
     with checkpointer:
         for _ in checkpointer.batches(loader(), epochs=epochs):
             checkpointer.step()
+            if checkpointer.progress.step == leave_after:
+                break
 
 
 # ---------------------------------------------------------------- arguments
@@ -67,7 +71,6 @@ def test_resume_from_is_a_name_and_the_error_shows_it(
         ({"frobnicate": 5}, ("frobnicate", "docs/quickstart.md")),
         ({"extras": [1]}, ("extras: [1]", "a dict", 'extras={"phase": 1}')),
         ({"extras": 5}, ("extras: 5",)),
-        ({"model": None}, ("model: None", "torch.nn.Module")),
         ({"model": "gpt2"}, ("model: a str", "state_dict")),
         ({"generators": [torch.Generator()]}, ("generators", "a list", "a dict")),
     ],
@@ -218,6 +221,7 @@ def caplog(
 
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
     found = [each.getMessage() for each in caplog.records if each.levelno == level]
+    found = [each for each in found if not each.startswith("changed in the script: ")]
     caplog.clear()
     return found
 
@@ -245,12 +249,7 @@ def test_a_start_is_one_line_that_says_where_and_when_it_saves(
 def test_a_resume_and_a_finished_run_are_one_line_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = make(tmp_path, save_every=2)
-    for _ in first.batches(loader(), epochs=1):
-        first.step()
-        if first.progress.step == 3:
-            break
-    first.close()
+    train(make(tmp_path, save_every=2), leave_after=3)
     caplog.clear()
     train(make(tmp_path))
     resumed, verdict = messages(caplog)
@@ -319,12 +318,7 @@ def test_each_part_that_is_not_exact_is_a_warning_and_the_table_is_for_debug(
 
 
 def interrupted(directory: Path, **options: Any) -> None:
-    checkpointer = make(directory, save_every=1, **options)
-    for _ in checkpointer.batches(loader(), epochs=1):
-        checkpointer.step()
-        if checkpointer.progress.step == 3:
-            break
-    checkpointer.close()
+    train(make(directory, save_every=1, **options), leave_after=3)
 
 
 def with_rate(rate: float, gamma: float = 0.5) -> dict[str, Any]:
@@ -419,7 +413,7 @@ torch.manual_seed(0)
 model = nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2)
-with Checkpointer("runs/a", model=model, optimizer=optimizer) as ckpt:
+with Checkpointer("runs/a", model=model, optimizer=optimizer{options}) as ckpt:
     for epoch in ckpt.epochs(2):
         for batch in ckpt.batches(loader):
             loss = model(batch).square().mean()
@@ -433,8 +427,8 @@ with Checkpointer("runs/a", model=model, optimizer=optimizer) as ckpt:
 """
 
 
-def launch_script(guard: str) -> None:
-    Path("train.py").write_text(TAIL.format(guard=guard))
+def launch_script(guard: str, options: str = "") -> None:
+    Path("train.py").write_text(TAIL.format(guard=guard, options=options))
     runpy.run_path("train.py", run_name="__main__")
 
 
@@ -452,9 +446,12 @@ def test_a_finished_run_that_is_launched_again_keeps_its_results(
     assert "nothing to do, the run finished at step 8 (epochs=2)" in again
     assert "already_finished" in again
     assert results.read_bytes() == before
-    # Without it, the tail ends as both no_trainer examples did, and empties the file.
+    # Without it, the tail has the variables of the finished run, and writes the same file.
+    launch_script("if True:")
+    assert results.read_bytes() == before
+    # Without these, it ends as both no_trainer examples did, and empties the file.
     with pytest.raises(NameError):
-        launch_script("if True:")
+        launch_script("if True:", ', loop_variables="off"')
     assert results.read_bytes() != before
 
 

@@ -33,6 +33,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         loader = DataLoader(TensorDataset(torch.randn(20, 2)), batch_size=2, shuffle=True)
         self.loader = loader
+        # What a launch counts of itself, and when it gets its signal, is no state of the loop.
+        options = {"transient": {"used", "at"}, **options}
         self.checkpointer = Checkpointer(
             directory, model=self.model, optimizer=self.optimizer, **options
         )

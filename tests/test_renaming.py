@@ -97,6 +97,7 @@ class Job:
             ema=self.average,
             mid_accumulation="gradients",
             save_every=None,
+            transient={"losses"},  # the judge's, of each launch
             **options,
         )
 

@@ -11,24 +11,19 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.adapters.accelerate._private import LOADERS, accelerator_faults
 from resumekit.adapters.accelerate.loaders import check_prepared
 from resumekit.adapters.accelerate.prepared import PreparedObjects
 from resumekit.adapters.accelerate.save_state import SavedStates
-from resumekit.capture import REMEDIES
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
 from resumekit.requirements import check_tested, require
-from resumekit.run import Options, checked_extras, require_order
-from resumekit.state import Slot
+from resumekit.run import Options, StepsTaken, checked_extras, require_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,13 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 require("accelerate")
-
-_REMEDIES = {
-    **REMEDIES,
-    Slot.MODEL: 'prepare it, or pass extras={{"{name}": {name}}}',
-    Slot.OPTIMIZER: "prepare it, or call accelerator.register_for_checkpointing({name})",
-    Slot.GRAD_SCALER: 'pass extras={{"{name}": {name}}}',
-}
 
 
 class Checkpointer(_Checkpointer):
@@ -110,8 +98,11 @@ class Checkpointer(_Checkpointer):
             generators=generators,
             **options,
         )
-        self._set_remedies(_REMEDIES)
-        self._steps = StepsTaken(accelerator, prepared.optimizers)
+        wrapped = ENGINE.of(accelerator)
+        # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
+        engine = None if wrapped is None else wrapped.engine
+        # With several, as in adversarial training, a step is complete when each has taken one.
+        self._steps_taken = StepsTaken(needs_all=True, engine=engine)
         self._states = SavedStates(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to
         )
@@ -120,7 +111,6 @@ class Checkpointer(_Checkpointer):
         """Makes a save that is due, and releases the run directory. Collective, idempotent."""
         super().close()
         self._states.detach()
-        self._steps.detach()
 
     def _save_state(self) -> dict[str, Any] | None:
         """In ``accelerator.save_state``: this step is saved when all of its code has run."""
@@ -145,54 +135,3 @@ class Checkpointer(_Checkpointer):
     def _at_step_boundary(self) -> bool:
         """Not inside an accumulation window."""
         return bool(self._accelerator.sync_gradients)
-
-    def _count_taken_step(self) -> None:
-        if self._in_step and not self._stepped and self._steps.is_complete:
-            self.step()
-        if self._stepped or not self._in_step:  # a resume may have changed a count
-            self._steps.forget()
-
-
-class StepsTaken:
-    """Whether the optimizers of an Accelerator have taken a step, in a loop without ``step()``.
-
-    With several, as in adversarial training, a step is complete when each has taken one.
-
-    Args:
-        accelerator: the ``accelerate.Accelerator``.
-        optimizers: those inside its wrappers.
-    """
-
-    def __init__(self, accelerator: Any, optimizers: Iterable[Any]) -> None:
-        wrapped = ENGINE.of(accelerator)
-        self._engine: Any = None if wrapped is None else wrapped.engine
-        kinds = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
-        watched = kinds if self._engine is None else []
-        self._taken = [0] * len(watched)
-        self._hooks = [
-            each.register_step_post_hook(partial(self._note, number))
-            for number, each in enumerate(watched)
-        ]
-        self.forget()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all have stepped since ``forget``."""
-        pairs = list(zip(self._now(), self._counted, strict=True))
-        return bool(pairs) and all(now > counted for now, counted in pairs)
-
-    def forget(self) -> None:
-        """Counts the steps taken so far."""
-        self._counted = self._now()
-
-    def detach(self) -> None:
-        """Removes the hooks from the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, number: int, *_: Any) -> None:
-        self._taken[number] += 1
-
-    def _now(self) -> list[int]:
-        # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
-        return [*self._taken] if self._engine is None else [self._engine.global_steps]

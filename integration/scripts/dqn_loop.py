@@ -97,6 +97,7 @@ def train_bare(args: argparse.Namespace) -> None:
         optimizer=optimizer,
         save_every=3,
         strict=args.strict,
+        loop_variables=args.loop_variables,
         transient={*args.transient.split(",")} - {""},
     )
     obs = envs.observe()
@@ -136,6 +137,7 @@ def train(args: argparse.Namespace) -> None:
         extras=extras,
         save_every=3,
         strict=args.strict,
+        loop_variables=args.loop_variables,
     )
     for step in ckpt.batches(steps, steps=NUM_STEPS):
         actions = choose(q_network, extras["obs"], extras["epsilon"])

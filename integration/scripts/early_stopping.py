@@ -1,4 +1,4 @@
-"""An early-stopping object of the module, with Accelerate; ``--bare`` gives it to nobody."""
+"""An early-stopping object of the module, with Accelerate; ``--bare`` passes it to nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def train(args: Any) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     extras = None if args.bare else vars(stopper)
     ckpt = Checkpointer(
-        accelerator, args.directory, extras=extras, save_every=3, strict=args.strict
+        accelerator,
+        args.directory,
+        extras=extras,
+        save_every=3,
+        strict=args.strict,
+        loop_variables=args.loop_variables,
     )
     for epoch in ckpt.epochs(3):
         batches = ckpt.batches(loader)

@@ -20,7 +20,9 @@ WAIT_VARIABLE = "SCRIPT_WAITS_AT"
 
 
 def arguments(*names: str) -> argparse.Namespace:
-    """The directory, ``--strict``, ``--bare`` (nothing is added to the script), and further names.
+    """The arguments of a script: directory, ``--strict``, ``--loop-variables``, ``--bare``, others.
+
+    ``--bare`` adds nothing to the script but the Checkpointer.
 
     Args:
         *names: options that take a string, without dashes.
@@ -29,6 +31,7 @@ def arguments(*names: str) -> argparse.Namespace:
     parser.add_argument("--directory", required=True)
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--loop-variables", default="restore")
     for name in names:
         parser.add_argument(f"--{name}", default="")
     return parser.parse_args()

@@ -74,7 +74,12 @@ def train_bare(args: argparse.Namespace) -> None:
     best_val_loss = None
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     ckpt = Checkpointer(
-        args.directory, model=model, optimizer=optimizer, save_every=3, strict=args.strict
+        args.directory,
+        model=model,
+        optimizer=optimizer,
+        save_every=3,
+        strict=args.strict,
+        loop_variables=args.loop_variables,
     )
     for epoch in ckpt.epochs(NUM_EPOCHS):
         for group in optimizer.param_groups:
@@ -112,6 +117,7 @@ def train(args: argparse.Namespace) -> None:
         extras=extras,
         save_every=3,
         strict=args.strict,
+        loop_variables=args.loop_variables,
     )
     for epoch in ckpt.epochs(NUM_EPOCHS):
         for group in optimizer.param_groups:

@@ -28,6 +28,7 @@ ckpt = Checkpointer(
     extras=extras,
     save_every=3,
     strict=args.strict,
+    loop_variables=args.loop_variables,
 )
 
 for iter_num in ckpt.batches(DataLoader(range(LAST_STEP), batch_size=None), steps=LAST_STEP):

@@ -21,7 +21,12 @@ data = make_data()
 model = Decoder()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ckpt = Checkpointer(
-    args.directory, model=model, optimizer=optimizer, save_every=3, strict=args.strict
+    args.directory,
+    model=model,
+    optimizer=optimizer,
+    save_every=3,
+    strict=args.strict,
+    loop_variables=args.loop_variables,
 )
 
 best_val_loss = 1e9

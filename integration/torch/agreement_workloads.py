@@ -26,6 +26,22 @@ from resumekit.adapters.torch import Checkpointer
 SILENT_SECONDS = 4
 
 
+def disagree_on_variables(directory: str) -> None:
+    """Trains on two ranks of which only the second one has a scheduler."""
+    torch.distributed.init_process_group("gloo")
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    is_odd = torch.distributed.get_rank() == 1
+    sched = torch.optim.lr_scheduler.StepLR(opt, 3) if is_odd else None
+    loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=1)
+    checkpointer = Checkpointer(directory)
+    for (batch,) in checkpointer.batches(loader, epochs=1):
+        net(batch).sum().backward()
+        opt.step()
+        if sched is not None:
+            sched.step()
+
+
 def disagree(directory: str, *, about: str) -> None:
     """Trains on two ranks, of which the second was started or written in another way."""
     torch.distributed.init_process_group("gloo")

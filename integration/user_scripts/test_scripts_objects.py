@@ -72,7 +72,8 @@ def test_early_stopping_in_extras_is_exact(judge: ScriptJudge) -> None:
 
 
 @pytest.mark.full
-def test_early_stopping_that_was_not_given_differs_and_is_reported(judge: ScriptJudge) -> None:
+def test_early_stopping_of_the_module_is_exact_with_nothing_added(judge: ScriptJudge) -> None:
     bare = EARLY_STOPPING.with_arguments("--bare")
-    judge.assert_differs(bare, "stopper")
-    judge.assert_warns(bare, "stopper")
+    judge.assert_exact(bare)
+    assert not judge.run_uninterrupted(bare.with_arguments("--strict")).require_success().warnings
+    judge.assert_differs(bare.with_arguments("--loop-variables", "off"), "stopper")

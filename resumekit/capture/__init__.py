@@ -40,6 +40,7 @@ from resumekit.capture.naming import (
     by_key,
     clean_name,
     one_or_named,
+    unwrapped,
 )
 from resumekit.capture.optimizer import (
     OptimizerState,
@@ -65,20 +66,18 @@ from resumekit.capture.rng import (
     set_generator_state,
     states_of_new_rank,
 )
+from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.unregistered_objects import (
-    REMEDIES,
-    SavedObjects,
-    Unconfirmed,
-    not_given,
-    slot_of,
-)
+from resumekit.capture.slots import slot_of
 from resumekit.capture.user_state import (
+    SCALARS,
     Holder,
     UserState,
+    Walk,
     attribute_components,
     attributes_set_by,
     content_digest,
+    is_left_out,
     trained_parameters,
 )
 
@@ -88,7 +87,7 @@ __all__ = [
     "IN_FP32",
     "PYTHON_WORDS",
     "RANK_BUFFERS",
-    "REMEDIES",
+    "SCALARS",
     "TRAINED_IN",
     "AccumulatedGradients",
     "AttributeState",
@@ -105,11 +104,11 @@ __all__ = [
     "PythonState",
     "Restorer",
     "RngState",
-    "SavedObjects",
+    "ScalerState",
     "SchedulerState",
     "Severity",
-    "Unconfirmed",
     "UserState",
+    "Walk",
     "attribute_components",
     "attributes_set_by",
     "bucket_components",
@@ -130,10 +129,10 @@ __all__ = [
     "gradient_keys",
     "inherits_load",
     "is_host_step",
+    "is_left_out",
     "is_same",
     "merge_states",
     "merged_optimizers",
-    "not_given",
     "one_or_named",
     "pairs_of",
     "parameter_components",
@@ -150,4 +149,5 @@ __all__ = [
     "states_of_new_rank",
     "trained_parameters",
     "uncaptured_parameters",
+    "unwrapped",
 ]

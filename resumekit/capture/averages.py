@@ -43,6 +43,9 @@ class ObjectState(ComponentState):
         weights = given.module if isinstance(given, AveragedModel) else given
         self.weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
 
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self.given,)
+
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies."""
         if self.weights is None:

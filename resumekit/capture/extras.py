@@ -41,6 +41,9 @@ class Extras(ComponentState):
         self.live = live
         self.key = key
 
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self.live, *self.live.values())
+
     def state_dict(self) -> dict[str, Any]:
         """The values themselves and the objects' states, not copies."""
         return {
@@ -112,6 +115,9 @@ class AttributeState(ComponentState):
         self._given = given
         self._names = tuple(names)
         self.key = key
+
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self._given,)
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies."""

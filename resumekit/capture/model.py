@@ -57,6 +57,9 @@ class ModelState(ComponentState):
         self.module = module
         self.key = key
 
+    def live_objects(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
+
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, not copies, by wrapper-free name; extra state as the module gives it.
 

@@ -74,6 +74,11 @@ class OptimizerState(ComponentState):
         self.modules = dict(modules)
         self.key = key
 
+    def live_objects(self) -> tuple[Any, ...]:
+        given, groups = self.optimizer, getattr(self.optimizer, "param_groups", ())
+        trained = (each for group in groups for each in group["params"])
+        return (given, getattr(given, "state", None), groups, *trained)
+
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies. The optimizer's own ``state_dict`` hooks run.
 

@@ -26,6 +26,9 @@ class ScalerState(ComponentState):
         self.scaler = scaler
         self.key = key
 
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self.scaler,)
+
     def state_dict(self) -> dict[str, Any]:
         """The scaler's own state; its values are empty when it is disabled."""
         return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}

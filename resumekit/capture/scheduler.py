@@ -80,6 +80,10 @@ class SchedulerState(ComponentState):
         self.key = key
         self.keep_horizon = keep_horizon
 
+    def live_objects(self) -> tuple[Any, ...]:
+        # torch 2.13 optim/lr_scheduler.py SequentialLR, ChainedScheduler keep their parts here.
+        return (self.scheduler, *getattr(self.scheduler, "_schedulers", ()))
+
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, and the classes of it and its parts."""
         return {"classes": _classes(self.scheduler), "state": self.scheduler.state_dict()}

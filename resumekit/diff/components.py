@@ -19,6 +19,9 @@ _OF_THE_JOB = frozenset(
     for each in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
 )
 
+# Of the component ``variables``: the lines and constants of the script, which are no state.
+_OF_SCRIPT = "script."
+
 
 @dataclass(frozen=True)
 class Side:
@@ -60,11 +63,13 @@ class Side:
 
     def leaves(self, writers: Collection[int] = (0,)) -> Leaves:
         """The leaves of the states of these ranks by name; the rank comes first, if not 0."""
+        is_of_variables = self.record.key == Slot.VARIABLES.value
         return {
             f"rank {writer}: {name}" if writer else name: leaf
             for writer in self.writers
             if writer in writers
             for name, leaf in named_leaves(self._state(writer), self.renamed).items()
+            if not (is_of_variables and name.startswith(_OF_SCRIPT))
         }
 
 

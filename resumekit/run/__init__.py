@@ -21,6 +21,7 @@ from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.finder import read_sharded_component
 from resumekit.run.run import Components, Run
 from resumekit.run.step_boundary import StepBoundary
+from resumekit.run.steps_taken import StepsTaken
 
 __all__ = [
     "Batches",
@@ -33,6 +34,7 @@ __all__ = [
     "ResumeReport",
     "Run",
     "StepBoundary",
+    "StepsTaken",
     "check_components",
     "checked_extras",
     "checked_names",

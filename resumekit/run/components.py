@@ -13,7 +13,6 @@ from resumekit.capture import (
     Extras,
     Holder,
     OptimizerState,
-    SavedObjects,
     UserState,
     bucket_components,
     gradient_components,
@@ -23,6 +22,7 @@ from resumekit.capture import (
 )
 from resumekit.data import SEED, DataPosition, Feed, RunSeed, user_objects
 from resumekit.distributed import World
+from resumekit.run.loop_variables import LoopVariables
 from resumekit.run.options import Options
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
@@ -65,6 +65,7 @@ class RunComponents:
         position: the component ``data``.
         rng: the component ``rng``.
         selection: the component ``best_metric``.
+        variables: the component ``variables``.
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class RunComponents:
         )
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
         self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
+        self.variables = LoopVariables(
+            options.loop_variables, foreign=weakly(self._saved_elsewhere, [])
+        )
         per_rank, job = SharingPattern.PER_RANK, SharingPattern.GLOBAL
         self._core = [
             *([] if self.seed is None else [StateComponent(SEED, self.seed, job)]),
@@ -92,7 +96,13 @@ class RunComponents:
             StateComponent(Slot.PROGRESS.value, self.counters, job),
             StateComponent(Slot.BEST_METRIC.value, self.selection, job),
             StateComponent(Slot.EXTRAS.value, Extras(extras), job),
+            self.variables.component(),
         ]
+
+    def leave_out_variables(self) -> None:
+        """No component ``variables``: the loop is not the user's."""
+        self._core = [each for each in self._core if each.stateful is not self.variables]
+        self.variables.turn_off()
 
     def set_given(
         self, components: Sequence[StateComponent], *, gradients: Collection[str] = ()
@@ -202,11 +212,10 @@ class RunComponents:
         states = (each.stateful for each in self.all)
         return [each for each in states if isinstance(each, UserState)]
 
-    def saved_objects(self) -> SavedObjects:
-        """What the checkpoints of this run hold, as it is now."""
-        named = [*self._extras.values(), *self._generators.values()]
-        followed = [each for state in self._user_states() for each in state.objects.values()]
-        return SavedObjects(self.all, named, followed)
+    def _saved_elsewhere(self) -> list[Any]:
+        """The objects that other components save."""
+        others = [each.state for each in self.all if each.state is not self.variables]
+        return [*self._generators.values(), *(o for each in others for o in each.live_objects())]
 
     def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
         """Parameters that an optimizer trains and no component saves.

@@ -75,7 +75,8 @@ class Batches:
     def __next__(self) -> Any:
         checkpointer, feed = self._checkpointer, self._feed
         order, names = checkpointer._loop_order, feed.names
-        checkpointer._count_taken_step()
+        if order.leads(names):
+            checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
             checkpointer._run.enter_loop(checkpointer, feed)
@@ -86,11 +87,13 @@ class Batches:
         if order.leads(names):
             checkpointer._pass_safe_point(self._horizon())
         if checkpointer.finished is not None:
+            checkpointer._run.variables.hand_out(is_over=True)
             feed.close()
             self._stop()
         while True:
             if not feed.begun:
                 checkpointer._begin(feed, max(feed.epoch, self._least_epoch))
+            self._set_variables()
             try:
                 batch = feed.next_batch()
             except StopIteration:
@@ -99,6 +102,12 @@ class Batches:
                 continue
             checkpointer._fetched(feed, follows=self._repeats)
             return batch
+
+    def _set_variables(self) -> None:
+        """Before the first batch of a launch: sets the variables of a checkpoint."""
+        variables = self._checkpointer._run.variables
+        if variables.is_waiting and self._checkpointer._loop_order.leads(self._feed.names):
+            variables.hand_out()
 
     def _see_end(self) -> bool:
         """Lets the loader see its own end, where some samplers draw, as a stock loop does.
@@ -194,18 +203,23 @@ class Epochs:
         return self._num_epochs
 
     def __next__(self) -> int:
-        checkpointer = self._checkpointer
+        checkpointer, variables = self._checkpointer, self._checkpointer._run.variables
         epoch = checkpointer.progress.epoch if self._epoch is None else self._epoch + 1
-        if self._epoch is not None:
+        if self._epoch is None:
+            variables.enter(checkpointer)
+        else:
+            variables.end_epoch()
             checkpointer._close_epoch(epoch)
             if self.next_loader is not None:
                 # A new loader has what it begins with saved as well.
                 checkpointer._run.position.feed(self.next_loader)
         checkpointer._pass_safe_point(self._horizon(epoch))
         if checkpointer.finished is not None:
+            variables.hand_out(is_over=True)
             raise StopIteration
         self._epoch = epoch
         checkpointer._open_epoch(epoch)
+        variables.begin_epoch()
         return epoch
 
     def _horizon(self, epoch: int) -> str | None:

@@ -48,6 +48,7 @@ class OptionKeywords(TypedDict, total=False):
     validate: str
     transient: Collection[str]
     user_state_limit: int
+    loop_variables: str
     on_divergence: str
     record_command: bool
 
@@ -103,6 +104,8 @@ class Options:
         user_state_limit: bytes of user state (attributes of modules, callbacks, datasets, loss
             functions) that a checkpoint holds at most, counting only what training changed; a
             larger object is reported with its size.
+        loop_variables: ``"restore"`` saves the variables that your running functions still read,
+            and sets them at a resume; ``"report"`` names those that training changes; ``"off"``.
         on_divergence: what to do when a repeated step differs from what an earlier attempt
             recorded: ``"warn"``, or ``"raise"`` to end the run with ``DivergenceError``.
         record_command: whether the manifest holds the command line; values of options that look
@@ -133,6 +136,7 @@ class Options:
     validate: str = Validation.DIGEST.value
     transient: Collection[str] = field(default_factory=frozenset)
     user_state_limit: int = 256 * 10**6
+    loop_variables: str = "restore"
     on_divergence: str = "warn"
     record_command: bool = True
 
@@ -185,6 +189,7 @@ class Options:
         _at_least("keep_every", self.keep_every, 1)
         _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
         _at_least("user_state_limit", self.user_state_limit, 0)
+        _one_of("loop_variables", self.loop_variables, ("restore", "report", "off"))
         _one_of("on_divergence", self.on_divergence, ("warn", "raise"))
         _check_names("transient", self.transient)
         _check_keys("exclude", self.exclude)

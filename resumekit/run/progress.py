@@ -50,6 +50,7 @@ class Counters(ComponentState):
         horizon: what the loop was asked for, e.g. ``{"epochs": 3}``.
         loop_order: the loops of the epoch under way.
         saw_whole_step: whether this process has used all batches of the step that was counted last.
+        marks_steps: the loop calls ``step()``, in this launch or an earlier one.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class Counters(ComponentState):
         self._window_samples: list[Any] = []
         self._knows_window = True
         self.saw_whole_step = True
+        self.marks_steps = False
 
     @property
     def progress(self) -> Progress:
@@ -140,6 +142,7 @@ class Counters(ComponentState):
             "finished": self.finished,
             "loops": self.loop_order.state_dict(),
             "within_window": self._is_within_window,
+            "marks_steps": self.marks_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,6 +153,7 @@ class Counters(ComponentState):
         self.finished = state["finished"]
         self.loop_order.load_state_dict(state["loops"])
         self._is_within_window = state["within_window"]
+        self.marks_steps = state.get("marks_steps", False)  # older checkpoints lack it
         self._window_samples = []
         self._knows_window = not self._is_within_window
 

@@ -11,6 +11,7 @@ from typing import Any
 from resumekit.cadence import SaveInterval, parse_cadence
 from resumekit.capture import Difference
 from resumekit.distributed import World
+from resumekit.errors import InexactError
 from resumekit.log import logger
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
@@ -78,6 +79,27 @@ class Reporter:
         hint = "" if is_driven else "; after the loop, ask already_finished"
         cadence = f"; saves {self.cadence}"
         self.log(f"{report}{cadence if report.finished is None else hint}")
+
+    def log_restored_again(self, keys: Sequence[str], left: Sequence[str]) -> None:
+        """One line on components that the script has changed before the first batch.
+
+        Args:
+            keys: those that were restored again.
+            left: those that differ from what was restored all the same.
+
+        Raises:
+            InexactError: ``strict=True``, and there are such.
+        """
+        if left:
+            found = f"changed in the script before the first batch, not restored: {_listed(left)}"
+            if self._options.strict:
+                raise InexactError("strict=True", found=found, remedy="Change it before the loop")
+            self.warn(f"{found}; change it before the loop")
+        elif keys:
+            self.log(
+                f"restored again after the script changed it: {_listed(keys)} (code before the "
+                "first batch had run before the save)"
+            )
 
     def note_start(
         self, directory: Path, unrelated_names: str, weights_of: ForkOrigin | None
@@ -240,6 +262,10 @@ class Reporter:
         if history:
             details["changes"] = history
         return details
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(keys)
 
 
 def _capture_line(component: StateComponent) -> CaptureLine:

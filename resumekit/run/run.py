@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from resumekit.capture import SavedObjects, fingerprint, gradient_keys
+from resumekit.capture import fingerprint, gradient_keys
 from resumekit.data import EpochUsage, Feed, epoch_usage
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import RandomStates
 from resumekit.log import show_messages
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
-from resumekit.run.components import RunComponents, weakly
+from resumekit.run.components import RunComponents
+from resumekit.run.discovery import Discovery
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.journaling import RunJournal, header_of_attempt
 from resumekit.run.options import Options
@@ -30,9 +31,9 @@ from resumekit.run.resuming.compatibility import (
 from resumekit.run.resuming.finder import Finder, Found, open_store
 from resumekit.run.resuming.load_buffer import LoadBuffer
 from resumekit.run.resuming.loading import Loading, call_everywhere
+from resumekit.run.resuming.restore_again import RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
-from resumekit.run.unsaved_state import UnsavedState
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, StepName, Store, holds_only_weights, lineage_of
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
@@ -67,17 +68,15 @@ class Run:
         self.options = options
         self._components = owned = RunComponents(options, extras, generators)
         self.counters, self.position, self.rng = owned.counters, owned.position, owned.rng
-        self.selection = owned.selection
+        self.selection, self.variables = owned.selection, owned.variables
         self._given = components
+        self.discovery: Discovery | None = None
         self._groups = groups
         self._data_parallel_group = data_parallel_group
         self._data_ranks: DataRanks
         owned.set_given(() if callable(components) else components)
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
-        saved_objects = weakly(owned.saved_objects, SavedObjects())
-        self.unsaved_state = UnsavedState(options, extras, saved_objects)
-        self.reporter.add_finding(self.unsaved_state.lines)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.journal = RunJournal(
@@ -89,11 +88,13 @@ class Run:
         self._store: Store | None = None
         self._saver: Saver
         self._load_buffer: LoadBuffer
+        self._finder: Finder
         self._replicas: Replicas
         self._membership: ComponentGroups
         self._looked = False
         self._found: Found | None = None  # until it is loaded
         self._initial: Found | None = None  # the weights that a forked run starts with
+        self._restored: RestoredState | None = None  # until the first fetch
         self._report: ResumeReport | None = None
         self._unlogged: ResumeReport | None = None  # until the line about it is logged
         self._resumed_from: Manifest | None = None  # until the trace has it
@@ -143,7 +144,7 @@ class Run:
         sources = self._sources(membership)
         saves_async = self.options.async_save is not False
         self._load_buffer = LoadBuffer(self.world, self.in_flight.snapshot, is_kept=saves_async)
-        finder = Finder(
+        self._finder = finder = Finder(
             self.world, store, self.options, left_out, known, membership, sources, self._load_buffer
         )
         self._found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
@@ -168,12 +169,15 @@ class Run:
     def resume(self) -> ResumeReport:
         """Restores all but the random state from what was found, once. Collective."""
         if self._report is None:
+            search = None if self._looked else self.discovery  # a framework looks before
+            if search is not None:
+                self._components.set_given(search.find(self.world, self.reporter))
             self.find()
-            found, given = self._found, self._given
+            found = self._found
+            given = search.renamed(found, self.reporter) if search else self._given
+            given = given() if callable(given) else given
             saved = () if found is None else (each.key for each in found.manifest.components)
-            self._components.set_given(
-                given() if callable(given) else given, gradients=gradient_keys(saved)
-            )
+            self._components.set_given(given, gradients=gradient_keys(saved))
             self._begin_saving()
             report = self._start() if found is None else self._load(found)
             self._found = found = None
@@ -186,6 +190,27 @@ class Run:
             if not (report.finished and may_change):  # else the loop's horizon decides
                 self._log_start()
         return self._report
+
+    def enter(self) -> None:
+        """Resumes as a loop begins: from here on the script's changes are not kept. Collective."""
+        is_new = self._report is None
+        self.resume()
+        if self._restored is not None:
+            self._restored.enter(is_new=is_new)
+
+    @collector_paused()
+    def restore_again(self) -> None:
+        """The first fetch of a resume: restores what the script has changed since. Collective.
+
+        Raises:
+            InexactError: ``strict=True``, and a component differs all the same.
+            StateMismatchError: the script has rebuilt an object, so that it refuses its state.
+            IncompleteLoadError: the checkpoint cannot be read any more.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.in_flight.wait_for_own()  # its copy is in the memory of the load
+            self.reporter.log_restored_again(*restored.restore())
 
     def _log_start(self) -> None:
         """One line, once; of a new run it waits for the loader, see ``Reporter.announce``."""
@@ -251,12 +276,15 @@ class Run:
         return Loading(found, self.world, self.options, self.components, members, sources)
 
     def _load(self, found: Found) -> ResumeReport:
-        report = self._loading(found).resume(self._fingerprint, self.reporter)
+        loading = self._loading(found)
+        report = loading.resume(self._fingerprint, self.reporter)
         self._fresh = report.fresh
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
         self._saver.parent = str(found.name)
         self._resumed_from = found.manifest
+        if not self.is_driven:
+            self._restored = RestoredState(loading, self._finder)
         return replace(report, finished=self.counters.finished)
 
     def restore_random(self) -> None:
@@ -270,9 +298,14 @@ class Run:
             self._resumed_from = None
 
     def enter_loop(self, owner: Any, feed: Feed) -> None:
-        """A loop asks for its first batch: looks what it needs and no component holds."""
+        """A loop asks for its first batch: what the script has made until now is the baseline."""
         self._components.follow(feed, streams=False)
-        self.unsaved_state.enter(owner)
+        self.variables.enter(owner)
+
+    def let_framework_drive(self) -> None:
+        """A framework runs the loop: its functions are on the stack, and not the user's."""
+        self.is_driven = True
+        self._components.leave_out_variables()
 
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.
@@ -287,6 +320,7 @@ class Run:
                 {feed.name: feed.num_batches},
                 remedy="A save needs all ranks: give them as many batches each, without join()",
             )
+        self.restore_again()
         self.reporter.log_changed_loaders()
         self._components.follow(feed, streams=True)
         self.reporter.announce()
@@ -318,6 +352,7 @@ class Run:
 
     def finish_again(self) -> None:
         """A finished run was started again: all state is back, and there is nothing to do."""
+        self._restored = None
         self.restore_random()
         self.trace_state("end")
 

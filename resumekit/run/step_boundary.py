@@ -8,16 +8,20 @@ from typing import Any, NoReturn
 
 from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
+from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import DueSaves
 from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
 from resumekit.run.saving import NOTHING
+from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
 
 # The first steps of a launch: most user code shows in them what it changes.
 _NUM_LOOKED = 2
+# After so many batches without an optimizer step a loop may have forgotten to call step().
+_MANY_BATCHES = 20
 
 
 class StepBoundary:
@@ -34,6 +38,9 @@ class StepBoundary:
         self._in_step = False  # a batch was handed out since the last safe point
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
+        self._steps_taken: StepsTaken | None = None  # where an adapter makes step() optional
+        self._num_counted = 0  # steps of this launch that the loop did not mark
+        self._num_batches_since_step = 0
         self._warned: set[str] = set()
         self._reported: set[str] = set()  # the names of the metrics that report() got
         self._stop_reason: str | None = None
@@ -46,7 +53,8 @@ class StepBoundary:
         """How far the logical run is; samples and tokens as of the last checkpoint.
 
         Epoch and batch are those of ``epochs()``, where the batches of all its loops count, or of
-        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither.
+        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither. In a loop
+        that does not call ``step()``, a step is counted when the next batch is requested.
         """
         return self._run.counters.progress
 
@@ -73,10 +81,6 @@ class StepBoundary:
         """Asks for more lines whenever a capture report is made."""
         self._run.reporter.add_finding(finding)
 
-    def _set_remedies(self, remedies: Mapping[Slot, str]) -> None:
-        """Sets how the adapter takes an object that the run was not given, by slot."""
-        self._run.unsaved_state.remedies = remedies
-
     @property
     def _run_id(self) -> str:
         return self._run.run_id
@@ -89,6 +93,20 @@ class StepBoundary:
     @property
     def _saves_gradients(self) -> bool:
         return self._run.options.saves_gradients
+
+    def _discover(
+        self, given: Mapping[Slot, Any], make: Callable[..., Any], *, left_out: Iterable[Any]
+    ) -> None:
+        """Has what the loop uses found when the run resumes, see ``Discovery``.
+
+        Args:
+            given: what was passed, by slot.
+            make: makes components of the objects of each slot.
+            left_out: objects that are saved otherwise.
+        """
+        transient = self._run.options.transient
+        self._run.discovery = Discovery(self, given, make, left_out=left_out, transient=transient)
+        self._steps_taken = StepsTaken()
 
     def _find(self, up_to: Callable[[str], int | None]) -> bool:
         """Finds a checkpoint of at most a step; False also where the run has resumed. Collective.
@@ -111,7 +129,40 @@ class StepBoundary:
         """Refuses or reports a loader that the framework expects in another form."""
 
     def _count_taken_step(self) -> None:
-        """Calls ``step()`` if the framework has taken one that the loop did not mark."""
+        """Counts the step that optimizers have taken in this iteration, unless it is counted."""
+        if self._has_uncounted_step:
+            self._num_counted += 1
+            self._count_step({})
+        if self._steps_taken is not None and (self._stepped or not self._in_step):
+            self._steps_taken.forget()  # the iteration's further steps, or those of a resume
+
+    @property
+    def _has_uncounted_step(self) -> bool:
+        """Whether optimizers have taken the step of this iteration, and ``step()`` counts none."""
+        steps, run = self._steps_taken, self._run
+        if steps is None or run.is_driven or run.counters.marks_steps:
+            return False
+        is_open = self._in_step and not self._stepped
+        return is_open and steps.is_complete and self._at_step_boundary()
+
+    def _count_step(self, values: Mapping[str, Any]) -> None:
+        counters = self._run.counters
+        counters.count_step()
+        self._count_step_of_batch()
+        self._stepped = True
+        self._num_batches_since_step = 0
+        self._saves.count_step(counters.step)
+        self._record_step(values)
+
+    def _note_marked_step(self) -> None:
+        """The loop calls ``step()``: from now on nothing else counts, in further launches too."""
+        counters = self._run.counters
+        if self._steps_taken is None or self._run.is_driven or counters.marks_steps:
+            return
+        counters.marks_steps = True
+        if self._num_counted:
+            counted = f"{self._num_counted} were counted without it"
+            self._run.reporter.log(f"step() is called from here on and counts the steps; {counted}")
 
     # ---------------------------------------------------------------- the loops begin and end
 
@@ -127,7 +178,7 @@ class StepBoundary:
             raise LoopError(
                 f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
             )
-        self._run.resume()
+        self._run.enter()
         self._run.accept_horizon(horizon)
         self._begin_loop(loop)
 
@@ -166,13 +217,14 @@ class StepBoundary:
         self, loader: Any, name: str | None = None, *, repeat: bool = False
     ) -> Batches:
         """The rest of an epoch of a loader."""
-        self._run.resume()
+        self._run.enter()
         return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
         self._epoch = epoch
         if self.progress.batch == 0:
+            self._run.restore_again()
             self._run.position.witness_epoch()
             self._run.restore_random()
 
@@ -182,6 +234,8 @@ class StepBoundary:
             self._num_used = feed.batch  # in batches of the size that they have now
             self._run.counters.move_to(*self._position())
         self._run.begin(feed, epoch)
+        if self._steps_taken is not None:
+            self._steps_taken.watch(self._run.components)
 
     def _fetched(self, feed: Feed, *, follows: bool) -> None:
         """A batch goes to the loop."""
@@ -199,7 +253,16 @@ class StepBoundary:
             run.counters.note_samples(feed.indices)
         if leads:
             self._stepped = False
+            self._note_batches_without_step()
             self._begin_iteration()
+
+    def _note_batches_without_step(self) -> None:
+        self._num_batches_since_step += 1
+        is_late = self._num_batches_since_step > _MANY_BATCHES and self._steps_taken is not None
+        if is_late and "no step" not in self._warned:
+            self._warned.add("no step")
+            question = "is gradient accumulation longer? Otherwise call step()"
+            self._run.reporter.log(f"no optimizer step in {_MANY_BATCHES} batches: {question}")
 
     def _epoch_ended(self, feed: Feed) -> None:
         """The loop with the horizon has used up an epoch."""
@@ -230,9 +293,10 @@ class StepBoundary:
         self._count_taken_step()
         step = self.progress.step
         if self._steps_at_epoch_start == step:
+            optimizers = "" if self._steps_taken is None else ", no step of an optimizer of the run"
             raise LoopError(
                 f"epoch {self.progress.epoch}",
-                found="not one call of step()",
+                found=f"not one call of step(){optimizers}",
                 expected="checkpointer.step() after every optimizer step",
                 remedy="An accumulation window must not be longer than an epoch",
             )
@@ -283,8 +347,6 @@ class StepBoundary:
         counters.move_to(*self._position())
         if self._stepped and self._in_step:
             self._run.observe_gradients()
-        if self._stepped and self._run.unsaved_state.after_step():
-            self._run.reporter.announce()
         saves, may_save = self._saves, self._may_save()
         common = NOTHING
         if may_save and finished is None:
@@ -325,7 +387,9 @@ class StepBoundary:
         raise Preempted(signal_number, step)
 
     def _release(self) -> None:
-        """Gives back what this process holds: the signals, the run directory."""
+        """Gives back what this process holds: the signals, hooks, the run directory."""
+        if self._steps_taken is not None:
+            self._steps_taken.detach()
         self._saves.signals.restore()
         self._run.close()
 

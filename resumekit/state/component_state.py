@@ -64,6 +64,10 @@ class ComponentState:
         """What two equal runs have in common: the state without times and paths."""
         return self.state_dict()
 
+    def state_and_copies(self) -> Any:
+        """The same, with live copies of it that code may change, such as rounded weights."""
+        return self.comparable_state()
+
     def replicated_state(self) -> Any:
         """The part of a REPLICATED state that must be the same on all ranks."""
         return self.state_dict()
@@ -96,6 +100,10 @@ class ComponentState:
     def requires_equal_batches(self) -> bool:
         """Whether every rank must get as many batches, because saving this state is collective."""
         return False
+
+    def live_objects(self) -> Iterable[Any]:
+        """The user's objects whose state this is; no other component saves them again."""
+        return ()
 
     def live_tensors(self, state: Any) -> Iterable[tuple[Any, Any]]:
         """Each tensor of a saved state with the live one that ``load_state_dict`` copies it into.
@@ -249,6 +257,9 @@ class _Wrapped(ComponentState):
 
     def load_state_dict(self, state: Any) -> Any:
         return self._stateful.load_state_dict(state)
+
+    def live_objects(self) -> Iterable[Any]:
+        return (self._stateful,)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str] | None:

@@ -53,6 +53,7 @@ class Slot(str, Enum):
     BEST_METRIC = "best_metric"
     CALLBACKS = "callbacks"
     EXTRAS = "extras"
+    VARIABLES = "variables"
 
 
 # State of which every rank has its own, whatever the declaration says.

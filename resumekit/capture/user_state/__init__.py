@@ -5,19 +5,24 @@ from __future__ import annotations
 from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.user_state import UserState, attribute_components
 from resumekit.capture.user_state.value_types import (
+    SCALARS,
     attributes_set_by,
     attributes_set_in,
+    is_left_out,
     is_user_object,
 )
-from resumekit.capture.user_state.walk import content_digest, trained_parameters
+from resumekit.capture.user_state.walk import Walk, content_digest, trained_parameters
 
 __all__ = [
+    "SCALARS",
     "Holder",
     "UserState",
+    "Walk",
     "attribute_components",
     "attributes_set_by",
     "attributes_set_in",
     "content_digest",
+    "is_left_out",
     "is_user_object",
     "trained_parameters",
 ]

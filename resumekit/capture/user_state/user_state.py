@@ -151,6 +151,22 @@ class UserState(ComponentState):
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         self._known = {**self._walk().kinds(), **self._known}
 
+    def extend_baseline(self, holders: Mapping[str, Any]) -> None:
+        """Other objects under these names; values that were not there before are the script's."""
+        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        found = self._walk()
+        for path, each in found.seen.items():
+            if each.is_known and path not in self._first:
+                self._first[path] = each.digest
+                if each.is_plain and _is_small(each.value):
+                    self._made[path] = copy.deepcopy(each.value)
+        self._known = {**found.kinds(), **self._known}
+        self._made_submodules = {**submodules_of(found.objects), **self._made_submodules}
+        self._unsaved_from_start |= found.unsaved()
+
+    def live_objects(self) -> Iterable[Any]:
+        return self.objects.values()
+
     def component(self) -> StateComponent:
         """This state as a component; each rank has its own."""
         return StateComponent(self.key, self, SharingPattern.PER_RANK, required=False)
@@ -253,11 +269,24 @@ class UserState(ComponentState):
         """What the holders have that is not in the checkpoint, by attribute path."""
         changes = self._for_save or self._encoded(self._walk())
         seen = changes.found.seen.items()
-        unknown = {path: each.problem for path, each in seen if each.problem}
+        owners = changes.found.objects
+        unknown = {
+            path: each.problem
+            for path, each in seen
+            if each.problem and self._is_reported(owners.get(each.owner))
+        }
         lines = [each.line(path, Fidelity.UNKNOWN) for path, each in unknown.items()]
-        lines += [each.line(path, Fidelity.LOST) for path, each in changes.problems.items()]
+        lines += [
+            each.line(path, Fidelity.LOST)
+            for path, each in changes.problems.items()
+            if self._is_reported(owners.get(changes.found.seen[path].owner))
+        ]
         lines += submodule_lines(self._submodules, changes.found.objects, changes.copies)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
+
+    def _is_reported(self, owner: Any) -> bool:
+        """Whether a value of this object that cannot be saved is reported."""
+        return True
 
     # ---------------------------------------------------------------- restoring
 
@@ -362,14 +391,29 @@ class UserState(ComponentState):
         }
         return {**saved, "slots": slots, "copies": copies, "waiting": []}
 
-    def _restore(self, saved: Mapping[str, Any], found: Walk) -> tuple[str, ...]:
+    def _restore(
+        self, saved: Mapping[str, Any], found: Walk, *, skips: bool = False
+    ) -> tuple[str, ...]:
+        """Sets what a saved state has of the live objects; gives the paths.
+
+        Args:
+            saved: the state.
+            found: the live objects.
+            skips: what needs an object that is not there yet is left out.
+        """
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         decoder = Decoder(self.key, saved["nodes"], found, device_of(given))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
-            if slot is not None:
+            if slot is None:
+                continue
+            try:
                 decoder.restore(slot, entry[3], _label(entry))
+            except StateMismatchError:
+                if not skips:
+                    raise
+            else:
                 restored.append(_label(entry))
         kept = {*restored, *saved["lost"], *saved["first"]}
         changed = [] if self._grows else self._changed(found, self._known)

@@ -9,6 +9,7 @@ import dis
 import functools
 import inspect
 import io
+import random
 import re
 import types
 import weakref
@@ -127,6 +128,11 @@ def kind_of(value: Any) -> Kind:
     return kind
 
 
+def is_left_out(value: Any) -> bool:
+    """Whether it is never entered, as an object of a library."""
+    return kind_of(value) is Kind.LEAF
+
+
 def is_user_object(value: Any) -> bool:
     """Whether it is an object of a class of the user's, with attributes."""
     return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL, Kind.MODULE)
@@ -157,6 +163,8 @@ _DERIVED: tuple[tuple[Any, Kind], ...] = (
 
 @functools.cache
 def _kind_of_class(kind: Any) -> Kind:
+    if issubclass(kind, random.SystemRandom):
+        return Kind.LEAF  # it has no state
     known = _EXACT.get(kind) or next((k for base, k in _DERIVED if issubclass(kind, base)), None)
     if known is not None:
         return known

@@ -197,6 +197,15 @@ class ZeroModelState(FlatModelState):
             zero.update_lp_params()
         return ()
 
+    def state_and_copies(self) -> dict[str, Any]:
+        """The state, and the module's weights of this rank, which may be rounded.
+
+        At stage 3 this rank's partitions: a forward pass gathers the others, or frees them.
+        """
+        raw = self.module.named_parameters()
+        partitions = {name: getattr(each, "ds_tensor", each).data for name, each in raw}
+        return {"state": self.state_dict(), "partitions": partitions}
+
     def fingerprint(self) -> dict[str, Any]:
         """As of a plain module; in bf16 and fp16 also which tensors stay in fp32."""
         module, lower = self._engine.module, _LOWER.get(self._engine.get_data_types()[0])

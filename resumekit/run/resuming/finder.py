@@ -20,6 +20,7 @@ from resumekit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DirectoryError,
+    IncompleteLoadError,
     NoUsableCheckpointError,
     OwnershipLostError,
     ResumekitError,
@@ -112,6 +113,8 @@ class Finder:
         membership: of those components.
         sources: whose state this rank takes.
         buffer: memory for what is copied into live tensors.
+        keys: the components that are read; None for all.
+        renames: of this checkpoint, where it was read before.
     """
 
     world: World
@@ -122,6 +125,8 @@ class Finder:
     membership: ComponentGroups
     sources: StateOrigins
     buffer: LoadBuffer
+    keys: Collection[str] | None = None
+    renames: Renames | None = None
 
     def find(self, *, up_to: int | None = None) -> Found | None:
         """The newest good checkpoint, or None in a directory that never held one.
@@ -149,6 +154,21 @@ class Finder:
                 remedy="Restore one from a copy, or start a new run in an empty directory",
             )
         return None
+
+    def read(self, name: StepName) -> Found:
+        """A checkpoint that was read before.
+
+        Raises:
+            IncompleteLoadError: it cannot be read any more.
+        """
+        outcome = self._read(name)
+        if isinstance(outcome, Found):
+            return outcome
+        raise IncompleteLoadError(
+            str(name),
+            found=f"it was loaded, and cannot be read a second time ({outcome.rstrip('.')})",
+            remedy="End this process, and start it again when nothing changes the checkpoint",
+        )
 
     def _candidates(self, up_to: int | None) -> list[StepName]:
         names = self.store.step_names()
@@ -229,11 +249,10 @@ class Finder:
         sharded = {
             record.key: record
             for record in reader.manifest.components
-            if is_sharded(record, components.get(record.key))
-            and not names_component(self.left_out, record.key)
+            if is_sharded(record, components.get(record.key)) and self._reads(record.key)
         }
         former, wanted = self._wanted(reader, sharded)
-        renames = Renames(self.options.rename)
+        renames = Renames(self.options.rename) if self.renames is None else self.renames.again()
         deferral = self._deferral(reader, wanted, former)
         found = Found(name, reader, {}, former, {}, deferral, renames)
         for key in models_first(sharded):
@@ -262,7 +281,7 @@ class Finder:
         former: dict[str, dict[int, Any]] = {}
         wanted: dict[tuple[str, int], dict[str, int]] = {}
         for record in reader.manifest.components:
-            if record.key in but or names_component(self.left_out, record.key):
+            if record.key in but or not self._reads(record.key):
                 continue
             origin = self.sources.of(record, reader.manifest)
             readable: tuple[int, ...] = origin.readable
@@ -274,6 +293,10 @@ class Finder:
                 of_writer = wanted.setdefault((record.directory, origin.writers[number]), {})
                 of_writer[record.key] = number
         return former, wanted
+
+    def _reads(self, key: str) -> bool:
+        is_asked = self.keys is None or key in self.keys
+        return is_asked and not names_component(self.left_out, key)
 
     def _deferral(
         self,

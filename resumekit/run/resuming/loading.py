@@ -40,6 +40,7 @@ _RESTORE_ORDER = (
     Slot.EXTRAS,
     Slot.DATA,
     Slot.RNG,
+    Slot.VARIABLES,
 )
 
 
@@ -271,6 +272,25 @@ class Loading:
                 expected="the models of the run that was forked",
             )
         self._divide()
+        self._load_found()
+
+    def load_again(self, given: Mapping[str, Any]) -> None:
+        """Loads what was found, of a checkpoint that this run has resumed from. Collective.
+
+        Args:
+            given: states that take precedence, by component key.
+
+        Raises:
+            StateMismatchError: a component refuses its state; nothing was changed.
+            IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
+        """
+        self._rename()
+        self._divide()
+        states = self.found.states
+        states.update({key: state for key, state in given.items() if key in states})
+        self._load_found()
+
+    def _load_found(self) -> None:
         self.world.everywhere(self._check_states)
         self.world.everywhere(self._restore)
         loaded = [each for each in self.components if each.key in self.found.states]

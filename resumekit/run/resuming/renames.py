@@ -36,6 +36,12 @@ class Renames:
         self._found: dict[str, Renaming] = {}  # by key of the component that holds a module
         self.renamed: set[str] = set()
 
+    def again(self) -> Renames:
+        """The same changes, to read some of the components a second time."""
+        made = Renames(self._prefixes)
+        made._found = dict(self._found)
+        return made
+
     def messages(self) -> tuple[str, ...]:
         """One line for each change that was found."""
         return tuple(dict.fromkeys(f"parameter names: {each}" for each in self._found.values()))

@@ -48,7 +48,7 @@ def train(
     Args:
         directory: the run directory.
         save_every: as for a ``Checkpointer``.
-        wrong: ``model`` or ``optimizer`` (not restored), ``rng`` (a generator that nobody saves),
+        wrong: ``model`` or ``optimizer`` (not restored), ``rng`` (a generator that is not saved),
             ``epochs`` (what happened in the epochs before is forgotten), ``end`` (the state of a
             finished run is not restored), ``starts over``, ``loses the newest`` (checkpoint),
             ``trains on`` (after its end) or ``hashes`` (depends on the seed of string hashes).
@@ -83,6 +83,7 @@ def train(
         extras=extras,
         save_every=save_every,
         allow_changes={"horizon"},
+        transient={"noise", "epochs_seen"},  # what is not restored where that is wrong
     )
     noise = random.Random(0) if wrong == "rng" else random
     names = [f"name {number}" for number in range(1000)]

@@ -1,0 +1,499 @@
+"""The variables of a running loop: saved at a fetch, set at the same fetch of the next launch.
+
+A save is made inside the fetch of a batch, while the user's functions are on the stack. What the
+rest of the run needs of them are the variables that are live after that call, and what these reach.
+``epochs()`` is a fetch too: the code between it and the first batch runs again after a resume
+inside the epoch, with the variables that it had when the epoch began.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import CodeType, GeneratorType, SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from resumekit.capture import (
+    SCALARS,
+    Holder,
+    UserState,
+    Walk,
+    class_name,
+    is_left_out,
+    require_fields,
+    slot_of,
+)
+from resumekit.distributed import WorldChange
+from resumekit.errors import StateMismatchError
+from resumekit.live import (
+    LiveFrame,
+    Site,
+    clock_names,
+    find_frames,
+    has_operands,
+    is_library_file,
+    operand_lines,
+)
+from resumekit.log import logger
+from resumekit.state import CaptureLine, Fidelity, Slot
+
+# Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MAX_NESTED = 1000  # values of a container that is looked through for others
+
+_AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
+
+RESTORE, REPORT, OFF = "restore", "report", "off"
+
+
+class LoopVariables(UserState):
+    """The component ``variables``: of the user's running functions, with all that they reach.
+
+    Args:
+        mode: the option ``loop_variables``.
+        foreign: gives what other components save.
+    """
+
+    def __init__(self, mode: str, *, foreign: Callable[[], Iterable[Any]]) -> None:
+        super().__init__({}, key=Slot.VARIABLES.value, foreign=foreign, grows=True)
+        self._mode = mode
+        self._owner: Callable[[], Any] = lambda: None
+        self._saved: Mapping[str, Any] | None = None  # of the checkpoint, until its fetch is found
+        self._has_batch = False  # this launch has handed out a batch
+        self._at_epoch: dict[str, Holder] = {}
+        self._has_operands = False  # a value that was read when the epoch began lies on a stack
+        # Plain attributes when the epoch began, by path; None in the first epoch of a launch.
+        self._numbers_at_epoch: dict[str, Any] | None = None
+        self._sites: list[dict[str, Any]] = []  # of the frames that are saved
+        self._lines: dict[str, CaptureLine] = {}  # about frames
+        self._last_fetch: dict[CodeType, int] = {}  # the instruction of each function on the stack
+        self._epoch_fetch: dict[CodeType, int] = {}  # the same, of the last epochs()
+        self._epoch_sites: list[dict[str, Any]] = []
+        self._has_left = False  # the loop, by break
+        self._entered: set[tuple[Site, ...]] = set()  # of the loops that were looked at
+
+    # ---------------------------------------------------------------- fetches
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next batch is the first one, or variables are still to be set."""
+        return self._mode != OFF and (not self._has_batch or self._saved is not None)
+
+    def turn_off(self) -> None:
+        """The loop is a framework's: there are no variables of the user's."""
+        self._mode = OFF
+
+    def enter(self, owner: Any) -> None:
+        """A loop is asked for the first time: what the script has made so far is the baseline.
+
+        Args:
+            owner: what the script calls its run, the Checkpointer.
+        """
+        if self._mode == OFF:
+            return
+        self._owner = ref(owner)
+        self._has_left = False
+        frames = self._frames()
+        self._last_fetch = {each.code: each.lasti for each in frames}
+        self._sites = [each.site.as_plain() for each in frames]
+        if not self._has_batch:
+            self.extend_baseline(_holders(frames))
+        chain = tuple(each.site for each in frames)
+        if chain not in self._entered:
+            self._entered.add(chain)
+            self._lines.update((line.key, line) for line in _lines_of(frames, owner))
+            self._lines.update((line.key, line) for line in self._not_given(frames))
+            self._has_operands = self._has_operands or has_operands(frames)
+        self._release()
+
+    def _not_given(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
+        """A line for each object of a library that trains and that no component saves."""
+        given = {id(each) for each in self._scope.foreign()}
+        for frame in frames:
+            for name, value in frame.bound_variables().items():
+                slot = slot_of(value)
+                if slot is None or id(value) in given or name in self._scope.transient:
+                    continue
+                if (is_left_out(value) or _is_engine(value)) and _is_training(value, given):
+                    reason = f"a {type(value).__name__} that was not given; pass it to the run"
+                    yield CaptureLine(f"{slot.value}/{name}", Fidelity.LOST, reason)
+
+    def end_epoch(self) -> None:
+        """``epochs()`` is asked for the next epoch."""
+        self._at_epoch = {}
+
+    def begin_epoch(self) -> None:
+        """``epochs()`` is about to give an epoch: sets variables, and records those of now."""
+        if self._mode == OFF:
+            return
+        frames = self._frames()
+        self._epoch_fetch = {each.code: each.lasti for each in frames}
+        self._epoch_sites = [each.site.as_plain() for each in frames]
+        if self._saved is not None:
+            self._set(frames, is_batch=False)
+        self._at_epoch = {
+            f"{name}{_AT_EPOCH}": Holder(SimpleNamespace(**_plain_variables(holder.value)))
+            for name, holder in _holders(frames).items()
+        }
+        if self._has_operands and self._has_batch:
+            self._holders = _holders(frames)
+            seen = self._walk().seen
+            self._numbers_at_epoch = {
+                p: e.value for p, e in seen.items() if type(e.value) in SCALARS
+            }
+        self._release()
+
+    def hand_out(self, *, is_over: bool = False) -> None:
+        """The loop is about to get a batch, or to end: sets the variables of a checkpoint.
+
+        Args:
+            is_over: the run is finished: no batch follows.
+
+        Raises:
+            StateMismatchError: another line than that of the checkpoint requests the batch.
+        """
+        self._has_batch = True
+        if self._saved is not None:
+            self._set(self._frames(), is_batch=not is_over, is_over=is_over)
+            self._saved = None
+            self._release()
+
+    def _frames(self) -> list[LiveFrame]:
+        owner = self._owner()
+        at = self._last_fetch if self._has_left else None
+        # CPython documents sys._getframe for such use.
+        return [] if owner is None else find_frames(owner, sys._getframe(1), at=at)
+
+    def leave(self, *, is_epoch_over: bool) -> None:
+        """The loop was left by ``break``: a save continues at its fetch.
+
+        Args:
+            is_epoch_over: it had used up its epoch, so that ``epochs()`` gives the next one.
+        """
+        self._has_left = True
+        if is_epoch_over and self._epoch_fetch:
+            self._last_fetch, self._sites = self._epoch_fetch, self._epoch_sites
+            self._at_epoch = {}
+
+    def _release(self) -> None:
+        """Releases all values of frames: no batch outlives its fetch because of this."""
+        self._holders, self.objects, self._for_save = {}, {}, None
+
+    # ---------------------------------------------------------------- saving
+
+    def before_save(self) -> None:
+        self._take(self._frames())
+        super().before_save()
+
+    def _take(self, frames: Sequence[LiveFrame]) -> None:
+        self._holders = {**_holders(frames), **self._at_epoch} if frames else {}
+        self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
+        for line in (*self._deleted(frames), *self._not_given(frames)):
+            self._lines[line.key] = line
+        if not self._has_left:
+            self._sites = [each.site.as_plain() for each in frames]
+            self._note_other_fetch(tuple(each.site for each in frames))
+            return
+        names = {each.site.name for each in frames}
+        for site in map(Site.from_plain, self._sites):
+            if site.name not in names:
+                reason = "variables are not in this checkpoint: the loop was left before the save"
+                self._lines[site.name] = CaptureLine(site.name, Fidelity.LOST, reason)
+
+    def _deleted(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
+        """A line for each variable that the script sets and training has deleted."""
+        for name, frame in _named(frames).items():
+            for each in sorted(frame.names - frame.variables().keys()):
+                if f"{name}.{each}" in self._first:
+                    reason = "training deleted this variable; set it to None instead"
+                    yield CaptureLine(f"{name}.{each}", Fidelity.LOST, reason)
+
+    def _note_other_fetch(self, chain: tuple[Site, ...]) -> None:
+        """A line where the loop was asked for its first batch by another line than for this one."""
+        if chain and chain not in self._entered:
+            where = f"{chain[0].file}:{chain[0].line}"
+            reason = "a resume cannot continue here: another line requests the first batch"
+            self._lines[where] = CaptureLine(where, Fidelity.LOST, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What differs from what the script made, or was restored; live tensors, not copies."""
+        if self._saved is not None:
+            return dict(self._saved)
+        at_epoch = self._at_epoch_start() if self._at_epoch else []
+        digests = {path: str(each) for path, each in self.digests().items() if self._is_local(path)}
+        found = super().state_dict()
+        if self._mode != RESTORE:
+            found = {**found, "slots": [], "nodes": [], "lost": []}
+        self._release()
+        # A value that training has written is the checkpoint's, whatever the script begins with.
+        script = {"sites": self._sites, "digests": digests}
+        return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
+
+    def _at_epoch_start(self) -> list[list[Any]]:
+        """The plain values that attributes had when the epoch began, where they have others now."""
+        if not self._has_operands or self._for_save is None:
+            return []
+        then = self._made if self._numbers_at_epoch is None else self._numbers_at_epoch
+        return [
+            [each.owner, each.slot.role.value, each.slot.name, then[path]]
+            for path, each in self._for_save.found.seen.items()
+            if each.owner not in self._holders and type(then.get(path, [])) in SCALARS
+        ]
+
+    def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
+        """Without variables that are the script's, and were when the epoch began."""
+        return [
+            path
+            for path in super()._changed(found, known)
+            if _AT_EPOCH not in path
+            or self._first.get(path.replace(_AT_EPOCH, "", 1)) != found.seen[path].digest
+        ]
+
+    def _is_local(self, path: str) -> bool:
+        """Whether it is the path of a variable, and not of what a variable reaches."""
+        return any(
+            path.startswith(f"{name}.") and "." not in path[len(name) + 1 :]
+            for name in self._holders
+        )
+
+    def findings(self) -> tuple[CaptureLine, ...]:
+        if self._mode == OFF or self._saved is not None:
+            return tuple(self._lines.values())
+        if self._for_save is not None:  # a save is under way
+            return (*self._lines.values(), *self._changes())
+        self._take(self._frames())
+        found = self._changes()
+        self._release()
+        return (*self._lines.values(), *found)
+
+    def _changes(self) -> tuple[CaptureLine, ...]:
+        if self._mode == RESTORE:
+            return super().findings()
+        changes = self._for_save or self._encoded(self._walk())
+        reason = 'not saved; pass loop_variables="restore"'
+        return tuple(CaptureLine(path, Fidelity.LOST, reason) for path in changes.values)
+
+    def _is_reported(self, owner: Any) -> bool:
+        """Not of objects of libraries, which a running function reaches in great numbers."""
+        if isinstance(owner, SimpleNamespace):
+            return True
+        module = sys.modules.get(type(owner).__module__)
+        return not is_library_file(getattr(module, "__file__", None) or "")
+
+    def comparable_state(self) -> dict[str, Any]:
+        """Nothing: of what they decide all is compared, and some are read from a clock."""
+        return {}
+
+    # ---------------------------------------------------------------- restoring
+
+    def check_state_dict(self, state: Any) -> None:
+        super().check_state_dict(state)
+        require_fields(self.key, state, {"script": dict, "at_epoch": list})
+        require_fields(self.key, state["script"], {"sites": list, "digests": dict})
+        for each in state["script"]["sites"]:
+            Site.from_plain(each)
+        for entry in (*state["slots"], *state["at_epoch"]):
+            if entry[2].startswith("__") and entry[2].endswith("__"):
+                raise StateMismatchError(
+                    self.key, found=f"a value of {entry[2]}", expected="variables of your functions"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Keeps the state until the fetch that it was saved at."""
+        self._saved = dict(state) if self._mode == RESTORE else None
+        return ()
+
+    def resplit_state_dict(
+        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What was the same on the former ranks; values of single ranks have no meaning now."""
+        former = states[change.model_rank]
+        mine = former["script"]["digests"].items()
+        others = [each["script"]["digests"] for each in states.values()]
+        differs = {path for path, d in mine if any(d != each.get(path) for each in others)}
+        slots = [each for each in former["slots"] if f"{each[0]}.{each[2]}" not in differs]
+        lost = sorted(differs & {f"{each[0]}.{each[2]}" for each in former["slots"]})
+        message = f"variables that differed between the ranks are not restored: {', '.join(lost)}"
+        return {**former, "slots": slots}, (message,) if lost else ()
+
+    def after_rng_restore(self) -> None:
+        pass  # the fetch restores
+
+    def _set(self, frames: Sequence[LiveFrame], *, is_batch: bool, is_over: bool = False) -> None:
+        """Sets what the checkpoint has of the running functions.
+
+        Args:
+            frames: of the fetch.
+            is_batch: a batch follows: nothing can be set later.
+            is_over: the run is finished: some objects may not be made any more.
+        """
+        assert self._saved is not None
+        saved = self._saved
+        sites = [Site.from_plain(each) for each in saved["script"]["sites"]]
+        matches = [f.site.matches(s) for f, s in zip(frames, sites, strict=False)]
+        # The frames of both: further out, a chain may end where the Checkpointer has another name.
+        further = {each.name for each in sites[len(frames) :]}
+        is_whole = bool(matches) and not any(each[0] in further for each in saved["slots"])
+        is_there = is_whole and "other" not in matches
+        if is_batch and not is_there and saved["slots"]:
+            raise _elsewhere(frames, sites)
+        self.extend_baseline({**_holders(frames), **self._at_epochs_of(frames)})
+        named, slots = _named(frames), saved["slots"]
+        if not is_there or "edited" in matches:
+            slots = [each for each in slots if _is_read(each, named)]
+        restored = {
+            *self._restore({**saved, "slots": slots}, self._walk(), skips=is_over or not is_there)
+        }
+        if not is_there:
+            self._restore({**saved, "slots": saved["at_epoch"]}, self._walk(), skips=True)
+        for name, frame in named.items():
+            values = self._values(name, restored)
+            if not is_there:
+                values.update(self._values(f"{name}{_AT_EPOCH}", restored))
+            frame.set(values)
+        if is_there:
+            self._saved = None
+            self._note_edited(saved)
+
+    def _note_edited(self, saved: Mapping[str, Any]) -> None:
+        """One line on values that the script begins with and that are others than they were."""
+        written = {f"{owner}.{name}" for owner, _, name, _ in saved["slots"]}
+        edited = [
+            path
+            for path, digest in saved["script"]["digests"].items()
+            if path not in written and str(self._first.get(path, digest)) != digest
+        ]
+        if edited:
+            logger.info("changed in the script: %s; using the script's value", ", ".join(edited))
+
+    def _at_epochs_of(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
+        return {f"{name}{_AT_EPOCH}": Holder(SimpleNamespace()) for name in _named(frames)}
+
+    def _values(self, name: str, restored: Iterable[str]) -> dict[str, Any]:
+        """The restored variables of one frame."""
+        variables = vars(self._holders[name].value)
+        return {each: v for each, v in variables.items() if f"{name}.{each}" in restored}
+
+
+def _is_training(value: Any, given: Container[int]) -> bool:
+    """Whether an object that was not given certainly has state of this training."""
+    if isinstance(value, Optimizer):
+        trained = [each for group in value.param_groups for each in group["params"]]
+        return not all(id(each) in given for each in trained if each.requires_grad)
+    if isinstance(value, LRScheduler):
+        return id(value.optimizer) in given or value.last_epoch > 0
+    if isinstance(value, GradScaler):
+        return bool(value.is_enabled())
+    if _is_engine(value):  # before its first step, not one of a former run
+        is_fresh = value.optimizer is not None and not value.global_steps
+        return is_fresh and id(value.module) not in given
+    return True
+
+
+def _is_engine(value: Any) -> bool:
+    return any(each.__name__ == "DeepSpeedEngine" for each in type(value).__mro__)
+
+
+def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:
+    """Whether a saved slot is none of a frame's variables, or one that the frame reads later."""
+    owner, _, name, _ = entry
+    frame = frames.get(owner.removesuffix(_AT_EPOCH))
+    return frame is None or name in frame.names
+
+
+def _named(frames: Sequence[LiveFrame]) -> dict[str, LiveFrame]:
+    """The frames by the names of their functions, the outermost first, so that paths are short."""
+    named: dict[str, LiveFrame] = {}
+    for frame in reversed(frames):
+        function = frame.site.name
+        number = sum(each.site.name == function for each in named.values())
+        named[f"{function}#{number + 1}" if number else function] = frame
+    return named
+
+
+def _holders(frames: Sequence[LiveFrame]) -> dict[str, Holder]:
+    """The live variables of each frame."""
+    running = {id(each.frame) for each in frames}
+    found: dict[str, Holder] = {}
+    codes: list[CodeType] = []  # of the frames further out
+    for name, frame in _named(frames).items():
+        shared = {each for code in codes for each in _shared(code, frame.code)}
+        codes.append(frame.code)
+        values = _state_of(frame, running).items()
+        found[name] = Holder(SimpleNamespace(**{n: v for n, v in values if n not in shared}))
+    return found
+
+
+def _shared(outer: CodeType, inner: CodeType) -> Iterator[str]:
+    """The variables of an inner function that are those of the function that defines it."""
+    if inner in outer.co_consts:
+        yield from {*inner.co_freevars} & {*outer.co_cellvars, *outer.co_freevars}
+
+
+def _state_of(frame: LiveFrame, running: set[int]) -> dict[str, Any]:
+    """The live variables of a frame that may be state: no clocks, no generators that run."""
+    clocks = clock_names(frame.code)
+    return {
+        name: value
+        for name, value in frame.variables().items()
+        if name not in clocks
+        and not (isinstance(value, GeneratorType) and id(value.gi_frame) in running)
+        and not _has_loop(value)
+    }
+
+
+def _has_loop(value: Any) -> bool:
+    """Whether it is a list or the like of the run's own loops: their positions are saved."""
+    if type(value) not in _CONTAINERS:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(
+        type(each).__module__ == "resumekit.run.loops" for each in islice(items, _MAX_NESTED)
+    )
+
+
+def _plain_variables(namespace: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(namespace).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is None
+    if type(value) not in _CONTAINERS:
+        return isinstance(value, _PLAIN)
+    items = [*value.values()] if isinstance(value, dict) else [*value]
+    return len(items) <= _MAX_NESTED and all(map(_is_plain, items))
+
+
+def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:
+    """What of the running functions cannot be restored."""
+    for frame in frames:
+        if frame.reason is not None:
+            where = f"{frame.site.file}:{frame.line}"
+            yield CaptureLine(where, Fidelity.LOST, f"variables are not saved: {frame.reason}")
+    yield from operand_lines(frames, owner)
+
+
+def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:
+    def shown(chain: Sequence[Site]) -> str:
+        return (
+            " in ".join(f"{each.function} ({each.file}:{each.line})" for each in chain)
+            or "no user function"
+        )
+
+    return StateMismatchError(
+        Slot.VARIABLES.value,
+        found=f"the first batch is requested by {shown([each.site for each in frames])}",
+        expected=f"{shown(sites)}, as when the checkpoint was written",
+        remedy='Request it there, or pass exclude={"variables"} to leave variables as they are',
+    )

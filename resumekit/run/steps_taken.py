@@ -1,0 +1,95 @@
+"""Counts the optimizer steps of a loop that does not call ``step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from resumekit.capture import OptimizerState, ScalerState
+from resumekit.state import StateComponent
+
+
+class StepsTaken:
+    """Whether optimizers have taken a step since the last one that was counted.
+
+    Args:
+        needs_all: a step is complete when each optimizer has taken one, instead of any of them.
+        engine: counts its steps in ``global_steps``; optimizers are then not watched.
+    """
+
+    def __init__(self, *, needs_all: bool = False, engine: Any = None) -> None:
+        self._needs_all = needs_all
+        self._engine = engine
+        self._watched: list[Any] = []
+        self._scalers: list[Any] = []
+        self._hooks: list[Any] = []
+        self.forget()
+
+    def watch(self, components: Iterable[StateComponent]) -> None:
+        """Watches the optimizers and the gradient scalers of a run, each once.
+
+        A step of an optimizer inside another one counts as the outer one's. A step that a scaler
+        skips is one too, unless all optimizers have to step.
+        """
+        for state in (each.stateful for each in components):
+            if isinstance(state, OptimizerState) and self._engine is None:
+                self._watch_optimizer(state.optimizer)
+            if isinstance(state, ScalerState) and not _is_in(state.scaler, self._scalers):
+                self._scalers.append(state.scaler)
+                self._updates.append(_last_update(state.scaler))
+
+    def _watch_optimizer(self, optimizer: Any) -> None:
+        if _is_in(optimizer, self._watched):
+            return
+        note = partial(self._note, len(self._watched))
+        self._watched.append(optimizer)
+        self._has_stepped.append(False)
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            # A wrapper that never called Optimizer.__init__ has no hooks.
+            if "_optimizer_step_post_hooks" in getattr(each, "__dict__", ()):
+                self._hooks.append(each.register_step_post_hook(note))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a step was taken since ``forget``."""
+        if self._engine is not None:
+            return bool(self._engine.global_steps > self._num_of_engine)
+        if self._needs_all:
+            return bool(self._has_stepped) and all(self._has_stepped)
+        now = map(_last_update, self._scalers)
+        has_updated = (new is not old for new, old in zip(now, self._updates, strict=True))
+        return any(self._has_stepped) or any(has_updated)
+
+    def forget(self) -> None:
+        """The steps taken so far are counted."""
+        self._has_stepped = [False] * len(self._watched)
+        self._updates = [*map(_last_update, self._scalers)]
+        self._num_of_engine = 0 if self._engine is None else self._engine.global_steps
+
+    def detach(self) -> None:
+        """Removes the hooks from the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, number: int, *_: Any) -> None:
+        self._has_stepped[number] = True
+
+
+def inner_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers that another one holds as attributes, e.g. ``SAM.base_optimizer``."""
+    values = list(getattr(optimizer, "__dict__", {}).values())
+    nested = [each for value in values if isinstance(value, (list, tuple)) for each in value]
+    return [each for each in (*values, *nested) if isinstance(each, Optimizer)]
+
+
+def _last_update(scaler: Any) -> Any:
+    """Another object after each ``scaler.update()``; reading it needs no device."""
+    # torch 2.13 amp/grad_scaler.py GradScaler.update: makes a new dict. It has no hooks.
+    return getattr(scaler, "_per_optimizer_states", None)
+
+
+def _is_in(value: Any, values: Iterable[Any]) -> bool:
+    return any(value is each for each in values)

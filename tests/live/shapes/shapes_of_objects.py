@@ -1,0 +1,458 @@
+"""Shapes whose state is in objects and classes of the script, and in the functions it defines."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import schedule_module
+import torch
+from tiny_training import EPOCHS, loss_of, make, run_as_script, step
+from torch import nn
+
+from resumekit.adapters.torch import Checkpointer
+
+# ---------------------------------------------------------------- objects and classes
+
+
+class Scale:
+    """A helper object with attributes."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.history: list[float] = []
+
+    def update(self, loss: float) -> None:
+        self.value = 0.7 * self.value + 0.2 * loss
+        self.history.append(loss)
+
+    def factor(self) -> float:
+        return self.value + sum(self.history[-2:]) / 10
+
+
+class Follower(Scale):
+    """One method changes it and gives the factor."""
+
+    def follow(self, loss: float) -> float:
+        self.update(loss)
+        return self.factor()
+
+
+class SlottedScale:
+    """The same with slots."""
+
+    __slots__ = ("history", "value")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.history: list[float] = []
+
+    update = Scale.update
+    factor = Scale.factor
+
+
+class Losses(list):
+    """A list with an attribute and a method."""
+
+    peak = 0.0
+
+    def update(self, loss: float) -> None:
+        self.append(loss)
+        self.peak = max(0.9 * self.peak, loss)
+
+    def factor(self) -> float:
+        return 0.3 + sum(self[-2:]) / 4 + self.peak / 4
+
+
+@dataclass
+class Nested:
+    """Containers in containers; two names for one list."""
+
+    by_name: dict[str, Any] = field(default_factory=lambda: {"losses": [], "pairs": [(1.0, [0.5])]})
+    same: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.same = self.by_name["losses"]
+
+    def update(self, loss: float) -> None:
+        self.same.append(loss)
+        self.by_name["pairs"].append((loss, [self.by_name["losses"][-1] / 2]))
+
+    def factor(self) -> float:
+        return 0.3 + sum(self.by_name["losses"][-2:]) / 4 + self.by_name["pairs"][-1][1][0] / 2
+
+
+class Node:
+    """Nodes of a ring, which refer to one another."""
+
+    def __init__(self) -> None:
+        self.value, self.next = 1.0, self
+
+    def update(self, loss: float) -> None:
+        added = Node()
+        added.value = 0.7 * self.next.value + 0.2 * loss
+        added.next, self.next = self.next, added
+
+    def factor(self) -> float:
+        return self.next.value + self.next.next.value / 4
+
+
+class Guarded:
+    """Its value is reached by a property; ``__getattr__`` refuses everything else."""
+
+    def __init__(self) -> None:
+        self.__value = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.__value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def update(self, loss: float) -> None:
+        self.__value = 0.7 * self.__value + 0.3 * loss
+
+    def factor(self) -> float:
+        return self.value
+
+
+class Counted:
+    """Its value is an attribute of the class."""
+
+    value = 1.0
+
+    @classmethod
+    def update(cls, loss: float) -> None:
+        cls.value = 0.7 * cls.value + 0.3 * loss
+
+    def factor(self) -> float:
+        return self.value
+
+
+class Criterion(nn.Module):
+    """A loss module with a buffer, which nobody gives to the Checkpointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.ones(()))
+
+    def update(self, loss: float) -> None:
+        self.centre.mul_(0.7).add_(0.3 * loss)
+
+    def factor(self) -> float:
+        return self.centre.item()
+
+
+class CallableScale(Scale):
+    """It is called for the factor; the value is in an object of the object."""
+
+    def __init__(self) -> None:
+        self.inner = {"scale": [Scale()]}
+
+    def update(self, loss: float) -> None:
+        self.inner["scale"][0].update(loss)
+
+    def factor(self) -> float:
+        return self.inner["scale"][0].factor()
+
+
+def with_object(make_object):
+    """A shape in which an object of the script scales the loss and learns from it."""
+
+    def train(directory, *, record, **options):
+        model, optimizer, loader = make()
+        helper = make_object()
+        ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+        for batch in ckpt.batches(loader, epochs=EPOCHS):
+            loss = helper.factor() * loss_of(model, batch)
+            step(ckpt, optimizer, loss)
+            helper.update(loss.item())
+            record(loss, model)
+
+    return train
+
+
+helper_object = with_object(Scale)
+object_with_slots = with_object(SlottedScale)
+list_with_attributes = with_object(Losses)
+dataclass_with_aliases = with_object(Nested)
+ring_of_objects = with_object(Node)
+private_attribute = with_object(Guarded)
+class_attribute = with_object(Counted)
+loss_module_that_is_not_given = with_object(Criterion)
+object_in_an_object = with_object(CallableScale)
+
+
+class Trainer:
+    """A trainer of the script: the loop is in a method that changes the object."""
+
+    def __init__(self, directory, record, options):
+        self.model, self.optimizer, self.loader = make()
+        self.ckpt = Checkpointer(directory, model=self.model, optimizer=self.optimizer, **options)
+        self.record = record
+        self.scale = 1.0
+
+    def train(self):
+        for _ in self.ckpt.epochs(EPOCHS):
+            self.train_epoch()
+
+    def train_epoch(self):
+        for batch in self.ckpt.batches(self.loader):
+            loss = self.scale * loss_of(self.model, batch)
+            step(self.ckpt, self.optimizer, loss)
+            self.scale = 0.7 * self.scale + 0.3 * loss.item()
+            self.record(loss, self.model)
+
+
+def method_that_changes_its_object(directory, *, record, **options):
+    """A trainer class of the script; its scale is an attribute that the loop's method assigns."""
+    Trainer(directory, record, options).train()
+
+
+def namespace_of_arguments(directory, *, record, **options):
+    """The arguments of the command line, of which the loop changes one and adds one."""
+    model, optimizer, loader = make()
+    args = argparse.Namespace(scale=1.0, batch_size=4)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = (args.scale + getattr(args, "best", 1.0)) * loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        args.scale = 0.6 * args.scale + 0.2 * loss.item()
+        args.best = min(getattr(args, "best", 1.0), loss.item())
+        record(loss, model)
+
+
+def one_list_with_two_names(directory, *, record, **options):
+    """A list has a second name in another function's frame; both must stay one list."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    losses: list[float] = []
+    box = {"losses": losses}
+
+    def run(seen):
+        for batch in ckpt.batches(loader, epochs=EPOCHS):
+            loss = (0.4 + sum(box["losses"][-2:])) * loss_of(model, batch)
+            step(ckpt, optimizer, loss)
+            seen.append(loss.item() / 3)
+            record(loss, model)
+
+    run(losses)
+    assert losses is box["losses"]
+    assert len(losses) == 21
+
+
+# ---------------------------------------------------------------- functions
+
+
+def closure_with_nonlocal(directory, *, record, **options):
+    """A function in the function assigns a variable of the outer one."""
+    model, optimizer, loader = make()
+    scale = 1.0
+
+    def update(loss):
+        nonlocal scale
+        scale = 0.7 * scale + 0.3 * loss
+
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = scale * loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        update(loss.item())
+        record(loss, model)
+
+
+def make_scaler():
+    scale, losses = 1.0, []
+
+    def update(loss):
+        nonlocal scale
+        losses.append(loss)
+        scale = 0.7 * scale + 0.1 * sum(losses[-2:])
+        return scale
+
+    return update
+
+
+def closure_of_a_function_that_is_over(directory, *, record, **options):
+    """The variables of a closure whose maker has returned."""
+    model, optimizer, loader = make()
+    update = make_scaler()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch)
+        loss = update(loss.item()) * loss
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+def running(update):
+    """A shape in which ``update(loss)`` gives the factor of the loss, from state of its own."""
+
+    def train(directory, *, record, **options):
+        model, optimizer, loader = make()
+        ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+        for batch in ckpt.batches(loader, epochs=EPOCHS):
+            loss = loss_of(model, batch)
+            loss = update(loss.item()) * loss
+            step(ckpt, optimizer, loss)
+            record(loss, model)
+
+    return train
+
+
+def add(losses, loss):
+    losses.append(loss)
+    return 0.4 + sum(losses[-3:]) / 3
+
+
+def with_default(loss, losses=[]):  # noqa: B006 - it is the state
+    return add(losses, loss)
+
+
+def with_attribute(loss):
+    with_attribute.scale = 0.7 * with_attribute.scale + 0.3 * loss
+    return with_attribute.scale
+
+
+with_attribute.scale = 1.0
+
+global_scale = 1.0
+
+
+def with_global(loss):
+    global global_scale
+    global_scale = 0.7 * global_scale + 0.3 * loss
+    return global_scale
+
+
+def with_global_of_a_module(loss):
+    schedule_module.update(loss)
+    return schedule_module.factor
+
+
+def with_environment(loss):
+    scale = 0.7 * float(os.environ.get("SHAPE_SCALE", "1.0")) + 0.3 * loss
+    os.environ["SHAPE_SCALE"] = str(scale)
+    return scale
+
+
+@functools.lru_cache
+def noise(index):
+    return torch.rand(()).item()
+
+
+def with_cache(loss):
+    return 0.4 + noise(int(10 * loss) % 3)
+
+
+counts = itertools.count()
+
+
+def with_count(loss):
+    return 0.4 + next(counts) / 21
+
+
+def counted(function):
+    """A decorator that keeps the sum of what it was called with."""
+    total = 0.0
+
+    @functools.wraps(function)
+    def wrapper(loss):
+        nonlocal total
+        total = 0.8 * total + loss
+        return function(total)
+
+    return wrapper
+
+
+@counted
+def with_decorator(total):
+    return 0.3 + total / 4
+
+
+lambda_over_a_list = running((lambda losses: lambda loss: add(losses, loss))([]))
+mutable_default_argument = running(with_default)
+function_attribute = running(with_attribute)
+global_that_another_function_changes = running(with_global)
+global_of_another_module = running(with_global_of_a_module)
+partial_with_a_list = running(functools.partial(add, []))
+bound_method = running(Follower().follow)
+cell_of_a_decorator = running(with_decorator)
+environment_variable = running(with_environment)
+cache_of_a_random_number = running(with_cache)
+count_of_itertools = running(with_count)
+
+
+def list_in_a_closure(directory, *, record, **options):
+    """A list that only a function in the function changes and reads."""
+    model, optimizer, loader = make()
+    losses: list[float] = []
+
+    def weigh(loss):
+        return add(losses, loss.item()) * loss
+
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = weigh(loss_of(model, batch))
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+def hook_of_a_tensor(directory, *, record, **options):
+    """A hook of a parameter counts its calls and scales the gradient by the count."""
+    model, optimizer, loader = make()
+    calls = [0]
+
+    def scale(gradient):
+        calls[0] += 1
+        return gradient * (0.5 + calls[0] / 21)
+
+    next(model.parameters()).register_hook(scale)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+def hook_of_a_module(directory, *, record, **options):
+    """A forward hook of the model is a method of an object that counts."""
+    model, optimizer, loader = make()
+    scale = Scale()
+
+    def weigh(module, inputs, output):
+        scale.update(output.mean().item())
+        return output * scale.factor()
+
+    model.register_forward_hook(weigh)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+def hook_of_an_optimizer(directory, *, record, **options):
+    """A step hook of the optimizer has a list in its closure."""
+    model, optimizer, loader = make()
+    calls: list[int] = []
+
+    def anneal(*_):
+        calls.append(len(calls))
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + calls[-1] / 3)
+
+    optimizer.register_step_post_hook(anneal)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+if __name__ == "__main__":
+    run_as_script(globals())

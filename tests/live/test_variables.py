@@ -1,0 +1,338 @@
+"""Variables of the user's functions: when they are saved, set, left to the script, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.errors import InexactError, ResumekitError, StateMismatchError
+from resumekit.run.components import RunComponents
+from resumekit.storage import Store
+
+Train = Callable[..., Any]
+NUM_BATCHES = 4
+
+
+class CrashError(Exception):
+    """Ends a launch inside a step."""
+
+
+class Records:
+    """What the trainings of a test did; nothing of a loop refers to it."""
+
+    losses: dict[int, str]
+    crash_at: int
+    break_at: int
+
+
+class Trained:
+    """A model, its loader and its run; the loss of a step is scaled by what the loop says."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        data = TensorDataset(torch.rand(8, 3), torch.rand(8, 2))
+        self.loader = DataLoader(data, batch_size=2, shuffle=True)
+        settings = {"save_every": 3, **options}
+        self.ckpt = Checkpointer(directory, model=self.model, optimizer=self.optimizer, **settings)
+
+    def step(self, batch: Any, scale: float = 1.0) -> torch.Tensor:
+        inputs, labels = batch
+        loss = nn.functional.mse_loss(self.model(inputs), labels) * scale
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.ckpt.step()
+        step = self.ckpt.progress.step
+        Records.losses[step] = float(loss.item()).hex()
+        if step == Records.crash_at:
+            raise CrashError
+        return loss
+
+
+@pytest.fixture(autouse=True)
+def _messages(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.INFO, "resumekit"):
+        yield
+
+
+def launched(train: Train, directory: Path, crash_at: int = -1, **options: Any) -> Any:
+    """One launch, which may crash; gives what the training returns."""
+    Records.crash_at = crash_at
+    parts = Trained(directory, **options)
+    try:
+        with parts.ckpt:
+            return train(parts)
+    except CrashError:
+        return None
+
+
+def losses_of(train: Train, directory: Path, *crashes: int, **options: Any) -> dict[int, str]:
+    """The losses of the logical run, by step."""
+    Records.losses = {}
+    for crash in (*crashes, -1):
+        launched(train, directory, crash, **options)
+    return Records.losses
+
+
+def scaled(parts: Trained) -> float:
+    scale, ckpt = 1.0, parts.ckpt
+    for batch in ckpt.batches(parts.loader, epochs=3):
+        parts.step(batch, scale)
+        scale *= 0.9
+        ckpt.wait()
+    return scale
+
+
+def with_sums(parts: Trained) -> float:
+    total = 1.0
+    for _ in parts.ckpt.epochs(3):
+        total += one_epoch(parts, total)
+    return total
+
+
+def one_epoch(parts: Trained, scale: float) -> float:
+    sum_of_losses = 0.0
+    for batch in parts.ckpt.batches(parts.loader):
+        sum_of_losses += parts.step(batch, scale + sum_of_losses).item()
+    return sum_of_losses
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+# ---------------------------------------------------------------- saved and set
+
+
+@pytest.mark.parametrize("train", [scaled, with_sums])
+@pytest.mark.parametrize("crashes", [(5,), (8, 8), (4, 5, 6, 11)])
+def test_variables_continue(tmp_path: Path, train: Train, crashes: tuple[int, ...]) -> None:
+    whole = losses_of(train, tmp_path / "whole")
+    assert losses_of(train, tmp_path / "run", *crashes) == whole
+
+
+@pytest.mark.parametrize("train", [scaled, with_sums])
+def test_without_them_the_training_differs(tmp_path: Path, train: Train) -> None:
+    whole = losses_of(train, tmp_path / "whole")
+    assert losses_of(train, tmp_path / "run", 5, loop_variables="off") != whole
+
+
+def test_strict_starts_without_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    losses_of(with_sums, tmp_path / "run", 5, 8, strict=True)
+    assert warnings(caplog) == []
+
+
+def test_a_finished_run_gives_its_variables_again(tmp_path: Path) -> None:
+    Records.losses = {}
+    first = launched(scaled, tmp_path)
+    assert launched(scaled, tmp_path) == first != 1.0
+
+
+def left_by_break(parts: Trained) -> None:
+    scale = 1.0
+    with parts.ckpt as ckpt:
+        for batch in ckpt.batches(parts.loader, epochs=3):
+            parts.step(batch, scale)
+            scale *= 0.9
+            if ckpt.progress.step == Records.break_at:
+                ckpt.save()  # close() makes it
+                break
+
+
+def test_a_loop_that_was_left_by_break_continues_at_its_fetch(tmp_path: Path) -> None:
+    Records.break_at = -1
+    whole = losses_of(left_by_break, tmp_path / "whole")
+    Records.break_at = 4
+    Records.losses = {}
+    launched(left_by_break, tmp_path / "run")
+    Records.break_at = -1
+    launched(left_by_break, tmp_path / "run")
+    assert Records.losses == whole
+
+
+def test_variables_of_a_function_that_has_returned_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def returned(parts: Trained) -> None:
+        scale = 1.0
+        for batch in parts.ckpt.batches(parts.loader, epochs=3):
+            parts.step(batch, scale)
+            scale *= 0.9
+            if parts.ckpt.progress.step == 4:
+                parts.ckpt.save()
+                return
+
+    losses_of(returned, tmp_path)
+    assert "the loop was left before the save" in " ".join(warnings(caplog))
+
+
+def test_readings_of_a_clock_are_the_new_process_s(tmp_path: Path) -> None:
+    def timed(parts: Trained) -> None:
+        began = time.perf_counter()
+        for batch in parts.ckpt.batches(parts.loader, epochs=2):
+            parts.step(batch)
+            began = time.perf_counter()
+        Clock.last = began
+
+    class Clock:
+        last = 0.0
+
+    Records.losses = {}
+    launched(timed, tmp_path, 5)
+    before = time.perf_counter()
+    launched(timed, tmp_path)
+    assert Clock.last > before
+
+
+# ---------------------------------------------------------------- the script's values
+
+
+class Settings:
+    """What a person edits in the script between two launches."""
+
+    clip = 1.0
+
+
+def edited(parts: Trained) -> None:
+    clip = Settings.clip
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch, clip)
+        Seen.clip = clip
+
+
+class Seen:
+    """What the loop saw last."""
+
+    clip = 0.0
+
+
+def test_a_constant_that_was_edited_is_the_script_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Records.losses = {}
+    launched(edited, tmp_path, 5)
+    monkeypatch.setattr(Settings, "clip", 0.5)
+    launched(edited, tmp_path)
+    assert Seen.clip == 0.5
+    lines = [each.message for each in caplog.records if "changed in the script" in each.message]
+    assert lines == [
+        "changed in the script: test_variables.py:edited.clip; using the script's value"
+    ]
+
+
+def test_transient_names_are_left_to_the_script(tmp_path: Path) -> None:
+    whole = losses_of(scaled, tmp_path / "whole")
+    assert losses_of(scaled, tmp_path / "run", 5, transient={"scale"}) != whole
+
+
+def test_report_names_what_training_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses_of(scaled, tmp_path, loop_variables="report")
+    assert any("test_variables.py:scaled.scale: lost" in each for each in warnings(caplog))
+
+
+def test_report_is_refused_by_strict(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match="scale"):
+        losses_of(scaled, tmp_path, loop_variables="report", strict=True)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_a_batch_at_another_line_is_refused(tmp_path: Path) -> None:
+    is_ahead = False
+
+    def ahead(parts: Trained) -> None:
+        scale = 1.0
+        batches = parts.ckpt.batches(parts.loader, epochs=3)
+        if is_ahead:
+            parts.step(next(batches), scale)
+        for batch in batches:
+            parts.step(batch, scale)
+            scale *= 0.9
+
+    Records.losses = {}
+    launched(ahead, tmp_path, 5)
+    is_ahead = True
+    with pytest.raises(StateMismatchError, match="first batch is requested by"):
+        launched(ahead, tmp_path)
+
+
+BAD_SLOTS = {
+    "a module": ["logging", 5],
+    "a function": ["scaled", 5],
+    "the run": ["ckpt", 5],
+    "a dunder": ["__builtins__", 5],
+    "a name that is not read": ["other", 5],
+    "the builtins": ["__name__", "x"],
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SLOTS.values(), ids=BAD_SLOTS)
+def test_a_doctored_state_is_refused(
+    tmp_path: Path, bad: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Records.losses = {}
+    launched(scaled, tmp_path, 5)
+    original = RunComponents.__init__
+
+    def doctoring(self: RunComponents, *given: Any) -> None:
+        original(self, *given)
+        load = self.variables.load_state_dict
+
+        def changed(state: Any) -> Any:
+            slot = ["test_variables.py:scaled", "attribute", *bad]
+            doctored = {**state, "slots": [*state["slots"], slot]}
+            self.variables.check_state_dict(doctored)
+            return load(doctored)
+
+        monkeypatch.setattr(self.variables, "load_state_dict", changed)
+
+    monkeypatch.setattr(RunComponents, "__init__", doctoring)
+    with pytest.raises(ResumekitError):
+        launched(scaled, tmp_path)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_no_batch_outlives_its_fetch(tmp_path: Path) -> None:
+    alive: list[int] = []
+
+    class Watched:
+        last: Any = None
+
+    def watched(parts: Trained) -> None:
+        for batch in parts.ckpt.batches(parts.loader, epochs=2):
+            if Watched.last is not None:
+                alive.append(Watched.last() is not None)
+            Watched.last = weakref.ref(batch[0])
+            parts.step(batch)
+            del batch
+
+    Records.losses = {}
+    launched(watched, tmp_path, save_every=1)
+    assert len(alive) == 7
+    assert not any(alive)
+
+
+def test_a_checkpoint_says_where_its_variables_belong(tmp_path: Path) -> None:
+    Records.losses = {}
+    launched(scaled, tmp_path, 5)
+    step = Store(tmp_path).directory / "step-00000003"
+    tree = json.loads((step / "state" / "rank-00000.json").read_text())
+    assert "test_variables.py" in json.dumps(tree)
