@@ -200,7 +200,7 @@ def test_the_memory_is_kept_for_async_saves_only(
     leave(checkpointer)
     assert job.digest() == expected  # nothing of it shares memory with the copy
     again = Job(directory, seed=2)
-    again.resume()
+    again.resume(exclude={"variables"})  # its first batch is requested in another line
     assert again.digest() == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
@@ -88,20 +89,21 @@ def _of_callback(callback: Any) -> Holder:
 
 
 def _called(trainer: Any) -> dict[str, Holder]:
-    """The objects that a Trainer was given to call in a step, by name; without plain functions."""
+    """The objects and functions that a Trainer was given to call in a step, by name."""
     found: dict[str, Holder] = {}
     for name in private.CALLED:
         given = getattr(trainer, name, None)
         several = given if isinstance(given, (list, tuple)) else None
         for number, each in enumerate([given] if several is None else several):
-            owner = getattr(each, "__self__", each)  # of a method its object
+            called = each.func if isinstance(each, partial) else each
+            owner = getattr(called, "__self__", called)  # of a method its object
             if owner is not trainer and hasattr(owner, "__dict__") and not _is_code(owner):
                 found[name if several is None else f"{name}-{number}"] = Holder(owner)
     return found
 
 
 def _is_code(given: Any) -> bool:
-    return inspect.isroutine(given) or inspect.isclass(given) or inspect.ismodule(given)
+    return inspect.isbuiltin(given) or inspect.isclass(given) or inspect.ismodule(given)
 
 
 def changed_settings(trainer: Any) -> UserState:

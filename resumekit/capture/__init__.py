@@ -78,6 +78,8 @@ from resumekit.capture.user_state import (
     attributes_set_by,
     content_digest,
     is_left_out,
+    label_of,
+    may_have_attributes,
     trained_parameters,
 )
 
@@ -131,6 +133,8 @@ __all__ = [
     "is_host_step",
     "is_left_out",
     "is_same",
+    "label_of",
+    "may_have_attributes",
     "merge_states",
     "merged_optimizers",
     "one_or_named",

@@ -77,7 +77,20 @@ class OptimizerState(ComponentState):
     def live_objects(self) -> tuple[Any, ...]:
         given, groups = self.optimizer, getattr(self.optimizer, "param_groups", ())
         trained = (each for group in groups for each in group["params"])
-        return (given, getattr(given, "state", None), groups, *trained)
+        return (given, *self._covered_state(), groups, *trained)
+
+    def _covered_state(self) -> tuple[Any, ...]:
+        """``optimizer.state``, if that is what ``state_dict`` gives.
+
+        A wrapper may give the state of the optimizer inside it, and keep one of its own.
+        """
+        state = getattr(self.optimizer, "state", None)
+        if type(self.optimizer).state_dict is Optimizer.state_dict or not isinstance(state, dict):
+            return (state,)
+        given = self.optimizer.state_dict().get("state")
+        values = given.values() if isinstance(given, dict) else ()
+        saved = {id(each) for each in values}
+        return (state,) if state and all(id(each) in saved for each in state.values()) else ()
 
     def state_dict(self) -> dict[str, Any]:
         """The live values, not copies. The optimizer's own ``state_dict`` hooks run.

@@ -37,7 +37,8 @@ class Site:
         file: name of the file, without its directory.
         function: qualified name; on Python 3.10 without the class.
         digest: of the function's code, without line numbers and paths.
-        lasti: offset of the instruction.
+        lasti: offset of the instruction; of several that are compiled from one expression, as for
+            the test of a ``while`` loop, the first.
         line: of the source, for messages.
     """
 
@@ -104,7 +105,8 @@ class LiveFrame:
             self.reason = str(error)
         file = os.path.basename(self.code.co_filename)
         function = getattr(self.code, "co_qualname", self.code.co_name)  # from Python 3.11 on
-        self.site = Site(file, function, digest_code(self.code), self.lasti, self.line)
+        offset = _first_of_expression(self.code, self.lasti)
+        self.site = Site(file, function, digest_code(self.code), offset, self.line)
 
     def bound_variables(self) -> dict[str, Any]:
         """Returns the values of all variables that have one."""
@@ -134,6 +136,16 @@ class LiveFrame:
     def _mismatch(self, names: Iterable[str], found: str) -> StateMismatchError:
         where = f"{self.site.file}:{self.line}: {', '.join(sorted(names))}"
         return StateMismatchError(where, found=found, expected="a live variable")
+
+
+@lru_cache(maxsize=NUM_CACHED)
+def _first_of_expression(code: CodeType, lasti: int) -> int:
+    if sys.version_info < (3, 11):
+        return lasti
+    positions = list(code.co_positions())
+    return (
+        2 * positions.index(positions[lasti // 2]) if None not in positions[lasti // 2] else lasti
+    )
 
 
 def _find_reason(code: CodeType, lasti: int) -> str | None:

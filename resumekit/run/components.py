@@ -16,6 +16,7 @@ from resumekit.capture import (
     UserState,
     bucket_components,
     gradient_components,
+    may_have_attributes,
     parameter_components,
     require_gradients,
     uncaptured_parameters,
@@ -29,6 +30,10 @@ from resumekit.run.randomness import RandomState
 from resumekit.state import CaptureLine, SharingPattern, Slot, StateComponent, check_components
 
 T = TypeVar("T")
+
+# The user states that follow functions, classes and globals: of a loop of the user's, which is the
+# first of them, or of a framework's.
+_LEADERS = (Slot.VARIABLES.value, f"{Slot.CALLBACKS.value}/attributes")
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
@@ -126,6 +131,8 @@ class RunComponents:
             each for each in self._gradients if options.saves_gradients or each.key in gradients
         )
         self.all = check_components([*components, *added, *self._core])
+        for leader in (each for each in self._user_states() if each.key in _LEADERS):
+            leader.lead(_roots_of(components), weakly(self._code_of_others, []))
 
     def add_late(self, world: World) -> bool:
         """Adds the components of state that came into being after the start. Collective.
@@ -205,8 +212,13 @@ class RunComponents:
 
     def _objects_of_others(self) -> list[Any]:
         """What other components with user state follow: a dataset may share it with a module."""
-        others = (each for each in self._user_states() if each is not self._loader_state)
+        left_out = ("data/attributes", Slot.VARIABLES.value)
+        others = (each for each in self._user_states() if each.key not in left_out)
         return [each for state in others for each in state.objects.values()]
+
+    def _code_of_others(self) -> list[Any]:
+        """The functions and classes that other components with user state have met."""
+        return [code for state in self._user_states() for code in state.code]
 
     def _user_states(self) -> list[UserState]:
         states = (each.stateful for each in self.all)
@@ -240,6 +252,17 @@ class RunComponents:
         sources = self.position.sources.values()
         others = {id(each) for source in sources for each in source.private.values()}
         return {name: each for name, each in self.rng.generators.items() if id(each) not in others}
+
+
+def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
+    """The objects of components that may have attributes which their ``state_dict`` lacks."""
+    found: dict[str, Holder] = {}
+    for component in components:
+        is_walked = isinstance(component.stateful, UserState)
+        for each in () if is_walked else component.state.live_objects():
+            if may_have_attributes(each):
+                found.setdefault(component.key, Holder(each, attributes_only=True))
+    return found
 
 
 def _gradients_of(component: StateComponent) -> AccumulatedGradients:

@@ -8,8 +8,10 @@ inside the epoch, with the variables that it had when the epoch began.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import islice
 from types import CodeType, GeneratorType, SimpleNamespace
 from typing import Any
@@ -17,7 +19,6 @@ from weakref import ref
 
 import numpy as np
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -28,6 +29,7 @@ from resumekit.capture import (
     Walk,
     class_name,
     is_left_out,
+    label_of,
     require_fields,
     slot_of,
 )
@@ -39,7 +41,6 @@ from resumekit.live import (
     clock_names,
     find_frames,
     has_operands,
-    is_library_file,
     operand_lines,
 )
 from resumekit.log import logger
@@ -65,6 +66,7 @@ class LoopVariables(UserState):
 
     def __init__(self, mode: str, *, foreign: Callable[[], Iterable[Any]]) -> None:
         super().__init__({}, key=Slot.VARIABLES.value, foreign=foreign, grows=True)
+        self._roots: Mapping[str, Holder] = {}
         self._mode = mode
         self._owner: Callable[[], Any] = lambda: None
         self._saved: Mapping[str, Any] | None = None  # of the checkpoint, until its fetch is found
@@ -80,6 +82,8 @@ class LoopVariables(UserState):
         self._epoch_sites: list[dict[str, Any]] = []
         self._has_left = False  # the loop, by break
         self._entered: set[tuple[Site, ...]] = set()  # of the loops that were looked at
+        self._num_elsewhere = 0  # fetches in a row with which no loop began
+        self._environment: Set[tuple[str, str]] = set()  # as the script has made it
 
     # ---------------------------------------------------------------- fetches
 
@@ -87,6 +91,10 @@ class LoopVariables(UserState):
     def is_waiting(self) -> bool:
         """Whether the next batch is the first one, or variables are still to be set."""
         return self._mode != OFF and (not self._has_batch or self._saved is not None)
+
+    def lead(self, holders: Mapping[str, Holder], code: Callable[[], Iterable[Any]]) -> None:
+        self._roots = holders
+        self._scope = replace(self._scope, code=code)
 
     def turn_off(self) -> None:
         """The loop is a framework's: there are no variables of the user's."""
@@ -106,7 +114,8 @@ class LoopVariables(UserState):
         self._last_fetch = {each.code: each.lasti for each in frames}
         self._sites = [each.site.as_plain() for each in frames]
         if not self._has_batch:
-            self.extend_baseline(_holders(frames))
+            self._environment = {*os.environ.items()}
+            found = self.extend_baseline(self._all_holders(frames))
         chain = tuple(each.site for each in frames)
         if chain not in self._entered:
             self._entered.add(chain)
@@ -114,12 +123,14 @@ class LoopVariables(UserState):
             self._lines.update((line.key, line) for line in self._not_given(frames))
             self._has_operands = self._has_operands or has_operands(frames)
         self._release()
+        if not self._has_batch:
+            self._for_save = self._encoded(found)  # for the report of the start
 
     def _not_given(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
-        """A line for each object of a library that trains and that no component saves."""
+        """A line for each object of a framework that trains and that no component saves."""
         given = {id(each) for each in self._scope.foreign()}
         for frame in frames:
-            for name, value in frame.bound_variables().items():
+            for name, value in frame.variables().items():
                 slot = slot_of(value)
                 if slot is None or id(value) in given or name in self._scope.transient:
                     continue
@@ -145,7 +156,7 @@ class LoopVariables(UserState):
             for name, holder in _holders(frames).items()
         }
         if self._has_operands and self._has_batch:
-            self._holders = _holders(frames)
+            self._holders = self._all_holders(frames)
             seen = self._walk().seen
             self._numbers_at_epoch = {
                 p: e.value for p, e in seen.items() if type(e.value) in SCALARS
@@ -165,7 +176,10 @@ class LoopVariables(UserState):
         if self._saved is not None:
             self._set(self._frames(), is_batch=not is_over, is_over=is_over)
             self._saved = None
-            self._release()
+        self._release()
+
+    def _all_holders(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
+        return {**self._roots, **_holders(frames)}
 
     def _frames(self) -> list[LiveFrame]:
         owner = self._owner()
@@ -191,17 +205,17 @@ class LoopVariables(UserState):
     # ---------------------------------------------------------------- saving
 
     def before_save(self) -> None:
-        self._take(self._frames())
+        self._take(self._frames(), is_save=True)
         super().before_save()
 
-    def _take(self, frames: Sequence[LiveFrame]) -> None:
-        self._holders = {**_holders(frames), **self._at_epoch} if frames else {}
+    def _take(self, frames: Sequence[LiveFrame], *, is_save: bool = False) -> None:
+        self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
         for line in (*self._deleted(frames), *self._not_given(frames)):
             self._lines[line.key] = line
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
-            self._note_other_fetch(tuple(each.site for each in frames))
+            self._note_other_fetch(tuple(each.site for each in frames), is_save=is_save)
             return
         names = {each.site.name for each in frames}
         for site in map(Site.from_plain, self._sites):
@@ -217,20 +231,39 @@ class LoopVariables(UserState):
                     reason = "training deleted this variable; set it to None instead"
                     yield CaptureLine(f"{name}.{each}", Fidelity.LOST, reason)
 
-    def _note_other_fetch(self, chain: tuple[Site, ...]) -> None:
-        """A line where the loop was asked for its first batch by another line than for this one."""
-        if chain and chain not in self._entered:
+    def _changed_environment(self) -> Iterator[CaptureLine]:
+        """A line for each environment variable that code of the user's names and has changed."""
+        changed = {name for name, _ in self._environment ^ {*os.environ.items()}}
+        found = self._for_save.found.entered if self._for_save and changed else ()
+        for name in sorted(changed & {each for code in found for each in _texts_in(code)}):
+            reason = "training changed this environment variable; keep the value in a variable"
+            yield CaptureLine(f"os.environ.{name}", Fidelity.LOST, reason)
+
+    def _note_other_fetch(self, chain: tuple[Site, ...], *, is_save: bool) -> None:
+        """A line where the loop was asked for its first batch by another line than for this one.
+
+        One such fetch is none yet, see ``is_elsewhere``.
+        """
+        is_elsewhere = bool(chain) and chain not in self._entered
+        self._num_elsewhere = self._num_elsewhere + 1 if is_elsewhere else 0
+        if is_elsewhere and (is_save or self._num_elsewhere > 1):
             where = f"{chain[0].file}:{chain[0].line}"
             reason = "a resume cannot continue here: another line requests the first batch"
             self._lines[where] = CaptureLine(where, Fidelity.LOST, reason)
+
+    def is_elsewhere(self) -> bool:
+        """Whether no loop began with this fetch: a save waits for the next one, if it can."""
+        chain = tuple(each.site for each in self._frames())
+        return self._mode == RESTORE and bool(chain) and chain not in self._entered
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from what the script made, or was restored; live tensors, not copies."""
         if self._saved is not None:
             return dict(self._saved)
         at_epoch = self._at_epoch_start() if self._at_epoch else []
-        digests = {path: str(each) for path, each in self.digests().items() if self._is_local(path)}
-        found = super().state_dict()
+        digests, found = self.digests(), super().state_dict()
+        saved = {label_of(entry) for entry in found["slots"]}
+        digests = {k: str(v) for k, v in digests.items() if k in saved or self._is_local(k)}
         if self._mode != RESTORE:
             found = {**found, "slots": [], "nodes": [], "lost": []}
         self._release()
@@ -243,10 +276,11 @@ class LoopVariables(UserState):
         if not self._has_operands or self._for_save is None:
             return []
         then = self._made if self._numbers_at_epoch is None else self._numbers_at_epoch
+        seen, changed = self._for_save.found.seen, self._for_save.values
         return [
-            [each.owner, each.slot.role.value, each.slot.name, then[path]]
-            for path, each in self._for_save.found.seen.items()
-            if each.owner not in self._holders and type(then.get(path, [])) in SCALARS
+            [seen[path].owner, seen[path].slot.role.value, seen[path].slot.name, then[path]]
+            for path in changed
+            if seen[path].owner not in self._holders and type(then.get(path, [])) in SCALARS
         ]
 
     def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
@@ -277,17 +311,10 @@ class LoopVariables(UserState):
 
     def _changes(self) -> tuple[CaptureLine, ...]:
         if self._mode == RESTORE:
-            return super().findings()
+            return (*super().findings(), *self._changed_environment())
         changes = self._for_save or self._encoded(self._walk())
         reason = 'not saved; pass loop_variables="restore"'
         return tuple(CaptureLine(path, Fidelity.LOST, reason) for path in changes.values)
-
-    def _is_reported(self, owner: Any) -> bool:
-        """Not of objects of libraries, which a running function reaches in great numbers."""
-        if isinstance(owner, SimpleNamespace):
-            return True
-        module = sys.modules.get(type(owner).__module__)
-        return not is_library_file(getattr(module, "__file__", None) or "")
 
     def comparable_state(self) -> dict[str, Any]:
         """Nothing: of what they decide all is compared, and some are read from a clock."""
@@ -320,8 +347,8 @@ class LoopVariables(UserState):
         mine = former["script"]["digests"].items()
         others = [each["script"]["digests"] for each in states.values()]
         differs = {path for path, d in mine if any(d != each.get(path) for each in others)}
-        slots = [each for each in former["slots"] if f"{each[0]}.{each[2]}" not in differs]
-        lost = sorted(differs & {f"{each[0]}.{each[2]}" for each in former["slots"]})
+        slots = [each for each in former["slots"] if label_of(each) not in differs]
+        lost = sorted(differs & set(map(label_of, former["slots"])))
         message = f"variables that differed between the ranks are not restored: {', '.join(lost)}"
         return {**former, "slots": slots}, (message,) if lost else ()
 
@@ -346,13 +373,11 @@ class LoopVariables(UserState):
         is_there = is_whole and "other" not in matches
         if is_batch and not is_there and saved["slots"]:
             raise _elsewhere(frames, sites)
-        self.extend_baseline({**_holders(frames), **self._at_epochs_of(frames)})
+        found = self.extend_baseline({**self._all_holders(frames), **self._at_epochs_of(frames)})
         named, slots = _named(frames), saved["slots"]
         if not is_there or "edited" in matches:
             slots = [each for each in slots if _is_read(each, named)]
-        restored = {
-            *self._restore({**saved, "slots": slots}, self._walk(), skips=is_over or not is_there)
-        }
+        restored = {*self._restore({**saved, "slots": slots}, found, skips=is_over or not is_there)}
         if not is_there:
             self._restore({**saved, "slots": saved["at_epoch"]}, self._walk(), skips=True)
         for name, frame in named.items():
@@ -366,7 +391,7 @@ class LoopVariables(UserState):
 
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""
-        written = {f"{owner}.{name}" for owner, _, name, _ in saved["slots"]}
+        written = set(map(label_of, saved["slots"]))
         edited = [
             path
             for path, digest in saved["script"]["digests"].items()
@@ -385,18 +410,14 @@ class LoopVariables(UserState):
 
 
 def _is_training(value: Any, given: Container[int]) -> bool:
-    """Whether an object that was not given certainly has state of this training."""
+    """Whether a framework's object that was not given certainly has state of this training."""
     if isinstance(value, Optimizer):
         trained = [each for group in value.param_groups for each in group["params"]]
         return not all(id(each) in given for each in trained if each.requires_grad)
-    if isinstance(value, LRScheduler):
-        return id(value.optimizer) in given or value.last_epoch > 0
-    if isinstance(value, GradScaler):
-        return bool(value.is_enabled())
     if _is_engine(value):  # before its first step, not one of a former run
         is_fresh = value.optimizer is not None and not value.global_steps
         return is_fresh and id(value.module) not in given
-    return True
+    return isinstance(value, LRScheduler)
 
 
 def _is_engine(value: Any) -> bool:
@@ -429,7 +450,8 @@ def _holders(frames: Sequence[LiveFrame]) -> dict[str, Holder]:
         shared = {each for code in codes for each in _shared(code, frame.code)}
         codes.append(frame.code)
         values = _state_of(frame, running).items()
-        found[name] = Holder(SimpleNamespace(**{n: v for n, v in values if n not in shared}))
+        variables = SimpleNamespace(**{n: v for n, v in values if n not in shared})
+        found[name] = Holder(variables, frame=frame.frame)
     return found
 
 
@@ -459,6 +481,14 @@ def _has_loop(value: Any) -> bool:
     return any(
         type(each).__module__ == "resumekit.run.loops" for each in islice(items, _MAX_NESTED)
     )
+
+
+def _texts_in(code: CodeType) -> Iterator[str]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _texts_in(each)
+        elif isinstance(each, str):
+            yield each
 
 
 def _plain_variables(namespace: Any) -> dict[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.user_state import UserState, attribute_components
+from resumekit.capture.user_state.user_state import (
+    UserState,
+    attribute_components,
+    label_of,
+)
 from resumekit.capture.user_state.value_types import (
     SCALARS,
     attributes_set_by,
     attributes_set_in,
     is_left_out,
     is_user_object,
+    may_have_attributes,
 )
 from resumekit.capture.user_state.walk import Walk, content_digest, trained_parameters
 
@@ -24,5 +29,7 @@ __all__ = [
     "content_digest",
     "is_left_out",
     "is_user_object",
+    "label_of",
+    "may_have_attributes",
     "trained_parameters",
 ]

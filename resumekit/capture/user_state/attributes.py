@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import CellType, FrameType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.restore import class_name
-from resumekit.capture.user_state.value_types import Kind, class_of, kind_of, slots_of, word_set
+from resumekit.capture.user_state.value_types import (
+    LIBRARIES,
+    Kind,
+    attributes_set_by,
+    class_of,
+    kind_of,
+    slots_of,
+    word_set,
+)
 from resumekit.state import CaptureLine, Fidelity
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
@@ -56,6 +69,10 @@ class Role(str, Enum):
     BUFFER = "buffer"
     EXTRA_STATE = "extra_state"
     STATE = "state_dict"
+    OPTIMIZER = "state"  # and param groups, of an optimizer that no component saves
+    CELL = "cell"  # a variable of a closure
+    DEFAULTS = "defaults"  # of the arguments of a function
+    GLOBAL = "global"  # of a module; the owner is its dict
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class Holder:
         is_read_ahead: a loader uses it for a batch that the run has not seen yet, so what changed
             cannot be restored; it is reported.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
+        frame: a running function, whose variables these are.
     """
 
     value: Any
@@ -83,6 +101,7 @@ class Holder:
     has_generators: bool = True
     attributes_only: bool = False
     is_read_ahead: bool = False
+    frame: FrameType | None = None
 
 
 class Slot(NamedTuple):
@@ -99,43 +118,12 @@ class Slot(NamedTuple):
     name: str
 
     def get(self) -> Any:
-        """The value. Raises AttributeError or KeyError where there is none."""
-        owner, name = self.owner, self.name
-        if self.role is Role.ATTRIBUTE:
-            attributes = getattr(owner, "__dict__", {})
-            return attributes[name] if name in attributes else object.__getattribute__(owner, name)
-        if self.role is Role.ITEMS:
-            kind = next(each for each in _CONTAINERS if isinstance(owner, each))
-            return kind(owner)
-        if self.role is Role.STATE:
-            return owner
-        if self.role is Role.TRAINING:
-            return owner.training
-        if self.role is Role.EXTRA_STATE:
-            return owner.get_extra_state()
-        if self.role is Role.REQUIRES_GRAD:
-            return registered(owner, "parameters")[name].requires_grad
-        return registered(owner, f"{self.role.value}s")[name]
+        """The value. Raises AttributeError, KeyError or ValueError where there is none."""
+        return _READ[self.role](self.owner, self.name)
 
     def set(self, value: Any) -> None:
         """Writes the value; what other code does on assignment is not done."""
-        owner, name = self.owner, self.name
-        if self.role is Role.ATTRIBUTE and name in slots_of(class_of(owner)):
-            object.__setattr__(owner, name, value)
-        elif self.role is Role.ATTRIBUTE:
-            vars(owner)[name] = value
-        elif self.role is Role.ITEMS:
-            _refill(owner, value)
-        elif self.role is Role.TRAINING:
-            owner.training = value
-        elif self.role is Role.REQUIRES_GRAD:
-            # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
-            if self.get() != value:
-                registered(owner, "parameters")[name].requires_grad_(value)
-        elif self.role is Role.EXTRA_STATE:
-            owner.set_extra_state(value)
-        elif self.role is not Role.STATE:  # such an object has loaded its state
-            registered(owner, f"{self.role.value}s")[name] = value
+        _WRITE[self.role](self.owner, self.name, value)
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""
@@ -166,7 +154,26 @@ def tensors_in_state_dict(module: nn.Module) -> Iterator[Any]:
             yield buffer
 
 
-def _refill(owner: Any, items: Any) -> None:
+def _read_attribute(owner: Any, name: str) -> Any:
+    attributes = getattr(owner, "__dict__", {})
+    return attributes[name] if name in attributes else object.__getattribute__(owner, name)
+
+
+def _write_attribute(owner: Any, name: str, value: Any) -> None:
+    if name in slots_of(class_of(owner)):
+        object.__setattr__(owner, name, value)
+    elif isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+    else:
+        vars(owner)[name] = value
+
+
+def _read_items(owner: Any, _: str) -> Any:
+    kind = next(each for each in _CONTAINERS if isinstance(owner, each))
+    return kind(owner)
+
+
+def _refill(owner: Any, _: str, items: Any) -> None:
     if isinstance(owner, list):
         list.__setitem__(owner, slice(None), items)
     else:
@@ -175,12 +182,81 @@ def _refill(owner: Any, items: Any) -> None:
         kind.update(owner, items)
 
 
+def _write_requires_grad(owner: Any, name: str, value: bool) -> None:
+    parameter = registered(owner, "parameters")[name]
+    # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
+    if parameter.requires_grad != value:
+        parameter.requires_grad_(value)
+
+
+def _cell(function: Any, name: str) -> CellType:
+    cell: CellType = function.__closure__[function.__code__.co_freevars.index(name)]
+    return cell
+
+
+def _write_defaults(function: Any, _: str, value: Any) -> None:
+    function.__defaults__, function.__kwdefaults__ = value
+
+
+def _read_optimizer(optimizer: Any, _: str) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+    """The state by the position of the parameters, and the hyperparameters of the groups."""
+    groups, state = optimizer.param_groups, optimizer.state
+    parameters = (each for group in groups for each in group["params"])
+    found = {number: state[each] for number, each in enumerate(parameters) if each in state}
+    return found, [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _write_optimizer(optimizer: Any, _: str, saved: Any) -> None:
+    state, groups = saved
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    optimizer.state.clear()
+    optimizer.state.update((parameters[number], each) for number, each in state.items())
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update(values)
+
+
+_READ: dict[Role, Callable[[Any, str], Any]] = {
+    Role.ATTRIBUTE: _read_attribute,
+    Role.ITEMS: _read_items,
+    Role.TRAINING: lambda owner, _: owner.training,
+    Role.REQUIRES_GRAD: lambda owner, name: registered(owner, "parameters")[name].requires_grad,
+    Role.PARAMETER: lambda owner, name: registered(owner, "parameters")[name],
+    Role.BUFFER: lambda owner, name: registered(owner, "buffers")[name],
+    Role.EXTRA_STATE: lambda owner, _: owner.get_extra_state(),
+    Role.STATE: lambda owner, _: owner,
+    Role.OPTIMIZER: _read_optimizer,
+    Role.CELL: lambda owner, name: _cell(owner, name).cell_contents,
+    Role.DEFAULTS: lambda owner, _: (owner.__defaults__, owner.__kwdefaults__),
+    Role.GLOBAL: lambda owner, name: owner[name],
+}
+_WRITE: dict[Role, Callable[[Any, str, Any], Any]] = {
+    Role.ATTRIBUTE: _write_attribute,
+    Role.ITEMS: _refill,
+    Role.TRAINING: lambda owner, _, value: setattr(owner, "training", value),
+    Role.REQUIRES_GRAD: _write_requires_grad,
+    Role.PARAMETER: lambda owner, name, value: operator.setitem(
+        registered(owner, "parameters"), name, value
+    ),
+    Role.BUFFER: lambda owner, name, value: operator.setitem(
+        registered(owner, "buffers"), name, value
+    ),
+    Role.EXTRA_STATE: lambda owner, _, value: owner.set_extra_state(value),
+    Role.STATE: lambda owner, _, value: None,  # such an object has loaded its state
+    Role.OPTIMIZER: _write_optimizer,
+    Role.CELL: lambda owner, name, value: setattr(_cell(owner, name), "cell_contents", value),
+    Role.DEFAULTS: _write_defaults,
+    Role.GLOBAL: operator.setitem,
+}
+
+
 def may_appear(owner: Any, name: str) -> bool:
     """Whether a checkpoint may add an attribute of this name to an object that lacks it."""
     if not name.isidentifier() or (name.startswith("__") and name.endswith("__")):
         return False
     if name in slots_of(class_of(owner)):
         return True
+    if isinstance(owner, type):
+        return not hasattr(owner, name)
     member = inspect.getattr_static(type(owner), name, None)
     is_code = inspect.isroutine(member) or inspect.isclass(member)
     is_code = is_code or inspect.isdatadescriptor(member)
@@ -190,16 +266,26 @@ def may_appear(owner: Any, name: str) -> bool:
     return hasattr(owner, "__dict__") and not is_code
 
 
-def contents(owner: Any, holder: Holder, *, in_component: bool) -> Iterator[tuple[Slot, Any]]:
+def contents(
+    owner: Any, holder: Holder, *, in_component: bool, is_saved: bool
+) -> Iterator[tuple[Slot, Any]]:
     """The slots of an object with their values, submodules excepted.
 
     Args:
         owner: the object.
         holder: the root that it was reached from; its names count for the root itself.
         in_component: whether a component saves the ``state_dict`` of this module.
+        is_saved: whether a component saves what torch keeps in this optimizer or scheduler.
     """
-    if isinstance(owner, nn.Module):
+    kind = kind_of(owner)
+    if kind is Kind.MODULE:
         yield from _of_module(owner, in_component=in_component)
+    elif kind is Kind.FUNCTION:
+        yield from _with_values(_slots_of_function(owner))
+    elif kind is Kind.CLASS:
+        yield from _of_class(owner)
+    elif isinstance(owner, _OF_TORCH):
+        yield from _with_values(_slots_of_torch(owner, is_saved=is_saved))
     else:
         yield from _with_values(_slots_of_object(owner, holder))
 
@@ -208,7 +294,7 @@ def _with_values(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
     for slot in slots:
         try:
             yield slot, slot.get()
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, ValueError):
             continue  # it has none now
 
 
@@ -222,6 +308,42 @@ def _slots_of_object(owner: Any, holder: Holder) -> Iterator[Slot]:
         is_root = owner is holder.value
         is_asked = holder.only is None or name in holder.only
         if not is_root or (is_asked and name not in holder.left_out):
+            yield Slot(owner, Role.ATTRIBUTE, name)
+
+
+def _slots_of_function(function: Any) -> Iterator[Slot]:
+    names = function.__code__.co_freevars
+    yield from (Slot(function, Role.CELL, name) for name in names if name != "__class__")
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if any(kind_of(each) is not Kind.SCALAR for each in defaults):
+        yield Slot(function, Role.DEFAULTS, "")
+    yield from (Slot(function, Role.ATTRIBUTE, n) for n in vars(function) if n != "__wrapped__")
+
+
+def _of_class(kind: type) -> Iterator[tuple[Slot, Any]]:
+    """The attributes of a class that are neither code nor bookkeeping."""
+    if issubclass(kind, Enum):
+        return
+    for name, value in vars(kind).items():
+        is_own = not (name.startswith("__") and name.endswith("__")) and name[:5] != "_abc_"
+        if is_own and not (inspect.isroutine(value) or inspect.isdatadescriptor(value)):
+            yield Slot(kind, Role.ATTRIBUTE, name), value
+
+
+# What torch keeps in these, their components save; the position of a loader is part of the data.
+_OF_TORCH = (Optimizer, LRScheduler, DataLoader)
+_OF_LOADER = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator"})
+
+
+def _slots_of_torch(owner: Any, *, is_saved: bool) -> Iterator[Slot]:
+    of_torch = attributes_set_by(LIBRARIES, class_of(owner))
+    if isinstance(owner, Optimizer) and not is_saved:
+        yield Slot(owner, Role.OPTIMIZER, "")
+    for name in attribute_names(owner):
+        is_mine = name not in of_torch and not name.startswith("_optimizer_")
+        if not is_mine and not is_saved:
+            is_mine = isinstance(owner, LRScheduler) or name in _OF_LOADER
+        if is_mine or name == "lr_lambdas":
             yield Slot(owner, Role.ATTRIBUTE, name)
 
 
@@ -266,6 +388,25 @@ def _names_in(values: Mapping[str, Any]) -> list[str]:
     if isinstance(sums, dict) and _UPDATES in values:
         return [name for name in names if name in sums or name in _OF_WRAPPERS]
     return names
+
+
+_HOOKS_OF_MODULES = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(owner: Any) -> Iterator[Any]:
+    """What torch calls for a module, its parameters, an optimizer or a tensor."""
+    if isinstance(owner, Tensor):
+        tables = [getattr(owner, name, None) for name in _HOOKS_OF_TENSORS]
+    elif isinstance(owner, nn.Module):
+        for each in registered(owner, "parameters").values():
+            if each is not None:
+                yield from hooks_of(each)
+        tables = [vars(owner).get(name) for name in _HOOKS_OF_MODULES]
+    else:
+        named = vars(owner).items() if isinstance(owner, Optimizer) else ()
+        tables = [each for name, each in named if name.endswith("_hooks")]
+    yield from (hook for table in tables if table for hook in table.values())
 
 
 def submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -22,7 +24,13 @@ from resumekit.capture.user_state.encoding import (
     LiveClasses,
     can_be_made,
 )
-from resumekit.capture.user_state.value_types import Kind, is_namedtuple, kind_of
+from resumekit.capture.user_state.value_types import (
+    CONSTANTS,
+    Kind,
+    is_namedtuple,
+    kind_of,
+    parts_of_call,
+)
 from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
@@ -87,13 +95,14 @@ class Decoder:
         saved = self._nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
         kind = kind_of(live)
         needed = {Kind.GENERATOR: "generator", Kind.STATEFUL: "stateful", Kind.MODULE: "object"}
+        needed |= {Kind.CALL: "call", Kind.FUNCTION: "live", Kind.CLASS: "live"}
         is_same = needed.get(kind, saved) == saved
         if not is_same or (kind is Kind.LEAF and saved not in ("tensor", "live")):
             expected = f"what can hold {saved}, as when the checkpoint was written"
             raise self._mismatch(path, describe(live), expected)
 
     def _read_back(self, slot: Slot, value: Any) -> None:
-        if slot.role in (Role.ITEMS, Role.EXTRA_STATE):
+        if slot.role in (Role.ITEMS, Role.EXTRA_STATE, Role.OPTIMIZER, Role.DEFAULTS):
             return
         now = slot.get()
         if now is not value and not (type(now) is type(value) and repr(now) == repr(value)):
@@ -122,20 +131,29 @@ class Decoder:
             return self._mapping(index, node, live, path)
         if kind in ("object", "new"):
             return self._object(index, node, live, path)
-        if kind == "live":
-            if live is None:
-                raise self._mismatch(path, "nothing", "the object that this launch makes")
-            return live
-        if kind == "tensor":
-            return self._tensor(node, live)
-        if kind == "array":
-            return self._array(node[1], live)
-        if kind in ("generator", "stateful"):
-            return self._in_place(node, live, path)
-        return self._constant(node, live, path)
+        make = {
+            "call": self._call,
+            "live": self._live,
+            "tensor": self._tensor,
+            "array": self._array,
+            "buffer": self._buffer,
+            "generator": self._in_place,
+            "stateful": self._in_place,
+        }.get(kind, self._constant)
+        try:
+            return make(node, live, path)
+        except (ArithmeticError, TypeError, ValueError) as error:  # of a constructor
+            raise self._mismatch(path, f"{kind}: {error}", "what was saved") from error
+
+    def _live(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        if live is None:
+            raise self._mismatch(path, "nothing", "the object that this launch makes")
+        return live
 
     def _constant(self, node: Sequence[Any], live: Any, path: str) -> Any:
         kind, content = node[0], node[1]
+        if kind == "constant" and content in CONSTANTS:
+            return CONSTANTS[content](*(self.value(each, None, path) for each in node[2]))
         if kind == "size":
             return torch.Size(content)
         if kind == "device":
@@ -144,7 +162,7 @@ class Decoder:
             found = getattr(torch, content, None)
             if isinstance(found, torch.dtype):
                 return found
-        else:
+        elif kind == "enum":
             known = type(live) if isinstance(live, Enum) else self._classes.get(content)
             if known is not None and issubclass(known, Enum) and node[2] in known.__members__:
                 return known[node[2]]
@@ -224,7 +242,22 @@ class Decoder:
                 self._actions.append(functools.partial(slot.set, value))
         return made
 
-    def _tensor(self, node: Sequence[Any], live: Any) -> Any:
+    def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """The live method or partial, or one with the same function and other arguments."""
+        partners = parts_of_call(live) if _is(live, node[1]) else []
+        if len(partners) != len(node[2]):
+            raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
+        pairs = zip(node[2], partners, strict=True)
+        parts = [self.value(each, partner, path) for each, partner in pairs]
+        if all(part is partner for part, partner in zip(parts, partners, strict=True)):
+            return live
+        if isinstance(live, functools.partial) and parts[0] is partners[0]:
+            names, num_args = [*live.keywords], 1 + len(live.args)
+            keywords = dict(zip(names, parts[num_args:], strict=True))
+            return functools.partial(live.func, *parts[1:num_args], **keywords)
+        raise self._mismatch(path, f"{describe(live)} of another object", "the same object")
+
+    def _tensor(self, node: Sequence[Any], live: Any, path: str) -> Any:
         _, saved, was_on_device, requires_grad = node
         # Where two attributes share a tensor, a write into it would change both.
         is_own = isinstance(live, nn.Parameter) or self._uses[id(live)] < 2
@@ -243,7 +276,18 @@ class Decoder:
             made = made.to(device)
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
 
-    def _array(self, saved: Any, live: Any) -> Any:
+    def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        _, typecode, content = node
+        made: Any = array(typecode, content) if typecode else bytearray(content)
+        if type(live) is not type(made) or getattr(live, "typecode", "") != typecode:
+            return made
+        if not self._take(live):
+            return made
+        self._actions.append(lambda: operator.setitem(live, slice(None), made))
+        return live
+
+    def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        saved = node[1]
         if type(live) is not np.ndarray or live.dtype != saved.dtype or live.shape != saved.shape:
             return saved.copy()
         if not live.flags.writeable or not self._take(live):

@@ -14,23 +14,33 @@ from torch import Tensor
 
 from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.value_types import (
+    CODE,
     MAPPINGS,
     SCALARS,
     SETS,
     Kind,
+    cache_size,
     class_of,
     is_namedtuple,
     kind_of,
+    parts_of_call,
 )
 from resumekit.errors import UnsupportedValueError
+from resumekit.live import digest_code
 from resumekit.serialization import buffers_of, is_sharded
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
+MAX_OBJECTS = 50_000  # that are walked, and that are digested one by one in a value
+TOO_MANY = f"more than {MAX_OBJECTS:,} objects"
+_MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
+_NUM_SAMPLES = 1 << 16
+_REPRESENTED = frozenset({bool, int, float, str, type(None)})
+_MAX_REPR = 64  # elements of a container whose digest is its repr
 _MIN_ROWS = 64  # shorter sequences are digested value by value
 
 
 class OverLimitError(Exception):
-    """More user state than the limit allows."""
+    """More user state than the limit allows; the text says what, where it is not the size."""
 
 
 class UncapturedError(Exception):
@@ -62,6 +72,8 @@ class Content:
         self._left = limit_bytes
         self._left_memory = memory_bytes
         self._ignore_floats = ignore_floats
+        self.num_objects = 0
+        self.num_skipped = 0  # bytes of which samples were digested
         self._met: dict[int, int] = {}
         self._kept: list[Any] = []
         self._has_generators = True
@@ -85,10 +97,14 @@ class Content:
             UncapturedError: a part of it has no visible content.
         """
         self._met, self._kept, self.is_plain = {}, [], True
+        self.num_objects = 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
             self.is_plain = type(value) in SCALARS
             return number_digest(value, ignore_floats=self._ignore_floats)
+        if not self._ignore_floats and _is_short_and_plain(value):
+            self._left -= _OBJECT_BYTES * len(value)
+            return type(value).__name__, repr(value)
         before = self._left, self._left_memory
         hasher = xxhash.xxh3_128()
         try:
@@ -109,8 +125,12 @@ class Content:
             self._container(hasher, value, path)
             return
         self.is_plain = False
-        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT):
+        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.BUFFER):
             hasher.update(_identity(kind, value))
+        elif kind is Kind.CALL:
+            hasher.update(str(cache_size(value)).encode())
+            for each in parts_of_call(value):
+                self.feed(hasher, each, path)
         elif kind is Kind.ITERATOR:
             raise UncapturedError(f"a {type(value).__name__}, whose position nothing can read")
         elif not self._is_met(hasher, value):
@@ -128,7 +148,8 @@ class Content:
             if value not in self._foreign:
                 self.feed(hasher, value.state_dict(), path)
         else:
-            hasher.update(str(self._path_of(value, path)).encode())
+            found = self._path_of(value, path)  # of code, which other objects reach it may change
+            hasher.update((_code_digest(value) if kind in CODE else str(found)).encode())
 
     def _scalar(self, hasher: Any, value: Any) -> None:
         kind = class_of(value)
@@ -224,22 +245,35 @@ class Content:
     def _tensor(self, hasher: Any, value: Tensor) -> None:
         if value in self._foreign:
             return
-        self._spend_memory(value.nbytes)
+        content = self._sampled(value.detach())
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
         try:
-            for piece in buffers_of(value.detach()):
+            for piece in buffers_of(content):
                 hasher.update(piece)
         except (RuntimeError, KeyError, UnsupportedValueError) as error:
             raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
 
     def _array(self, hasher: Any, value: Any, path: str) -> None:
-        self._spend_memory(value.nbytes)
+        content = self._sampled(value)
         hasher.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.hasobject:
             self.feed(hasher, value.tolist(), path)
             return
-        for piece in buffers_of(value):
+        for piece in buffers_of(content):
             hasher.update(piece)
+
+    def _sampled(self, value: Any) -> Any:
+        """A tensor or an array; of one that is too large to be digested each time, some elements.
+
+        It is too large to be saved as well: this decides whether a change of it is reported.
+        """
+        content = value
+        if value.nbytes > _MAX_DIGESTED:
+            rows = value.reshape(-1) if _is_dense(value) else value
+            content = rows[:: max(1, len(rows) // _NUM_SAMPLES)][:_NUM_SAMPLES]
+            self.num_skipped += value.nbytes - content.nbytes
+        self._spend_memory(content.nbytes)
+        return content
 
     def _is_met(self, hasher: Any, value: Any) -> bool:
         """Whether a cycle or an alias leads to an object that was digested before."""
@@ -252,6 +286,9 @@ class Content:
 
     def _spend(self, num_bytes: int) -> None:
         self._left -= num_bytes
+        self.num_objects += 1
+        if self.num_objects > MAX_OBJECTS:
+            raise OverLimitError(TOO_MANY)
         if self._left < 0:
             raise OverLimitError
 
@@ -259,6 +296,15 @@ class Content:
         self._left_memory -= num_bytes
         if self._left_memory < 0:
             raise OverLimitError
+
+
+def _is_short_and_plain(value: Any) -> bool:
+    """Whether it is a container of a few numbers or texts: its repr says all of it."""
+    kind = type(value)
+    if kind not in (list, tuple, dict) or len(value) > _MAX_REPR:
+        return False
+    values = (*value, *value.values()) if kind is dict else value
+    return _REPRESENTED.issuperset(map(type, values))
 
 
 def number_digest(value: Any, *, ignore_floats: bool) -> Any:
@@ -271,6 +317,11 @@ def number_digest(value: Any, *, ignore_floats: bool) -> Any:
     if ignore_floats and isinstance(value, (float, np.floating)):
         return "float"
     return type(value).__name__, repr(value)
+
+
+def _is_dense(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor)
+    return bool(value.is_contiguous() if is_tensor else value.flags.c_contiguous)
 
 
 def _packed(column: list[Any]) -> Any:
@@ -292,9 +343,16 @@ def _tag(kind: type) -> bytes:
     return f"<{kind.__module__}.{kind.__qualname__}>".encode()
 
 
+def _code_digest(value: Any) -> str:
+    code = getattr(value, "__code__", None)
+    return f"{value.__module__}.{value.__qualname__} {code and digest_code(code)}"
+
+
 def _identity(kind: Kind, value: Any) -> bytes:
     if kind is Kind.CONSTANT:
         return repr(value).encode()
+    if kind is Kind.BUFFER:
+        return bytes(value)
     return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
 
 

@@ -23,14 +23,18 @@ from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.attributes import without_wrappers
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.value_types import (
+    CODE,
     MAPPINGS,
     SCALARS,
     TORCH_CONSTANTS,
     Kind,
+    cache_size,
     class_of,
+    is_library,
     is_namedtuple,
     is_secret,
     kind_of,
+    parts_of_call,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
@@ -55,6 +59,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
     **dict.fromkeys(("array", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
+    **dict.fromkeys(("call", "constant", "buffer"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "new", *NODE_MAPPINGS), 4),
 }
 
@@ -63,6 +68,7 @@ _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
     "namedtuple": (3,),
+    **dict.fromkeys(("call", "constant"), (2,)),
 }
 
 
@@ -81,10 +87,13 @@ class LiveClasses:
     @functools.cached_property
     def _by_name(self) -> dict[str, type]:
         found: dict[str, type] = {}
-        for name in {type(each).__module__: None for each in self._objects}:
+        for name in {_module_of(each): None for each in self._objects}:
             for value in vars(sys.modules.get(name, object)).values():
                 if isinstance(value, type):
                     found.setdefault(class_name_of(value), value)
+        for each in self._objects:
+            if isinstance(each, type):
+                found.setdefault(class_name_of(each), each)
         return found
 
     def get(self, name: str) -> type | None:
@@ -93,6 +102,11 @@ class LiveClasses:
         if found is None:
             found = next((k for n, k in self._by_name.items() if is_same_class(name, n)), None)
         return found
+
+
+def _module_of(value: Any) -> str:
+    owner = value if kind_of(value) in CODE else type(value)
+    return value["__name__"] if type(value) is dict else str(owner.__module__)
 
 
 def class_name_of(kind: type) -> str:
@@ -137,6 +151,8 @@ class Encoder:
         """
         num_nodes = len(self.nodes)
         self._is_known = is_known
+        if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
+            raise UncapturedError(f"training changed it to {describe(seen.value)}")
         try:
             return self._value(seen.value)
         except UncapturedError:
@@ -160,10 +176,15 @@ class Encoder:
     def _node(self, kind: Kind, value: Any) -> list[Any]:
         if kind is Kind.CONTAINER:
             return self._container(value)
-        if kind is Kind.SCALAR:
-            return self._constant(value)
-        if kind in (Kind.OBJECT, Kind.MODULE):
+        if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER):
+            return self._constant(kind, value)
+        if kind in (Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS):
             return self._object(kind, without_wrappers(value))
+        if kind is Kind.CALL and self._is_known:
+            return self._call(value)
+        return self._data(kind, value)
+
+    def _data(self, kind: Kind, value: Any) -> list[Any]:
         is_tensor = kind is Kind.TENSOR
         if is_tensor and value not in self._foreign:
             return ["tensor", value.detach(), value.device.type != "cpu", value.requires_grad]
@@ -177,15 +198,25 @@ class Encoder:
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
 
-    def _constant(self, value: Any) -> list[Any]:
+    def _call(self, value: Any) -> list[Any]:
+        if cache_size(value):
+            raise UncapturedError("a cache of random values, which cannot be filled")
+        return ["call", class_name(value), self._items(parts_of_call(value))]
+
+    def _constant(self, kind: Kind, value: Any) -> list[Any]:
+        if kind is Kind.CONSTANT:
+            arguments = value.__reduce__()[1]
+            return ["constant", type(value).__name__, self._items(arguments)]
+        if kind is Kind.BUFFER:
+            return ["buffer", getattr(value, "typecode", ""), bytes(value)]
         if isinstance(value, Enum):
             return ["enum", class_name(value), value.name]
         if type(value) not in TORCH_CONSTANTS:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
-        kind = {torch.dtype: "dtype", torch.device: "device"}.get(type(value), "size")
-        if kind == "size":
-            return [kind, list(value)]
-        return [kind, str(value).removeprefix("torch.")]
+        name = {torch.dtype: "dtype", torch.device: "device"}.get(type(value), "size")
+        if name == "size":
+            return [name, list(value)]
+        return [name, str(value).removeprefix("torch.")]
 
     def _container(self, value: Any) -> list[Any]:
         kind = type(value)
@@ -227,13 +258,13 @@ class Encoder:
             if self._is_known:
                 return ["live"]
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
-        if self._known.get(path) == name:
+        if self._known.get(path) == name and not (kind in CODE and is_library(value)):
             return ["object", path, name]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
-        if kind is Kind.MODULE or not is_ours:
+        if kind is not Kind.OBJECT or not is_ours:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
         attributes = {}
-        for each in self._walk.of(path):
+        for each in self._walk.by_owner[path]:
             if each.is_ignored or each.problem:
                 raise UncapturedError(f"{each.slot.label(path)} in it cannot be saved")
             attributes[f"{each.slot.role.value}:{each.slot.name}"] = self._value(each.value)

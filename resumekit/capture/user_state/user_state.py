@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,10 +27,10 @@ from resumekit.capture.user_state.attributes import (
     submodules_of,
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
-from resumekit.capture.user_state.digests import UncapturedError
+from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
-from resumekit.capture.user_state.value_types import is_secret
+from resumekit.capture.user_state.value_types import Kind, is_library, is_secret, kind_of
 from resumekit.capture.user_state.walk import (
     Problem,
     Scope,
@@ -49,6 +52,9 @@ from resumekit.state import (
 )
 from resumekit.state import Slot as ComponentSlot
 
+_NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variables stand alone
+# Of functions that are reached later, these are the script's when they are seen for the first time.
+_OF_CODE = (Role.GLOBAL, Role.CELL, Role.DEFAULTS)
 _NUM_NAMED = 3
 _DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
@@ -105,28 +111,36 @@ class UserState(ComponentState):
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
+        self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
         self._submodules: dict[str, dict[str, str]] = {}  # as they were just before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
+        self.code: Collection[Any] = ()  # functions and classes that it met and did not enter
         self._take_baseline()
 
     def _take_baseline(self) -> None:
-        found = self._walk()
-        self._first = {path: each.digest for path, each in found.seen.items() if each.is_known}
-        self._made = {
-            path: copy.deepcopy(each.value)
-            for path, each in found.seen.items()
-            if each.is_plain and _is_small(each.value)
-        }
-        self._known = found.kinds()
-        self._made_submodules = submodules_of(found.objects)
-        self._unsaved_from_start = found.unsaved()
+        self._first: dict[str, Any] = {}
+        self._made: dict[str, Any] = {}
+        self._known: dict[str, str] = {}
+        self._made_submodules: Mapping[str, Mapping[str, str]] = {}
+        self._unsaved_from_start: set[str] = set()
+        self.extend_baseline(self._holders)
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
-        scope = _scope(self._scope.foreign, transient, limit_bytes)
+        scope = _scope(self._scope.foreign, transient, limit_bytes, self._scope.code)
         if scope != self._scope:
             self._scope = scope
             self._take_baseline()
+
+    def lead(self, holders: Mapping[str, Holder], code: Callable[[], Iterable[Any]]) -> None:
+        """Takes what no other state of the run has: functions, classes, the globals that they use.
+
+        Args:
+            holders: objects of components with attributes that these do not save.
+            code: gives the functions and classes that other user states have met.
+        """
+        self._scope = replace(self._scope, code=code)
+        self.extend_baseline({**holders, **self._holders})
 
     def add(self, holders: Mapping[str, Any]) -> None:
         """More holders, as they are now; state that was loaded for them is restored next.
@@ -151,7 +165,7 @@ class UserState(ComponentState):
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         self._known = {**self._walk().kinds(), **self._known}
 
-    def extend_baseline(self, holders: Mapping[str, Any]) -> None:
+    def extend_baseline(self, holders: Mapping[str, Any]) -> Walk:
         """Other objects under these names; values that were not there before are the script's."""
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         found = self._walk()
@@ -163,6 +177,7 @@ class UserState(ComponentState):
         self._known = {**found.kinds(), **self._known}
         self._made_submodules = {**submodules_of(found.objects), **self._made_submodules}
         self._unsaved_from_start |= found.unsaved()
+        return found
 
     def live_objects(self) -> Iterable[Any]:
         return self.objects.values()
@@ -249,8 +264,9 @@ class UserState(ComponentState):
         Its flags or lengths may describe what a resumed launch would not have.
         """
         paths = [path for path in (*found.unsaved(), *problems) if path in found.seen]
-        new = (path for path in paths if path not in self._unsaved_from_start)
-        return {found.seen[path].owner: path for path in new}
+        new = (found.seen[path] for path in paths if path not in self._unsaved_from_start)
+        objects = (each for each in new if type(found.objects[each.owner]) not in _NAMESPACES)
+        return {each.owner: each.slot.label(each.owner) for each in objects}
 
     def digests(self) -> dict[str, Any]:
         """The digest of each value as it is now, or was at ``before_save``, by path."""
@@ -281,12 +297,19 @@ class UserState(ComponentState):
             for path, each in changes.problems.items()
             if self._is_reported(owners.get(changes.found.seen[path].owner))
         ]
+        if changes.found.is_cut:
+            lines.append(CaptureLine(self.key, Fidelity.UNKNOWN, TOO_MANY))
         lines += submodule_lines(self._submodules, changes.found.objects, changes.copies)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     def _is_reported(self, owner: Any) -> bool:
-        """Whether a value of this object that cannot be saved is reported."""
-        return True
+        """Whether a value of this object that cannot be saved is reported.
+
+        Not of objects of libraries, which a training reaches in great numbers.
+        """
+        is_root = any(owner is each.value for each in self._holders.values())
+        is_object = kind_of(owner) in (Kind.OBJECT, Kind.FUNCTION)
+        return is_root or not is_object or not is_library(owner)
 
     # ---------------------------------------------------------------- restoring
 
@@ -311,7 +334,7 @@ class UserState(ComponentState):
             What is not restored.
         """
         begun_otherwise = {p for p, d in state["first"].items() if self._differs_at_start(p, d)}
-        slots = [e for e in state["slots"] if _label(e) not in begun_otherwise]
+        slots = [e for e in state["slots"] if label_of(e) not in begun_otherwise]
         self._pending = {**state, "slots": slots}
         messages = []
         if begun_otherwise:
@@ -321,17 +344,19 @@ class UserState(ComponentState):
             )
         copies = copied_paths(state.get("copies", {}))
         lacking = (each for each in slots if self._has_gone(each[0]))
-        gone = sorted(_label(each) for each in lacking if not is_below(each[0], copies))
+        gone = sorted(label_of(each) for each in lacking if not is_below(each[0], copies))
         if gone:
             messages.append(f"not in this program, not restored: {_listed(gone)}")
         return tuple(messages)
 
     def _has_gone(self, owner: str) -> bool:
         """Whether no holder of this launch has the object, or will make it."""
+        if owner in self._known:
+            return False
         names = [name for name in self._holders if is_below(owner, [name])]
         is_of_model = any(self._holders[name].is_component for name in names)
         has_none = not names and not self._grows
-        return has_none or (is_of_model and owner not in self._known)
+        return has_none or is_of_model
 
     def _differs_at_start(self, path: str, digest: str) -> bool:
         return path in self._made and str(self._first[path]) != digest
@@ -375,7 +400,8 @@ class UserState(ComponentState):
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)
-        self._waiting = [each for each in map(self._rest, self._waiting) if each["slots"]]
+        waiting = map(self._rest, self._waiting) if self._grows else ()
+        self._waiting = [each for each in waiting if each["slots"]]
         self._unsaved_from_start |= found.unsaved()
         self._submodules = {**submodules_of(found.objects), **self._submodules}
         self._known = {**found.kinds(), **self._known}
@@ -409,12 +435,12 @@ class UserState(ComponentState):
             if slot is None:
                 continue
             try:
-                decoder.restore(slot, entry[3], _label(entry))
+                decoder.restore(slot, entry[3], label_of(entry))
             except StateMismatchError:
                 if not skips:
                     raise
             else:
-                restored.append(_label(entry))
+                restored.append(label_of(entry))
         kept = {*restored, *saved["lost"], *saved["first"]}
         changed = [] if self._grows else self._changed(found, self._known)
         for path in changed:
@@ -427,11 +453,15 @@ class UserState(ComponentState):
         """The live slot that an entry is for; None where it has gone, or is named no more."""
         owner_path, role, name, _ = entry
         owner = found.objects.get(owner_path)
-        if owner is None or self._scope.is_transient(_label(entry)) or is_secret(name, "text"):
+        if owner is None or self._scope.is_transient(label_of(entry)) or is_secret(name, "text"):
             return None
         slot = Slot(owner, Role(role), name)
-        if _label(entry) in found.seen:
-            return slot
+        present = found.seen.get(label_of(entry))
+        if present is not None:
+            return slot if present.slot.role is slot.role else None
+        if slot.role is Role.GLOBAL:
+            is_name = name in found.names[owner_path] and name not in owner
+            return slot if is_name and not hasattr(builtins, name) else None
         if slot.role is Role.BUFFER and isinstance(owner, nn.Module):
             return slot if name in registered(owner, "buffers") else None
         return slot if slot.role is Role.ATTRIBUTE and may_appear(owner, name) else None
@@ -439,8 +469,16 @@ class UserState(ComponentState):
     # ---------------------------------------------------------------- helpers
 
     def _walk(self) -> Walk:
-        found = walk(self._holders, self._scope)
-        self.objects = found.objects
+        found = walk(self._holders, self._scope, too_large=self._too_large)
+        self.objects, self.code = found.objects, found.code.values()
+        for path, each in found.seen.items():
+            if each.slot.role in _OF_CODE and each.is_known:
+                self._first.setdefault(path, each.digest)
+        self._too_large.update(
+            (path, id(each.value))
+            for path, each in found.seen.items()
+            if each.problem and each.problem.reason == TOO_MANY
+        )
         return found
 
 
@@ -456,15 +494,19 @@ def _entry(seen: Seen, value: Any) -> list[Any]:
     return [seen.owner, seen.slot.role.value, seen.slot.name, value]
 
 
-def _label(entry: Any) -> str:
+def label_of(entry: Sequence[Any]) -> str:
+    """The path of a saved slot."""
     owner, role, name, _ = entry
     return Slot(None, Role(role), name).label(owner)
 
 
 def _scope(
-    foreign: Callable[[], Iterable[Any]], transient: Collection[str], limit_bytes: int
+    foreign: Callable[[], Iterable[Any]],
+    transient: Collection[str],
+    limit_bytes: int,
+    code: Callable[[], Iterable[Any]] | None = None,
 ) -> Scope:
-    return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes)
+    return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes, code)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Which values and attributes are user state: kinds of values, library code, secrets.
 
-``LIBRARIES``, ``REPORTING`` and ``MACHINERY`` are the leaf table: classes that are never entered.
+``ENGINES``, ``REPORTING`` and ``MACHINERY`` are the leaf table: classes that are never entered.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import inspect
 import io
 import random
 import re
+import sys
 import types
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from resumekit.capture.rng import GENERATOR_TYPES
+from resumekit.live import is_library_file
 from resumekit.serialization import is_sharded
 from resumekit.state import Stateful
 
@@ -41,9 +48,13 @@ class Kind(Enum):
     STATEFUL = "an object with state_dict"
     MODULE = "a torch module"
     OBJECT = "an object with attributes"
+    FUNCTION = "a function: its closure, defaults and attributes, and the globals that it loads"
+    CLASS = "a class: its attributes and its methods"
+    CALL = "a bound method, a partial or a function with a cache"
     LEAF = "never entered: not state, or saved elsewhere"
     ITERATOR = "its position is state that nothing can read"
-    CONSTANT = "an immutable object, known by its repr"
+    CONSTANT = "an immutable object, made again from its class and arguments"
+    BUFFER = "a sequence of bytes or numbers"
     OPAQUE = "an object without visible content"
 
 
@@ -52,6 +63,9 @@ SEQUENCES = (list, tuple, deque)
 SETS = (set, frozenset)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.Size)
+_CONSTANTS = (range, slice, Decimal, Fraction, timedelta, date, datetime, PurePosixPath, PosixPath)
+# Their ``__reduce__`` gives the class and plain arguments.
+CONSTANTS: dict[str, Any] = {each.__name__: each for each in _CONSTANTS}
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -59,13 +73,24 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# By top-level package: objects of these classes hold the libraries' own state. A
-# class of the user's that is derived from one of them is entered.
+# Libraries whose attributes are no user state in objects of classes that are derived from theirs.
 LIBRARIES = word_set(
     """
     accelerate bitsandbytes datasets deepspeed diffusers evaluate huggingface_hub lightning
     lightning_fabric lightning_utilities peft pytorch_lightning resumekit safetensors
     sentence_transformers timm tokenizers torch torchdata torchtext torchvision transformers trl
+    """
+)
+
+# Packages, and modules of packages, whose objects run the training or the machine: what they have
+# to remember, adapters and other components save. Also private modules of torch.
+ENGINES = word_set(
+    """
+    accelerate bitsandbytes datasets deepspeed evaluate huggingface_hub lightning lightning_fabric
+    lightning_utilities pytorch_lightning resumekit safetensors tokenizers
+    torch.autograd torch.cuda torch.distributed torch.export torch.fx torch.jit
+    torch.multiprocessing torch.nn.parallel torch.profiler torch.utils.data._utils
+    torch.utils.hooks torch.utils.tensorboard transformers.trainer transformers.pipelines trl
     """
 )
 
@@ -80,20 +105,19 @@ REPORTING = word_set(
 # Packages of threads, processes, clients, files, clocks and patterns.
 MACHINERY = word_set(
     """
-    _io _queue _thread asyncio boto3 botocore concurrent ctypes datetime functools h5py importlib
-    inspect io lmdb mmap multiprocessing paramiko pathlib pyarrow queue re requests select shelve
+    _io _queue _thread asyncio boto3 botocore concurrent ctypes functools h5py importlib inspect io
+    lmdb mmap multiprocessing paramiko pathlib pyarrow queue re requests select shelve
     socket sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
     """
 )
-_LEAF_PACKAGES = LIBRARIES | REPORTING | MACHINERY
+_LEAVES = ENGINES | REPORTING | MACHINERY
 
 # Classes whose derived classes are leaves too, also in user code.
 _LEAF_BASES = word_set(
     """
     accelerate.accelerator.Accelerator datasets.arrow_dataset.Dataset
     datasets.iterable_dataset.IterableDataset logging.Filterer multiprocessing.process.BaseProcess
-    threading.Thread torch.optim.lr_scheduler.LRScheduler torch.optim.optimizer.Optimizer
-    torch.utils.data.dataloader.DataLoader tqdm.std.tqdm
+    threading.Thread tqdm.std.tqdm
     transformers.configuration_utils.PreTrainedConfig
     transformers.configuration_utils.PretrainedConfig
     transformers.tokenization_utils_base.PreTrainedTokenizerBase
@@ -107,15 +131,13 @@ _ITERATOR_BASES = frozenset({"torch.utils.data.dataloader._BaseDataLoaderIter"})
 # torch 2.13: made lazily; flags next to them say so.
 _HANDLE_BASES = frozenset({"torch.cuda.streams.Stream", "torch.cuda.streams.Event"})
 
-# Code, and what else is no state, also where a class of the user's is derived from it.
-_CODE = (
-    *(type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
-    *(io.IOBase, weakref.ReferenceType, inspect.Signature, BaseException),
+# What is no state, also where a class of the user's is derived from it.
+_NO_STATE = (
+    *(types.ModuleType, io.IOBase, weakref.ReferenceType, inspect.Signature, BaseException),
+    *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
 )
-_BUILT_IN_CODE = (
-    *(types.BuiltinFunctionType, types.MethodWrapperType),
-    *(types.WrapperDescriptorType, types.CodeType),
-)
+CACHED_FUNCTION = type(functools.cache(lambda: None))
+CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 
 
 def kind_of(value: Any) -> Kind:
@@ -138,6 +160,13 @@ def is_user_object(value: Any) -> bool:
     return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL, Kind.MODULE)
 
 
+def may_have_attributes(value: Any) -> bool:
+    """Whether an object with ``state_dict`` may keep more than that: one of the user's code."""
+    if isinstance(value, (Optimizer, LRScheduler)):
+        return True
+    return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL) and not is_library(value)
+
+
 def class_of(value: Any) -> Any:
     """The class of a value, for functions with a cache, which mypy types as taking a Hashable."""
     return type(value)
@@ -150,14 +179,19 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((*SCALARS, *TORCH_CONSTANTS), Kind.SCALAR),
     **dict.fromkeys((*SEQUENCES, *SETS, *MAPPINGS), Kind.CONTAINER),
-    **dict.fromkeys((range, slice, Decimal, Fraction, UUID), Kind.CONSTANT),
+    **dict.fromkeys(CONSTANTS.values(), Kind.CONSTANT),
+    **dict.fromkeys((bytearray, array), Kind.BUFFER),
     np.ndarray: Kind.ARRAY,
+    types.FunctionType: Kind.FUNCTION,
+    **dict.fromkeys((types.MethodType, types.BuiltinMethodType), Kind.CALL),
+    **dict.fromkeys((functools.partial, CACHED_FUNCTION), Kind.CALL),
 }
 _DERIVED: tuple[tuple[Any, Kind], ...] = (
     ((Enum, np.generic), Kind.SCALAR),
     (Tensor, Kind.TENSOR),
     (GENERATOR_TYPES, Kind.GENERATOR),
     (nn.Module, Kind.MODULE),
+    (type, Kind.CLASS),
 )
 
 
@@ -175,20 +209,28 @@ def _kind_of_class(kind: Any) -> Kind:
         return Kind.ITERATOR
     if names & _HANDLE_BASES:
         return Kind.OPAQUE
-    is_code = issubclass(kind, _CODE) or callable(getattr(kind, "__wrapped__", None))
-    if is_code or names & _LEAF_BASES or top_package(kind) in _LEAF_PACKAGES:
+    if issubclass(kind, _NO_STATE) or names & _LEAF_BASES or _is_leaf(kind.__module__):
         return Kind.LEAF
     return _kind_of_object(kind)
+
+
+def _is_leaf(module: str) -> bool:
+    """Whether a module is one of the leaf table, or a part of one."""
+    parts = module.split(".")
+    return any(".".join(parts[:n]) in _LEAVES for n in range(1, len(parts) + 1)) or (
+        parts[0] == "torch" and len(parts) > 1 and parts[1].startswith("_")
+    )
 
 
 def _kind_of_object(kind: Any) -> Kind:
     has_attributes = bool(slots_of(kind)) or bool(kind.__dictoffset__)
     if has_attributes and kind.__module__ != "builtins":
-        has_state = issubclass(kind, Stateful) and not hasattr(kind, "__getitem__")
-        return Kind.STATEFUL if has_state else Kind.OBJECT
-    if issubclass(kind, Iterator):
-        return Kind.ITERATOR
-    return Kind.LEAF if issubclass(kind, _BUILT_IN_CODE) else Kind.OPAQUE
+        is_known = issubclass(kind, (Optimizer, LRScheduler, DataLoader))
+        # The state_dict() of a loader may make an iterator, which draws and starts threads.
+        is_data = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+        has_state = issubclass(kind, Stateful) and not is_data
+        return Kind.STATEFUL if has_state and not is_known else Kind.OBJECT
+    return Kind.ITERATOR if issubclass(kind, Iterator) else Kind.OPAQUE
 
 
 def is_namedtuple(kind: type) -> bool:
@@ -214,6 +256,52 @@ def slots_of(kind: type) -> tuple[str, ...]:
 def top_package(kind: type) -> str:
     """The top-level package of the module that defines a class."""
     return kind.__module__.partition(".")[0]
+
+
+def parts_of_call(value: Any) -> list[Any]:
+    """What a bound method, a partial or a function with a cache refers to."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, CACHED_FUNCTION):
+        return [value.__wrapped__]
+    owner = value.__self__  # of a method of a list, or a function of a module
+    return [] if owner is None or isinstance(owner, types.ModuleType) else [owner]
+
+
+_DRAWS = re.compile(r"rand|normal|choice|shuffle|sample|uniform|generator|seed")
+
+
+def cache_size(value: Any) -> int:
+    """The entries in the cache of a function that draws random numbers; 0 for any other value."""
+    code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
+    if not isinstance(value, CACHED_FUNCTION) or code is None:
+        return 0
+    return value.cache_info().currsize if any(map(_DRAWS.search, names_in(code))) else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names of the globals and attributes that a code, and all code in it, uses."""
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(name for i in inner for name in names_in(i)))))
+
+
+@functools.cache
+def _is_library_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return name.partition(".")[0] in sys.stdlib_module_names
+    return name.startswith("resumekit.") or is_library_file(file)
+
+
+def is_library(value: Any) -> bool:
+    """Whether a module, a class, a function or an object's class is not the user's."""
+    if isinstance(value, types.ModuleType):
+        return _is_library_module(value.__name__)
+    owner = value if kind_of(value) in CODE else class_of(value)
+    return _is_library_module(str(getattr(owner, "__module__", "")))
 
 
 def _is_read(file: io.IOBase) -> bool:

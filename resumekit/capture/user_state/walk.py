@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import cached_property
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from resumekit.capture.naming import modules_in
 from resumekit.capture.restore import class_name
@@ -19,12 +21,15 @@ from resumekit.capture.user_state.attributes import (
     Role,
     Slot,
     contents,
+    hooks_of,
     registered,
     submodules,
     tensors_in_state_dict,
     without_wrappers,
 )
 from resumekit.capture.user_state.digests import (
+    MAX_OBJECTS,
+    TOO_MANY,
     Content,
     OverLimitError,
     UncapturedError,
@@ -32,14 +37,19 @@ from resumekit.capture.user_state.digests import (
     size_of,
 )
 from resumekit.capture.user_state.value_types import (
+    CODE,
     LIBRARIES,
     Kind,
     attributes_set_by,
     class_of,
+    is_library,
     is_secret,
     kind_of,
+    names_in,
+    parts_of_call,
     top_package,
 )
+from resumekit.live import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
 
 # None of these is a secret, or entered, or large.
@@ -48,6 +58,11 @@ _NUMBERS = frozenset({bool, int, float, complex, type(None)})
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 
 _MAX_COMPUTED_ELEMENTS = 1 << 16  # larger tensors with a graph are the output of a forward pass
+
+
+# Of the objects of libraries that a training reaches, the nearest ones are walked: from a plot, a
+# request or a test there may be a way to all that a program has.
+_MAX_OF_LIBRARIES = 2_000
 
 
 class Problem(NamedTuple):
@@ -122,12 +137,15 @@ class Scope:
         transient: attribute paths, or ends of them, that are left out.
         limit_bytes: of Python objects that are digested, about, all values together.
         memory_bytes: of tensors and arrays that are digested, all values together.
+        code: gives functions and classes that are entered, as is all code that these reach. Without
+            it none is: of the user states of a run, one follows the code for all.
     """
 
     foreign: Callable[[], Iterable[Any]] = tuple
     transient: Collection[str] = ()
     limit_bytes: int = 256 * 10**6
     memory_bytes: int = 256 * 10**6
+    code: Callable[[], Iterable[Any]] | None = None
 
     def is_transient(self, path: str) -> bool:
         """Whether the user has named this path, its end, or an object above it."""
@@ -147,6 +165,10 @@ class Walk:
         objects: every object that has slots, by path.
         paths: the path of each of them, by id.
         read_ahead: the paths of those that a loader uses ahead of the run.
+        code: the functions and classes that were met and not entered, by id.
+        entered: the code of the functions whose globals were looked at.
+        is_cut: whether there are more objects than are walked.
+        names: of the globals that functions use, by the path of their module.
     """
 
     foreign: Foreign
@@ -154,6 +176,10 @@ class Walk:
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     read_ahead: set[str] = field(default_factory=set)
+    code: dict[int, Any] = field(default_factory=dict)
+    entered: set[CodeType] = field(default_factory=set)
+    is_cut: bool = False
+    names: dict[str, set[str]] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, str]:
         """The class of each object, by path."""
@@ -163,12 +189,22 @@ class Walk:
         """The paths of values without visible content."""
         return {path for path, each in self.seen.items() if each.is_unsaved}
 
-    def of(self, owner: str) -> Iterator[Seen]:
-        """The slots of one object."""
-        return (each for each in self.seen.values() if each.owner == owner)
+    @cached_property
+    def by_owner(self) -> Mapping[str, list[Seen]]:
+        """The slots of each object, by its path."""
+        found: dict[str, list[Seen]] = defaultdict(list)
+        for each in self.seen.values():
+            found[each.owner].append(each)
+        return found
 
 
-def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = False) -> Walk:
+def walk(
+    holders: Mapping[str, Holder],
+    scope: Scope,
+    *,
+    ignore_floats: bool = False,
+    too_large: Mapping[str, int] | None = None,
+) -> Walk:
     """Finds and digests the user state that is reachable from the root objects.
 
     Searches breadth first, to keep paths short.
@@ -177,8 +213,9 @@ def walk(holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool = F
         holders: the root objects, by name.
         scope: what is left out.
         ignore_floats: digest each Python float as the same one: some are read from a clock.
+        too_large: the ids of values of too many objects, which are not looked at again, by path.
     """
-    walker = _Walker(holders, scope, ignore_floats=ignore_floats)
+    walker = _Walker(holders, scope, too_large or {}, ignore_floats=ignore_floats)
     found = walker.run()
     vars(walker).clear()  # it and its digests refer to each other, and to all that was found
     return found
@@ -212,10 +249,21 @@ def content_digest(value: Any, *, limit_bytes: int, foreign: Collection[Any] = (
 
 
 class _Walker:
-    def __init__(self, holders: Mapping[str, Holder], scope: Scope, *, ignore_floats: bool) -> None:
-        self._scope = scope
+    def __init__(
+        self,
+        holders: Mapping[str, Holder],
+        scope: Scope,
+        too_large: Mapping[str, int],
+        *,
+        ignore_floats: bool,
+    ) -> None:
+        self._scope, self._too_large = scope, too_large
         self._foreign = Foreign(scope.foreign(), holders.values())
         self._found = Walk(self._foreign)
+        self._is_of_library = False  # the object whose slots are looked at
+        self._num_of_libraries = 0  # objects
+        self._num_digested = 0  # values in them
+        self._used: set[tuple[int, tuple[str, ...]]] = set()  # the globals that were looked at
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
         self._content = Content(
             self.path_of,
@@ -230,19 +278,80 @@ class _Walker:
             value = without_wrappers(holder.value)
             if id(value) not in self._found.paths:
                 self._add(name, value, holder)
+        for each in scope.code() if scope.code else ():
+            self._enter(each, getattr(each, "__qualname__", ""))
 
     def run(self) -> Walk:
         while self._waiting:
             path, value, self._holder = self._waiting.popleft()
+            self._is_of_library = _is_of_library(value)
             in_component = id(value) in self._foreign.of_components
-            bookkeeping = _bookkeeping_of(value)
-            for slot, content in contents(value, self._holder, in_component=in_component):
+            bookkeeping, is_saved = _bookkeeping_of(value), value in self._foreign
+            if isinstance(value, Optimizer) and value.state not in self._foreign:
+                is_saved = False
+            slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
+            for slot, content in slots:
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
                     self._look_at(slot, content, path)
-            if isinstance(value, nn.Module):
-                for name, each in submodules(value):
-                    self.path_of(each, f"{path}.{name}")
+            self._go_on(value, path)
         return self._found
+
+    def _go_on(self, value: Any, path: str) -> None:
+        """What an object leads to besides its slots."""
+        kind = kind_of(value)
+        if kind is Kind.FUNCTION:
+            self._enter(vars(value).get("__wrapped__"), path)
+            self._use_globals(value.__code__, value.__globals__)
+        elif kind is Kind.CLASS:
+            for each in (*value.__bases__, *vars(value).values()):
+                for code in (each, getattr(each, "fget", None), getattr(each, "__func__", None)):
+                    if kind_of(code) in CODE:
+                        self._enter(code, path)
+        else:
+            self._enter(type(value), path)
+            for each in hooks_of(value):
+                self._enter(each, path)
+        if kind is Kind.MODULE:
+            for name, each in submodules(value):
+                self.path_of(each, f"{path}.{name}")
+        if self._holder.frame is not None and value is self._holder.value:
+            self._use_globals(self._holder.frame.f_code, self._holder.frame.f_globals)
+
+    def _enter(self, value: Any, path: str) -> None:
+        """Walks an object or a function that is called."""
+        kind = kind_of(value)
+        if kind is Kind.CALL:
+            for each in parts_of_call(value):
+                self._enter(each, path)
+        elif kind in (Kind.FUNCTION, Kind.CLASS, Kind.OBJECT, Kind.MODULE):
+            self.path_of(value, path)
+
+    def _use_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
+        """Looks at the globals that a function of the user's reads or writes."""
+        if self._scope.code is None or is_library_file(code.co_filename):
+            return
+        self._found.entered.add(code)
+        # Which of its own variables a running module still reads, its frame knows.
+        self._use_names(names_in(code), scope, code_only=code.co_name == "<module>")
+
+    def _use_names(
+        self, names: tuple[str, ...], scope: dict[str, Any], *, code_only: bool = False
+    ) -> None:
+        if (id(scope), names) in self._used:
+            return
+        self._used.add((id(scope), names))
+        path = str(scope.get("__name__"))
+        self._found.objects[path] = scope
+        self._found.names.setdefault(path, set()).update(() if code_only else names)
+        for name in names:
+            value = scope.get(name)
+            if isinstance(value, ModuleType):
+                if not is_library(value):
+                    self._use_names(names, vars(value))
+            elif kind_of(value) in CODE:
+                self._enter(value, name)
+            if name in scope and f"{path}.{name}" not in self._found.seen and not code_only:
+                self._look_at(Slot(scope, Role.GLOBAL, name), value, path)
 
     def path_of(self, value: Any, path: str) -> str | None:
         """The path of an object with slots, which is walked later; None where it is left out."""
@@ -250,17 +359,31 @@ class _Walker:
         known = self._found.paths.get(id(value))
         if known is not None:
             return known
-        if value in self._foreign or self._scope.is_transient(path):
+        if kind_of(value) in CODE:
+            if self._scope.code is None:
+                self._found.code[id(value)] = value
+            if self._scope.code is None or _is_stateless(value):
+                return None
+            name = f"{value.__module__}.{value.__qualname__}"
+            path = f"{path}.{value.__name__}" if "<" in name else name
+        self._found.is_cut = self._found.is_cut or len(self._found.objects) >= MAX_OBJECTS
+        if value in self._foreign or self._scope.is_transient(path) or self._found.is_cut:
             return None
-        self._add(path, value, self._holder)
-        return path
+        if _is_of_library(value):
+            self._num_of_libraries += 1
+            if self._num_of_libraries > _MAX_OF_LIBRARIES:
+                return None
+        return self._add(path, value, self._holder)
 
-    def _add(self, path: str, value: Any, holder: Holder) -> None:
+    def _add(self, path: str, value: Any, holder: Holder) -> str:
+        while path in self._found.objects:
+            path += "'"
         self._found.paths[id(value)] = path
         self._found.objects[path] = value
         if holder.is_read_ahead:
             self._found.read_ahead.add(path)
         self._waiting.append((path, value, holder))
+        return path
 
     def _is_data_only(self, slot: Slot) -> bool:
         """Whether plain values are no state: those that library code sets, caches and counters."""
@@ -284,34 +407,54 @@ class _Walker:
             self._look_into(value, slot, path, owner)
 
     def _look_into(self, value: Any, slot: Slot, path: str, owner: str) -> None:
-        if self._is_ignored(value):
+        if self._is_ignored(value) or self._is_beyond_budget:
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
         content = self._content
-        before = content.num_left
+        before, content.num_skipped = content.num_left, 0
         digest: Any = None
         problem: Problem | None = None
         try:
+            if self._too_large.get(path) == id(value):
+                raise OverLimitError(TOO_MANY)
             digest = content.digest(value, path, has_generators=self._holder.has_generators)
-        except OverLimitError:
-            problem = over_limit(size_of(value))
+        except OverLimitError as error:
+            problem = Problem(str(error)) if str(error) else over_limit(size_of(value))
         except UncapturedError as error:
             problem = Problem(str(error))
+        self._num_digested += content.num_objects if self._is_of_library else 0
         if problem or not (content.is_plain and self._is_data_only(slot)):
-            size = before - content.num_left
+            size = before - content.num_left + content.num_skipped
             seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size)
             self._found.seen[path] = seen
+
+    @property
+    def _is_beyond_budget(self) -> bool:
+        """Whether objects of libraries, which come after nearer ones, have used up their budget."""
+        return self._is_of_library and self._num_digested > MAX_OBJECTS
 
     def _is_ignored(self, value: Any) -> bool:
         kind = kind_of(value)
         if kind is Kind.SCALAR:
             return False
+        if kind in CODE and self._scope.code is None:
+            self._enter(value, "")
+            return True
         if kind is Kind.LEAF or value in self._foreign:
             return True
         if kind is Kind.GENERATOR:
             return not self._holder.has_generators
         is_computed = kind is Kind.TENSOR and value.grad_fn is not None
         return is_computed and value.numel() > _MAX_COMPUTED_ELEMENTS
+
+
+def _is_of_library(value: Any) -> bool:
+    return kind_of(value) is Kind.OBJECT and is_library(value)
+
+
+def _is_stateless(code: Any) -> bool:
+    """Whether a class or a function is of a library; a decorator of one may keep a function."""
+    return is_library(code) and not getattr(code, "__closure__", None)
 
 
 def _bookkeeping_of(owner: Any) -> Collection[str]:

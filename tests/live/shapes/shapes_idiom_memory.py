@@ -133,8 +133,9 @@ def dictionary_of_queues(directory, *, record, **options):
 
 def heap_of_the_hardest(directory, *, record, **options):
     model, optimizer, loader, ckpt = begin(directory, options)
-    heap = []
-    for number, batch in enumerate(ckpt.batches(loader, epochs=EPOCHS)):
+    heap, number = [], 0
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        number += 1
         loss = loss_of(model, batch)
         heapq.heappush(heap, (loss.item(), number, batch))
         if len(heap) > 3:

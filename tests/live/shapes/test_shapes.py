@@ -60,6 +60,12 @@ EXACT = {
         torch_generator
         temporaries_that_are_deleted
         names_swapped_in_each_step
+        decimal_number
+        byte_array
+        array_of_the_stdlib
+        time_delta
+        fraction
+        path
     """,
     "shapes_of_objects": """
         dataclass_with_aliases
@@ -106,7 +112,6 @@ EXACT = {
         name_read_only_by_a_handler
         decorated_training_function
         loop_in_a_callback
-        loop_in_a_coroutine
         dictionary_of_epochs
         list_popped_at_the_end_of_an_epoch
         rate_of_the_epoch_from_a_variable
@@ -139,12 +144,6 @@ REPORTED = {
         "function": "value",
         "variable_that_is_deleted": "warm_up",
         "---": "",
-        "decimal_number": "value",
-        "byte_array": "value",
-        "array_of_the_stdlib": "value",
-        "time_delta": "value",
-        "fraction": "value",
-        "path": "value",
     },
     "shapes_of_objects": {
         "environment_variable": "environ SHAPE_SCALE",
@@ -167,15 +166,19 @@ REPORTED = {
         "second_iterator": "iterator",
         "cycle_of_factors": "factors",
         "schedule_that_is_a_generator": "rates",
+        "loop_in_a_coroutine": "coroutine",
         "count_of_zip": "index count zip",
         "list_with_an_epoch_as_operand": "sums concatenate_epochs",
     },
-    "shapes_of_learning": {
-        "---": "",
-        "scheduler_that_is_not_given": "scheduler",
-        "averaged_model_that_is_not_given": "averaged",
-        "plateau_scheduler_that_is_not_given": "plateau",
-    },
+}
+# They are found and saved as components, so they are exact without variables too.
+COMPONENTS = {
+    "shapes_of_learning": """
+        ---
+        scheduler_that_is_not_given
+        averaged_model_that_is_not_given
+        plateau_scheduler_that_is_not_given
+    """
 }
 WITHOUT_STATE = (
     "progress_bar_with_the_loss",
@@ -247,6 +250,11 @@ def names_of(shape: str) -> list[str]:
 @cells(EXACT)
 def test_a_crashed_training_is_exact(judge: Judge, shape: str) -> None:
     assert_verdict(judge.verdict(shape), Verdict.EXACT)
+
+
+@cells(COMPONENTS)
+def test_an_object_that_was_not_given_is_found(judge: Judge, shape: str) -> None:
+    assert_verdict(judge.verdict(shape, loop_variables="off"), Verdict.EXACT)
 
 
 @cells(EXACT, only=AT_THE_END_OF_AN_EPOCH, first=3)

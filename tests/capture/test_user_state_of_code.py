@@ -1,0 +1,374 @@
+"""State that functions, classes, modules and objects of libraries keep."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from resumekit.capture import Holder, UserState
+from resumekit.errors import StateMismatchError
+from resumekit.state import Fidelity
+
+KEY = "variables"
+scale = 1.0
+
+
+class Place:
+    """What the script has."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def followed(**places: Any) -> UserState:
+    """User state that follows functions and classes."""
+    state = UserState(places, key=KEY)
+    state.lead({}, tuple)
+    return state
+
+
+def passed_on(saved: UserState, live: UserState, stored: Any) -> None:
+    state = stored(saved.state_dict())
+    live.check_state_dict(state)
+    live.load_state_dict(state)
+    live.restore_now()
+
+
+def closure() -> Callable[[], list[float]]:
+    rate, rows = 1.0, list[float]()
+
+    def step() -> list[float]:
+        nonlocal rate
+        rate /= 2
+        rows.append(rate)
+        return rows
+
+    return step
+
+
+def default() -> Callable[[], list[float]]:
+    def step(rows: list[float] = []) -> list[float]:  # noqa: B006 - it is the state
+        rows.append(len(rows) + 0.5)
+        return rows
+
+    return step
+
+
+def attribute() -> Callable[[], list[float]]:
+    def step() -> list[float]:
+        rows: list[float] = step.__dict__.setdefault("rows", [])
+        rows.append(len(rows) + 0.25)
+        return rows
+
+    return step
+
+
+def class_attribute() -> Callable[[], list[float]]:
+    class Steps:
+        rows: list[float] = []  # noqa: RUF012 - it is the state
+
+        @classmethod
+        def step(cls) -> list[float]:
+            cls.rows.append(len(cls.rows) + 2.0)
+            return cls.rows
+
+    return Steps.step
+
+
+def arguments_of_a_partial() -> Callable[[], list[float]]:
+    def step(rows: list[float]) -> list[float]:
+        rows.append(len(rows) + 3.0)
+        return rows
+
+    return functools.partial(step, [])
+
+
+def decorated() -> Callable[[], list[float]]:
+    inner = closure()
+
+    @functools.wraps(inner)
+    def step() -> list[float]:
+        return inner()
+
+    return step
+
+
+def method_of_a_list() -> Callable[[], list[float]]:
+    rows: list[float] = []
+    append = rows.append
+
+    def step() -> list[float]:
+        append(len(append.__self__) + 4.0)  # type: ignore[attr-defined]
+        return list(append.__self__)  # type: ignore[attr-defined]
+
+    return step
+
+
+def hook_of_a_module() -> Callable[[], list[float]]:
+    layer, rows = nn.Linear(1, 1), list[float]()
+    layer.register_forward_hook(lambda *_: rows.append(len(rows) + 5.0))
+
+    def step() -> list[float]:
+        layer(torch.ones(1))
+        return rows
+
+    return step
+
+
+def hook_of_a_tensor() -> Callable[[], list[float]]:
+    weight, rows = torch.ones(1, requires_grad=True), list[float]()
+    weight.register_hook(lambda *_: rows.append(len(rows) + 6.0))
+
+    def step() -> list[float]:
+        weight.sum().backward()
+        return rows
+
+    return step
+
+
+MAKERS = [
+    closure,
+    default,
+    attribute,
+    class_attribute,
+    arguments_of_a_partial,
+    decorated,
+    method_of_a_list,
+    hook_of_a_module,
+    hook_of_a_tensor,
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_the_state_of_a_function_is_restored(make: Any, stored: Any) -> None:
+    old, new = make(), make()
+    saved, live = followed(here=Place(step=old)), followed(here=Place(step=new))
+    for _ in range(3):
+        old()
+    passed_on(saved, live, stored)
+    assert new() == old()
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_without_following_code_it_is_lost(make: Any, stored: Any) -> None:
+    old, new = make(), make()
+    saved = UserState({"here": Place(step=old)}, key=KEY)
+    live = UserState({"here": Place(step=new)}, key=KEY)
+    for _ in range(3):
+        old()
+    passed_on(saved, live, stored)
+    assert new() != old()
+
+
+def halve() -> float:
+    global scale
+    scale /= 2
+    return scale
+
+
+def uses_code() -> Any:
+    return halve(), UserState, functools, print
+
+
+def test_a_global_of_the_script_is_restored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "scale", 1.0)
+    saved = followed(here=Place(step=halve))
+    halve()
+    state = saved.state_dict()
+    assert [entry[:3] for entry in state["slots"]] == [[__name__, "global", "scale"]]
+    monkeypatch.setitem(globals(), "scale", 1.0)
+    live = followed(here=Place(step=halve))
+    live.load_state_dict(stored(state))
+    live.restore_now()
+    assert scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("global", "UserState"),
+        ("global", "functools"),
+        ("global", "halve"),
+        ("global", "__builtins__"),
+        ("global", "print"),
+        ("global", "no_name_of_the_script"),
+        ("attribute", "scale"),
+    ],
+)
+def test_a_checkpoint_sets_no_code_and_no_other_name(role: str, name: str) -> None:
+    before = dict(globals())
+    live = followed(here=Place(step=uses_code))
+    slot = [__name__, role, name, 3]
+    live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
+    is_code = name in ("halve", "UserState", "functools") and role == "global"
+    with pytest.raises(StateMismatchError, match=name) if is_code else nullcontext():
+        live.restore_now()
+    assert dict(globals()) == before
+
+
+@pytest.mark.parametrize("value", [[0], 3])
+def test_a_checkpoint_does_not_replace_a_function_or_a_class(value: Any) -> None:
+    one = Place(step=halve, kind=Place)
+    for name in ("step", "kind"):
+        live = followed(one=one)
+        slots = [["one", "attribute", name, value]]
+        nodes = [["object", f"{__name__}.closure", "builtins.function"]]
+        live.load_state_dict({"slots": slots, "nodes": nodes, "first": {}, "lost": []})
+        with pytest.raises(StateMismatchError):
+            live.restore_now()
+    assert (one.step, one.kind) == (halve, Place)
+
+
+def test_a_function_that_is_replaced_is_reported() -> None:
+    one = Place(step=halve)
+    saved = followed(one=one)
+    one.step = closure
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.step", Fidelity.LOST)
+
+
+@functools.lru_cache
+def drawn(_: int) -> float:
+    return random.random()
+
+
+@functools.lru_cache
+def squared(number: int) -> int:
+    return number**2
+
+
+def test_a_cache_is_reported_if_its_function_draws_random_numbers() -> None:
+    saved = followed(one=Place(drawn=drawn, squared=squared))
+    squared(3)
+    assert saved.findings() == ()
+    drawn(3)
+    assert [line.key for line in saved.findings()] == ["one.drawn"]
+
+
+# ---------------------------------------------------------------- objects of libraries
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights, a count and an inner optimizer, which its ``state_dict`` lacks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.count = 0
+        self.base = torch.optim.SGD(self.param_groups[0]["params"], lr=0.5, momentum=0.5)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        super().step()
+        self.count += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(p.detach(), 0.5)
+
+
+def test_what_the_state_dict_of_an_optimizer_lacks_is_restored(stored: Any) -> None:
+    def made() -> tuple[nn.Linear, Lookahead, UserState]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = Lookahead(model.parameters())
+        foreign = [model, optimizer, optimizer.state, optimizer.param_groups]
+        state = UserState({}, key=KEY, foreign=lambda: [*foreign, *model.parameters()])
+        state.lead({"optimizer": Holder(optimizer, attributes_only=True)}, tuple)
+        return model, optimizer, state
+
+    (model, old, saved), (_, new, live) = made(), made()
+    for _ in range(3):
+        old.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        old.step()
+    old.base.param_groups[0]["lr"] = 0.25
+    passed_on(saved, live, stored)
+    assert new.count == 3
+    assert new.base.param_groups[0]["lr"] == 0.25
+    for one, other in zip(old.slow, new.slow, strict=True):
+        assert torch.equal(one, other)
+    of_old, of_new = old.base.state.values(), new.base.state.values()
+    for then, now in zip(of_old, of_new, strict=True):
+        assert torch.equal(then["momentum_buffer"], now["momentum_buffer"])
+    assert [*new.base.state] == new.param_groups[0]["params"]
+
+
+def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(stored: Any) -> None:
+    def made() -> Place:
+        torch.manual_seed(0)
+        critic = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(critic.parameters())
+        factors = [1.0]
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.arange(8.0))
+        sampler = RandomSampler(data, generator=generator)
+        return Place(
+            critic=critic,
+            optimizer=optimizer,
+            scheduler=LambdaLR(optimizer, lambda _: factors[-1]),
+            factors=factors,
+            loader=DataLoader(data, sampler=sampler),
+        )
+
+    def trained(place: Place, steps: int) -> list[Any]:
+        for _ in range(steps):
+            place.optimizer.zero_grad()
+            place.critic(torch.ones(2)).sum().backward()
+            place.optimizer.step()
+            place.factors.append(place.factors[-1] / 2)
+            place.scheduler.step()
+            found = [batch.item() for (batch,) in place.loader]
+        return [*found, *(p.tolist() for p in place.critic.parameters())]
+
+    old, new = made(), made()
+    saved, live = followed(here=old), followed(here=new)
+    trained(old, 3)
+    passed_on(saved, live, stored)
+    assert trained(new, 2) == trained(old, 2)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_more_objects_than_are_looked_through_are_one_unknown_line() -> None:
+    one = Place(words={str(n): n for n in range(60_000)}, count=0)
+    saved = followed(one=one)
+    one.count = 1
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.words", Fidelity.UNKNOWN)
+    assert "50,000" in line.reason
+    assert [entry[2] for entry in saved.state_dict()["slots"]] == ["count"]
+
+
+def test_an_array_above_the_limit_is_reported_only_when_it_changes() -> None:
+    one = Place(rows=torch.zeros(70_000_000))
+    saved = followed(one=one)
+    assert saved.findings() == ()
+    one.rows += 1
+    (line,) = saved.findings()
+    assert (line.key, line.fidelity) == ("one.rows", Fidelity.LOST)
+
+
+def test_objects_that_show_or_run_a_training_are_not_entered(tmp_path: Path) -> None:
+    import logging
+
+    import tqdm
+    from torch.utils.hooks import RemovableHandle
+
+    handle = nn.Linear(1, 1).register_forward_hook(closure())
+    one = Place(log=logging.getLogger("a"), bar=tqdm.tqdm(disable=True), handle=handle)
+    saved = followed(one=one)
+    one.bar.n = 5
+    one.log.setLevel("ERROR")
+    assert isinstance(handle, RemovableHandle)
+    assert saved.findings() == ()
+    assert saved.state_dict()["slots"] == []
