@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,16 +23,22 @@ KEY = "variables"
 scale = 1.0
 
 
-class Place:
+class Script:
     """What the script has."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
+    if TYPE_CHECKING:
 
-def followed(**places: Any) -> UserState:
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def followed(**objects: Any) -> UserState:
     """User state that follows functions and classes."""
-    state = UserState(places, key=KEY)
+    state = UserState(objects, key=KEY)
     state.lead({}, tuple)
     return state
 
@@ -152,7 +158,7 @@ MAKERS = [
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_the_state_of_a_function_is_restored(make: Any, stored: Any) -> None:
     old, new = make(), make()
-    saved, live = followed(here=Place(step=old)), followed(here=Place(step=new))
+    saved, live = followed(here=Script(step=old)), followed(here=Script(step=new))
     for _ in range(3):
         old()
     passed_on(saved, live, stored)
@@ -162,8 +168,8 @@ def test_the_state_of_a_function_is_restored(make: Any, stored: Any) -> None:
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_without_following_code_it_is_lost(make: Any, stored: Any) -> None:
     old, new = make(), make()
-    saved = UserState({"here": Place(step=old)}, key=KEY)
-    live = UserState({"here": Place(step=new)}, key=KEY)
+    saved = UserState({"here": Script(step=old)}, key=KEY)
+    live = UserState({"here": Script(step=new)}, key=KEY)
     for _ in range(3):
         old()
     passed_on(saved, live, stored)
@@ -182,12 +188,12 @@ def uses_code() -> Any:
 
 def test_a_global_of_the_script_is_restored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "scale", 1.0)
-    saved = followed(here=Place(step=halve))
+    saved = followed(here=Script(step=halve))
     halve()
     state = saved.state_dict()
     assert [entry[:3] for entry in state["slots"]] == [[__name__, "global", "scale"]]
     monkeypatch.setitem(globals(), "scale", 1.0)
-    live = followed(here=Place(step=halve))
+    live = followed(here=Script(step=halve))
     live.load_state_dict(stored(state))
     live.restore_now()
     assert scale == 0.5
@@ -207,7 +213,7 @@ def test_a_global_of_the_script_is_restored(stored: Any, monkeypatch: pytest.Mon
 )
 def test_a_checkpoint_sets_no_code_and_no_other_name(role: str, name: str) -> None:
     before = dict(globals())
-    live = followed(here=Place(step=uses_code))
+    live = followed(here=Script(step=uses_code))
     slot = [__name__, role, name, 3]
     live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
     is_code = name in ("halve", "UserState", "functools") and role == "global"
@@ -218,7 +224,7 @@ def test_a_checkpoint_sets_no_code_and_no_other_name(role: str, name: str) -> No
 
 @pytest.mark.parametrize("value", [[0], 3])
 def test_a_checkpoint_does_not_replace_a_function_or_a_class(value: Any) -> None:
-    one = Place(step=halve, kind=Place)
+    one = Script(step=halve, kind=Script)
     for name in ("step", "kind"):
         live = followed(one=one)
         slots = [["one", "attribute", name, value]]
@@ -226,11 +232,11 @@ def test_a_checkpoint_does_not_replace_a_function_or_a_class(value: Any) -> None
         live.load_state_dict({"slots": slots, "nodes": nodes, "first": {}, "lost": []})
         with pytest.raises(StateMismatchError):
             live.restore_now()
-    assert (one.step, one.kind) == (halve, Place)
+    assert (one.step, one.kind) == (halve, Script)
 
 
 def test_a_function_that_is_replaced_is_reported() -> None:
-    one = Place(step=halve)
+    one = Script(step=halve)
     saved = followed(one=one)
     one.step = closure
     (line,) = saved.findings()
@@ -248,7 +254,7 @@ def squared(number: int) -> int:
 
 
 def test_a_cache_is_reported_if_its_function_draws_random_numbers() -> None:
-    saved = followed(one=Place(drawn=drawn, squared=squared))
+    saved = followed(one=Script(drawn=drawn, squared=squared))
     squared(3)
     assert saved.findings() == ()
     drawn(3)
@@ -303,7 +309,7 @@ def test_what_the_state_dict_of_an_optimizer_lacks_is_restored(stored: Any) -> N
 
 
 def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(stored: Any) -> None:
-    def made() -> Place:
+    def made() -> Script:
         torch.manual_seed(0)
         critic = nn.Linear(2, 1)
         optimizer = torch.optim.Adam(critic.parameters())
@@ -311,7 +317,7 @@ def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(sto
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.arange(8.0))
         sampler = RandomSampler(data, generator=generator)
-        return Place(
+        return Script(
             critic=critic,
             optimizer=optimizer,
             scheduler=LambdaLR(optimizer, lambda _: factors[-1]),
@@ -319,15 +325,15 @@ def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(sto
             loader=DataLoader(data, sampler=sampler),
         )
 
-    def trained(place: Place, steps: int) -> list[Any]:
+    def trained(script: Script, steps: int) -> list[Any]:
         for _ in range(steps):
-            place.optimizer.zero_grad()
-            place.critic(torch.ones(2)).sum().backward()
-            place.optimizer.step()
-            place.factors.append(place.factors[-1] / 2)
-            place.scheduler.step()
-            found = [batch.item() for (batch,) in place.loader]
-        return [*found, *(p.tolist() for p in place.critic.parameters())]
+            script.optimizer.zero_grad()
+            script.critic(torch.ones(2)).sum().backward()
+            script.optimizer.step()
+            script.factors.append(script.factors[-1] / 2)
+            script.scheduler.step()
+            found = [batch.item() for (batch,) in script.loader]
+        return [*found, *(p.tolist() for p in script.critic.parameters())]
 
     old, new = made(), made()
     saved, live = followed(here=old), followed(here=new)
@@ -340,7 +346,7 @@ def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(sto
 
 
 def test_more_objects_than_are_looked_through_are_one_unknown_line() -> None:
-    one = Place(words={str(n): n for n in range(60_000)}, count=0)
+    one = Script(words={str(n): n for n in range(60_000)}, count=0)
     saved = followed(one=one)
     one.count = 1
     (line,) = saved.findings()
@@ -350,7 +356,7 @@ def test_more_objects_than_are_looked_through_are_one_unknown_line() -> None:
 
 
 def test_an_array_above_the_limit_is_reported_only_when_it_changes() -> None:
-    one = Place(rows=torch.zeros(70_000_000))
+    one = Script(rows=torch.zeros(70_000_000))
     saved = followed(one=one)
     assert saved.findings() == ()
     one.rows += 1
@@ -361,11 +367,11 @@ def test_an_array_above_the_limit_is_reported_only_when_it_changes() -> None:
 def test_objects_that_show_or_run_a_training_are_not_entered(tmp_path: Path) -> None:
     import logging
 
-    import tqdm
+    import tqdm  # type: ignore[import-untyped]
     from torch.utils.hooks import RemovableHandle
 
-    handle = nn.Linear(1, 1).register_forward_hook(closure())
-    one = Place(log=logging.getLogger("a"), bar=tqdm.tqdm(disable=True), handle=handle)
+    handle = nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    one = Script(log=logging.getLogger("a"), bar=tqdm.tqdm(disable=True), handle=handle)
     saved = followed(one=one)
     one.bar.n = 5
     one.log.setLevel("ERROR")

@@ -293,10 +293,10 @@ class _Walker:
             for slot, content in slots:
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
                     self._look_at(slot, content, path)
-            self._go_on(value, path)
+            self._follow(value, path)
         return self._found
 
-    def _go_on(self, value: Any, path: str) -> None:
+    def _follow(self, value: Any, path: str) -> None:
         """What an object leads to besides its slots."""
         kind = kind_of(value)
         if kind is Kind.FUNCTION:
