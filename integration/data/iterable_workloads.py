@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from digits import Digits
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from resumekit.adapters.torch import Checkpointer
 
@@ -141,6 +147,19 @@ def stateful_data_loader(*arguments: Any, **settings: Any) -> Any:
         return StatefulDataLoader(*arguments, **settings)
 
 
+def of_nodes(num_threads: int) -> Any:
+    """torchdata's loader over nodes, with threads that read ahead."""
+    from torchdata import nodes
+
+    digits = Digits(NUM_SAMPLES, augment=False)
+    node: Any = nodes.SamplerWrapper(RandomSampler(digits))
+    node = nodes.Batcher(node, BATCH_SIZE, drop_last=False)
+    node = nodes.ParallelMapper(
+        node, lambda indices: default_collate([digits[i] for i in indices]), num_workers=num_threads
+    )
+    return nodes.Loader(nodes.Prefetcher(node, prefetch_factor=2) if num_threads else node)
+
+
 def make_loader(kind: str, workers: str) -> Any:
     """The loader that the cell asks for; each gives six batches an epoch."""
     num_workers = 0 if workers == "0" else 2
@@ -164,6 +183,8 @@ def make_loader(kind: str, workers: str) -> Any:
         return stateful_data_loader(digits, shuffle=True, **settings)
     if kind == "stateful iterable":
         return stateful_data_loader(Placed(), **settings)
+    if kind == "nodes":
+        return of_nodes(num_workers)
     return OwnLoader(num_workers)
 
 

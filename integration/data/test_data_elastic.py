@@ -87,13 +87,14 @@ def train(
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
     num_steps = epochs * len(loader)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    make_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR
+    scheduler = make_scheduler(optimizer, num_steps) if schedule else None
     counted = {"own": OwnSum, "shared": SharedSum}[sum_kind]() if sum_kind else None
     checkpointer = _checkpointer(
         directory,
         model,
         optimizer,
-        scheduler if schedule else None,
+        scheduler,
         counted,
         save_every=save_every,
         allow_changes=set(allow),
@@ -107,7 +108,7 @@ def train(
         if micro_step % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
-            if schedule:
+            if scheduler is not None:
                 scheduler.step()
             checkpointer.step(loss=loss, own=counted.total if counted else 0)
     checkpointer.close()

@@ -91,6 +91,14 @@ def test_persistent_workers_continue_exactly(kit: Kit, kind: str, kill: str) -> 
     kit.assert_exact(cell(kill, kind=kind, workers="persistent"))
 
 
+@pytest.mark.quick("batches-2")
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("loop", ["batches", "epochs"])
+def test_a_loader_of_nodes_continues_exactly(kit: Kit, loop: str, workers: str) -> None:
+    options = {"kind": "nodes", "workers": workers, "loop": loop, "save_every": SAVE_EVERY}
+    kit.assert_exact(Cell(train, options, 1, KILLS[TWICE]))
+
+
 @pytest.mark.quick("dispatcher*")
 @pytest.mark.parametrize(
     ("through", "workers", "kill"),
@@ -199,6 +207,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     "`StatefulDataLoader` over a stream of `datasets`": lambda: stateful_data_loader(
         streaming(buffer_size=12)
     ),
+    "`Loader` of `torchdata.nodes`": lambda: make_loader("nodes", "2"),
     "an object of yours with a state": lambda: OwnLoader(0),
     "an object of yours with a state, and `num_workers` above 0": lambda: with_workers(
         OwnLoader(2)

@@ -7,10 +7,11 @@ and not at epoch 0.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -41,18 +42,27 @@ class StoppedError(Exception):
 class Heard:
     """The epochs that each part of a loader was used in, one after the other.
 
-    The class keeps them: as attributes they would be state of the data, which a resume restores.
+    A file keeps them: attributes, also those of the class, are state, which a resume restores.
+
+    Args:
+        path: of the file.
     """
 
-    epochs: ClassVar[dict[str, list[int]]] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_text("{}", encoding="utf-8")
 
-    def __init__(self) -> None:
-        self.epochs.clear()
+    @property
+    def epochs(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = json.loads(self._path.read_text(encoding="utf-8"))
+        return found
 
     def note(self, who: str, epoch: int) -> None:
-        epochs = self.epochs.setdefault(who, [])
+        found = self.epochs
+        epochs = found.setdefault(who, [])
         if epochs[-1:] != [epoch]:
             epochs.append(epoch)
+            self._path.write_text(json.dumps(found), encoding="utf-8")
 
 
 class EpochSampler(Sampler[int]):
@@ -276,7 +286,7 @@ def test_sampler_batch_sampler_and_dataset_hear_of_each_epoch_also_after_a_resum
     tmp_path: Path, alone: None, launch: Launch
 ) -> None:
     for interrupt_at, epochs in ((INTERRUPTED_AT, [0, 1]), (None, [1, 2])):
-        heard = Heard()
+        heard = Heard(tmp_path / "heard.json")
         with suppress(StoppedError):
             launch(tmp_path, Model(interrupt_at), heard)
         assert heard.epochs == dict.fromkeys(("batch sampler", "sampler", "dataset"), epochs)

@@ -277,7 +277,7 @@ def _stream_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str,
     dataset = loader if stream is None else stream.dataset
     if not isinstance(dataset, IterableDataset):
         return {}
-    holders = {"dataset": dataset, "dataset.__iter__": getattr(type(dataset), "__iter__", None)}
+    holders: dict[str, Any] = {"dataset": dataset}
     if stream is not None:
         holders["collate_fn"] = stream.collate_fn
     return with_state(nested_generators(holders))

@@ -8,23 +8,25 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from resumekit.capture import GENERATOR_TYPES
 
 
-def announce_epoch(loader: Any, epoch: int) -> None:
+def announce_epoch(loader: Any, epoch: int, *, with_dataset: bool = True) -> None:
     """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
     holders = [loader, *(sampler for _, sampler in samplers_of(loader))]
-    holders.append(getattr(loader, "dataset", None))
+    if with_dataset:
+        holders.append(getattr(loader, "dataset", None))
     for holder in holders:
         set_epoch = getattr(holder, "set_epoch", None)
         if callable(set_epoch):
@@ -39,6 +41,11 @@ INNER = "base_dataloader"
 def is_stateful_data_loader(loader: Any) -> bool:
     """Whether it is torchdata's; a subclass that iterates in its own way is not."""
     return _iterates_as(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
+
+
+def is_node_loader(loader: Any) -> bool:
+    """Whether it is torchdata's loader over a graph of nodes, which may read ahead in threads."""
+    return isinstance(loader, _public("torchdata.nodes", "Loader"))
 
 
 def is_dispatched(loader: Any) -> bool:
@@ -142,13 +149,39 @@ def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     return copied
 
 
+def kept_iterators(loader: DataLoader[Any]) -> list[str]:
+    """The attributes in which a loader keeps an iterator for all epochs.
+
+    timm 1.0 data/loader.py MultiEpochsDataLoader makes it in ``__init__``, over its own sampler.
+    """
+    found = vars(loader).items()
+    return [n for n, each in found if isinstance(each, _BaseDataLoaderIter) and n != "_iterator"]
+
+
+def iterate_copy(copied: DataLoader[Any], kept: Iterable[str], num_used: int = 0) -> Iterator[Any]:
+    """A new iterator over a copy of a loader, with new ones in place of those that it keeps.
+
+    Args:
+        copied: the copy.
+        kept: from ``kept_iterators``; a loader that has such counts the batches of an epoch.
+        num_used: the batches of the epoch that were used, which its samplers give no more.
+    """
+    for name in kept:
+        copied.__dict__[name] = chain(repeat(None, num_used), DataLoader.__iter__(copied))
+    iterator = iter(copied)
+    if kept:
+        next(islice(iterator, num_used, num_used), None)
+    return iterator
+
+
 def shared_parts(loader: Any) -> dict[int, Any]:
     """What a copy of the loader's samplers shares with them, as the memo of a deep copy."""
-    parts = [loader.dataset]
+    dataset = getattr(loader, "dataset", None)
+    parts = [dataset]
     for _, sampler in samplers_of(loader):
         parts += getattr(sampler, "__dict__", {}).values()
     shared = (Dataset, torch.nn.Module, ModuleType)
-    return {id(each): each for each in parts if each is loader.dataset or isinstance(each, shared)}
+    return {id(each): each for each in parts if each is dataset or isinstance(each, shared)}
 
 
 def reset_iteration(loader: DataLoader[Any]) -> None:
@@ -225,12 +258,13 @@ def private_generators(holder: Any, prefix: str = "") -> dict[str, Any]:
 def loader_generators(loader: Any) -> dict[str, Any]:
     """Every private generator that a loader draws from in this process, each once.
 
+    Those of a sampler may be in an object below it, or in a module that its ``__iter__`` names.
     The dataset's own are among them only when the loader has no workers: in workers they are copies
     that this process cannot see.
     """
     found = private_generators(loader)
-    for name, sampler in samplers_of(loader):
-        found.update(private_generators(sampler, f"{name}."))
+    of_samplers = nested_generators(dict(samplers_of(loader)), left_out=shared_parts(loader))
+    found.update(with_state(of_samplers))
     if getattr(loader, "num_workers", 0) == 0:
         for name in ("dataset", "collate_fn"):
             found.update(private_generators(getattr(loader, name, None), f"{name}."))
@@ -263,31 +297,41 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor,
 _OPAQUE = (type, ModuleType)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 # What a loader, or a transform inside a dataset, is called by.
-_METHODS = ("__getitem__", "__getitems__", "__call__")
+_METHODS = ("__iter__", "__getitem__", "__getitems__", "__call__")
 
 
-def nested_generators(holders: Mapping[str, Any]) -> dict[str, Any]:
+def nested_generators(
+    holders: Mapping[str, Any], *, left_out: Iterable[int] = ()
+) -> dict[str, Any]:
     """Every private generator that is held somewhere below, by dotted name, each once.
 
     Attributes, items of containers, closures, defaults and partial arguments are followed, and what
-    the code that gets a sample names in its own module. Nothing is called.
+    the code that gets a sample names in its own module, or of another module. Nothing is called.
 
     Args:
         holders: what to look into, by name.
+        left_out: the ids of objects that are not looked into.
     """
-    waiting = deque(holders.items())
-    seen = _global_generators()
-    found: dict[str, Any] = {}
+    seen = _global_generators().union(left_out)
+    found = reachable(holders, left_out=seen)
+    return {name: each for name, each in found if isinstance(each, GENERATOR_TYPES)}
+
+
+def reachable(
+    holders: Mapping[str, Any], *, left_out: Iterable[int] = ()
+) -> Iterator[tuple[str, Any]]:
+    """What ``nested_generators`` looks at, by dotted name, what is nearer first."""
+    waiting, seen = deque(holders.items()), set(left_out)
     while waiting and len(seen) < _MOST_OBJECTS:
         name, value = waiting.popleft()
-        if id(value) in seen or isinstance(value, _LEAVES):
+        if id(value) in seen:
+            continue
+        yield name, value
+        if isinstance(value, _LEAVES):
             continue
         seen.add(id(value))
-        if isinstance(value, GENERATOR_TYPES):
-            found[name] = value
-        elif not isinstance(value, _OPAQUE):
+        if not isinstance(value, (*GENERATOR_TYPES, *_OPAQUE)):
             waiting.extend((f"{name}.{part}", each) for part, each in _parts(value))
-    return found
 
 
 def _global_generators() -> set[int]:
@@ -327,11 +371,10 @@ def _parts_of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code, variables = function.__code__, function.__globals__
+    yield from _named_in(variables, code.co_names)
     for name in code.co_names:
-        value = variables.get(name)
-        is_function = isinstance(value, FunctionType) and value.__globals__ is variables
-        if is_function or isinstance(value, GENERATOR_TYPES):
-            yield name, value
+        if isinstance(variables.get(name), ModuleType):
+            yield from _named_in(vars(variables[name]), code.co_names)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -339,6 +382,20 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield "defaults", function.__defaults__
     yield "keyword_defaults", function.__kwdefaults__
+
+
+def _named_in(variables: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The generators of a module that go by one of the names, and functions that are defined in it.
+
+    Args:
+        variables: of the module.
+        names: those that a function uses.
+    """
+    for name in names:
+        value = variables.get(name)
+        is_function = isinstance(value, FunctionType) and value.__globals__ is variables
+        if is_function or isinstance(value, GENERATOR_TYPES):
+            yield name, value
 
 
 # ---------------------------------------------------------------- loaders built in each epoch

@@ -28,6 +28,9 @@ from resumekit.data.loader_changes import (
 from resumekit.data.loader_introspection import (
     DATASET_PREFIXES,
     announce_epoch,
+    is_seeded_by_epoch,
+    iterate_copy,
+    kept_iterators,
     known_length,
     private_generators,
     shallow_copy,
@@ -103,7 +106,9 @@ class MapSource(Source):
         self._before: dict[str, Any] | None = None
         self._workers: dict[int, dict[str, bytes]] = {}
         self._checked = 0  # samples of the order that were drawn again and compared
+        self._at_start: Any = None  # a copy of an unknown sampler as it was when the epoch began
         self._unknown = ""  # why the order of the epoch may not be found again
+        self._kept = kept_iterators(loader)
         self._copy = shallow_copy(loader)
         # torch refuses to set these two after construction, because a live iterator would not
         # notice; the copy has none yet.
@@ -165,7 +170,9 @@ class MapSource(Source):
             self._attach_worker_states({}, num_padding=0)
         self._samples = self._since = 0
         self._inherited, self.epoch_length = {}, None
-        self._iterator = iter(self._copy)
+        if self._order_name()["kind"] == UNKNOWN:
+            self._at_start = self._copied_sampler()
+        self._iterator = iterate_copy(self._copy, self._kept)
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
@@ -199,7 +206,7 @@ class MapSource(Source):
         self._attach_worker_states(self._workers, seek.num_padding)
         if self._before is not None:
             self._load_rng(self._before)
-        self._iterator = iter(self._copy)
+        self._iterator = iterate_copy(self._copy, self._kept, self.batch)
         self._discard_padding(seek.num_padding)
         self._attach_worker_states({}, num_padding=0)
         if "ahead" in pending:
@@ -298,16 +305,18 @@ class MapSource(Source):
         if not self.begun or self._pending or is_lost or not mark.batch or not self._is_due(mark):
             return
         state = self.state_at(mark)
-        if state["order"] is not None:
-            return  # it is not drawn again
-        self._checked = mark.samples
+        is_saved, at_start = state["order"] is not None, self._at_start
+        if is_saved and at_start is None:
+            return  # it was checked, or another process began the epoch
+        self._checked, self._at_start = mark.samples, None
         kind, before = type(self._sampler.followed.sampler).__name__, self._rng.state_dict()
+        remedy = _LET_IT_BE_FOUND if is_saved else _LET_IT_BE_SAVED
         try:
-            self._draw_again(state)
+            self._draw_again(state, at_start if is_saved else self._copied_sampler(self.epoch))
         except DataPositionError:
-            self._unknown = f"{kind} gives another order when it is drawn again; {_LET_IT_BE_SAVED}"
+            self._unknown = f"{kind} gives another order when it is drawn again; {remedy}"
         except Exception as error:  # noqa: BLE001 - the user's sampler, or its copy, raises anything
-            self._unknown = f"{kind} is not drawn again: {error}; {_LET_IT_BE_SAVED}"
+            self._unknown = f"{kind} is not drawn again: {error}; {remedy}"
         finally:
             self._rng.load_state_dict(before)
 
@@ -317,15 +326,39 @@ class MapSource(Source):
             return False
         return mark.samples < _MANY_SAMPLES or mark.samples >= 2 * self._checked
 
-    def _draw_again(self, state: Mapping[str, Any]) -> None:
-        """Draws the order of the epoch up to the position, as a resume does, from a copy.
+    def _copied_sampler(self, epoch: int | None = None) -> Any:
+        """A copy of what gives the indices, or the error that it raises.
+
+        Args:
+            epoch: is announced to the copy; a sampler whose end was fetched ahead may be in the
+                next one.
+        """
+        inner = self._sampler.inner
+        if not may_draw_lazily(inner) and not is_seeded_by_epoch(self._batching.sampler):
+            return inner  # torch's own samplers keep nothing
+        # The generators are set back afterwards: code may name them in a module.
+        shared = {id(each): each for each in self.private.values()}
+        try:
+            copied = copy.deepcopy(inner, {**shared_parts(self.loader), **shared})
+            if epoch is not None:
+                announce_epoch(copied, epoch, with_dataset=False)
+        except Exception as error:  # noqa: BLE001 - the user's objects raise anything
+            return error
+        return copied
+
+    def _draw_again(self, state: Mapping[str, Any], inner: Any) -> None:
+        """Draws the order of the epoch up to the position, as a resume does.
+
+        Args:
+            state: the position.
+            inner: from ``_copied_sampler``.
 
         Raises:
             DataPositionError: it is another one.
         """
-        inner, private = self._sampler.inner, self.private
-        if may_draw_lazily(inner):  # torch's own samplers keep nothing, and are not copied
-            inner, private = copy.deepcopy((inner, private), shared_parts(self.loader))
+        if isinstance(inner, Exception):
+            raise inner
+        private = self.private
         loader = shallow_copy(self.loader)
         loader.__dict__["batch_sampler" if self._collates else "sampler"] = inner
         batching = Batching.of(loader)
@@ -417,6 +450,7 @@ class MapSource(Source):
 
 
 _LET_IT_BE_SAVED = "let __iter__ return iter() of a list, which is saved"
+_LET_IT_BE_FOUND = "draw it from a generator that is an attribute of the sampler"
 _MAX_STATES_BYTES = 2**20
 _MANY_SAMPLES = 2**16  # they are drawn again in milliseconds
 _NO_EPOCH: dict[str, Any] = {"order_name": None, "start": None, "draws": {}, "used": None}

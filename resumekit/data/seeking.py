@@ -132,6 +132,11 @@ class RecordingSampler:
     def __len__(self) -> int:
         return len(self.inner)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # before __init__, as in a copy
+            raise AttributeError(name)
+        return getattr(self.inner, name)  # some loaders ask their batch sampler for its sampler
+
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: `iter(inner)` has to run when the loader asks for it, as without us.
         self.drawn.clear()
@@ -154,10 +159,12 @@ class RecordingSampler:
             self._rng.load_state_dict(seek.at_iter)
         self.start = {"at_iter": self._rng.state_dict(), "at_first": None}
         inner = self._begin_inner(seek.items)
+        if is_unknown:  # as it is before an eager seek sets that of the first item
+            made = [*made, self._rng.state_dict() if after is None else after]
+        self.start["after_iter"] = made
         rest = self._seek_position(inner) if seek.eager else None
         if after is not None:
             self._rng.load_state_dict(after)
-        self.start["after_iter"] = [*made, self._rng.state_dict()] if is_unknown else []
         return self._indices(inner, rest)
 
     def _begin_inner(self, items: Sequence[Any] | None) -> Iterator[Any]:

@@ -90,7 +90,8 @@ class Source(ABC):
 
         A generator that the loader no longer has is left out.
         """
-        kept = {n: each for n, each in state["generators"].items() if n in self.private}
+        generators = self._rng.generators
+        kept = {n: each for n, each in state["generators"].items() if n in generators}
         self._rng.load_state_dict({**state, "generators": kept})
 
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again

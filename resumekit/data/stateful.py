@@ -4,26 +4,45 @@ Their own state is used where it is all that a continuation needs. What torchdat
 the random numbers in workers, and those of a dataset without a state, which it replays
 from whatever RNG state it finds. Hugging Face ``datasets`` 5.2 leaves out the content of a
 shuffle buffer. Those are replayed here, from the RNG state that they began with.
+
+``torchdata.nodes`` saves how many indices its samplers gave, and not what they drew from: their
+order is drawn again from the RNG state that the epoch began with. Whether a state restores the next
+batch is tried on a copy of the loader, in the first two epochs of a launch.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
-from resumekit.data.iterable import first_dimension
+from resumekit.capture import RngState
+from resumekit.data.iterable import BatchDigest, first_dimension
 from resumekit.data.loader_introspection import (
     INNER,
     announce_epoch,
+    each_once,
     has_own_state,
     is_hugging_face,
+    is_node_loader,
     is_stateful_data_loader,
+    nested_generators,
+    reachable,
     shallow_copy,
+    with_state,
 )
 from resumekit.data.source import Source
 from resumekit.state import Fidelity
+
+# The start of the second epoch, and the second batch of the first two.
+_NUM_TRIALS = 3
+_MANY_BYTES = 2**28  # of tensors, which a copy of a loader has twice
+_LARGE_BYTES = 2**20  # an array of that size is shared with the copy, which may not write to it
 
 
 class StatefulSource(Source):
@@ -35,12 +54,23 @@ class StatefulSource(Source):
 
     kind = "stateful"
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: Any, name: str, *, num_trials: int = _NUM_TRIALS) -> None:
         super().__init__(loader, name)
         is_torchdata = is_stateful_data_loader(loader)
         self._iterated: Any = shallow_copy(loader) if is_torchdata else loader
         self._holder = type(loader.dataset if is_torchdata else loader).__name__
+        generators = with_state(nested_generators({"loader": loader}))
+        generators = each_once({**self.private, **generators})
+        # Threads of nodes draw at any time: their generators are set where an epoch begins only.
+        self._is_node_loader = is_node_loader(loader)
+        self.private = {} if self._is_node_loader else generators
+        self._rng = RngState(generators)
+        self._start: dict[str, Any] | None = None  # the RNG state when the epoch began
         self._ever_begun = False
+        self._num_trials = 0 if getattr(loader, "num_workers", 0) else num_trials  # still to come
+        self._unused: Any = None  # a copy of the loader as the script made it
+        self._expected: str | None = None  # the digest of the next batch, as a resume gives it
+        self._unknown = ""
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -50,6 +80,8 @@ class StatefulSource(Source):
                 f"the state_dict() of {self._holder} may lack the random numbers of its {workers} "
                 "workers; with num_workers=0 it need not have them"
             )
+        if self._unknown:
+            return Fidelity.UNKNOWN, self._unknown
         return Fidelity.EXACT, (
             f"as far as the state_dict() of {self._holder} restores it, and as long as it draws "
             "nothing to continue"
@@ -58,32 +90,168 @@ class StatefulSource(Source):
     def begin(self, epoch: int) -> None:
         announce_epoch(self._iterated, epoch)
         pending = self._take_pending(epoch)
-        if pending is not None and pending["loader"] is not None:
-            self._load(pending["loader"])
-        self._iterator = iter(self._iterated)
+        if not self._ever_begun and (self._num_trials or self._is_node_loader):
+            self._keep_unused()
+        elif self._num_trials:
+            self._expected = self._try_to_resume()
+        is_loaded = pending is not None and pending["loader"] is not None
+        if pending is not None and is_loaded:
+            self._load(pending)
+        self._start = self._rng.state_dict()
+        self._iterator = _continued(self._iterated) if is_loaded else iter(self._iterated)
         self._ever_begun = True
 
-    def _load(self, state: Any) -> None:
-        current = self._rng.state_dict()
-        self._iterated.load_state_dict(state)
-        if self.batch == 0:
+    def _load(self, pending: Mapping[str, Any]) -> None:
+        state, start = pending["loader"], pending.get("start")  # older checkpoints lack it
+        if self.batch:
+            if start is not None:
+                self._load_rng(start)
+            self._iterated.load_state_dict(state)
+            return
+        before = self._rng.state_dict()
+        if self._is_node_loader:
+            self._iterated.load_state_dict(self._next_epoch_of(state))
+            before.update(generators=(start or before)["generators"])
+        else:
+            self._iterated.load_state_dict(state)
             # torchdata 0.11 stateful_dataloader.py makes the iterator that ended, and draws a seed
             # for it, when it is first asked. The interrupted run has drawn that one before.
             self._iterated.state_dict()
-        self._rng.load_state_dict(current)
+        self._load_rng(before)
+
+    def _next_epoch_of(self, state: Any) -> Any:
+        """A node loader's state at the start of the epoch that follows the one of a state."""
+        if self._unused is None:
+            return state
+        loader = _unused_copy(self._unused)  # which draws, perhaps in threads
+        loader.load_state_dict(state)
+        former = _continued(loader)
+        next(former, None)
+        iter(loader)
+        # Not its state_dict(): torchdata 0.11 nodes/loader.py keeps that of the end.
+        start = {former.ROOT_KEY: loader.root.state_dict(), former.NUM_YIELDED_KEY: 0}
+        _drop(loader)
+        return start
 
     def next_batch(self) -> Any:
         assert self._iterator is not None
+        if self._num_trials and self.batch == 1:
+            self._expected = self._try_to_resume()
         batch = next(self._iterator)
+        expected, self._expected = self._expected, None
+        if expected is not None and expected != _digest(batch):
+            self._unknown = (
+                f"the state_dict() of {self._holder} does not restore its next batch: a copy gave "
+                "another one; save in it all that its order is drawn from"
+            )
         self.batch += 1
         self.num_samples = first_dimension(batch)
         return batch
+
+    # ---------------------------------------------------------------- tried on a copy
+
+    def _keep_unused(self) -> None:
+        """Keeps a copy of the loader before its first epoch."""
+        try:
+            self._unused = _unused_copy(self._iterated)
+        except Exception as error:  # noqa: BLE001 - the user's objects raise anything
+            self._no_trial(error)
+
+    def _try_to_resume(self) -> str | None:
+        """The digest of the batch that a resume at this position gives; None where it fails."""
+        self._num_trials -= 1
+        try:
+            unused, self._unused = self._unused, None
+            if self._num_trials:
+                self._unused = _unused_copy(unused)
+            again = StatefulSource(unused, self.name, num_trials=0)
+            return again._first_batch(self._current_state(), self._rng.generators)
+        except Exception as error:  # noqa: BLE001 - the user's objects raise anything
+            self._no_trial(error)
+            return None
+
+    def _first_batch(self, state: Mapping[str, Any], of_others: Mapping[str, Any]) -> str:
+        """The digest of its batch at a position; changes none of the others' generators."""
+        kept = {id(each) for each in of_others.values()}
+        generators = self._rng.generators.items()
+        shared = RngState({name: each for name, each in generators if id(each) in kept})
+        before = shared.state_dict()
+        self.load_state_dict(state)
+        try:
+            if not self.batch:
+                self.restore_generators()
+            self.begin(self.epoch)
+            self.restore_generators()
+            RngState().load_state_dict({**before, "generators": {}})
+            return _digest(self.next_batch())
+        finally:
+            self.close()
+            _drop(self._iterated)
+            shared.load_state_dict(before)
+
+    def _no_trial(self, error: Exception) -> None:
+        self._num_trials, self._unused = 0, None
+        self._unknown = (
+            f"whether the state_dict() of {self._holder} restores its position was not to be "
+            f"tried on a copy: {error}"
+        )
 
     def _current_state(self) -> dict[str, Any]:
         # A loader that was never iterated has no position yet, and torchdata's would draw a seed to
         # answer.
         loader_state = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
-        return {**self._state(), "loader": loader_state}
+        start = self._start if self.batch else None
+        if self._is_node_loader and not self.batch:
+            start = self._rng.state_dict()
+        return {**self._state(), "loader": loader_state, "start": start}
+
+
+def _continued(loader: Any) -> Any:
+    """An iterator from the state that was loaded, also at the end of an epoch."""
+    if not is_node_loader(loader):
+        return iter(loader)
+    # torchdata 0.11 nodes/loader.py would read a batch to find out whether to begin another epoch.
+    restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False
+    try:
+        return iter(loader)
+    finally:
+        loader.restart_on_stop_iteration = restarts
+
+
+def _digest(batch: Any) -> str:
+    digest = BatchDigest()
+    digest.add(batch)
+    return digest.hexdigest()
+
+
+def _unused_copy(loader: Any) -> Any:
+    """A deep copy of a loader, which shares modules, models and map-style datasets with it.
+
+    Raises:
+        ValueError: its tensors are large, or it is not copied.
+    """
+    memo: dict[int, Any] = {}
+    num_bytes = 0
+    for _, each in reachable({"loader": loader}):
+        is_map_style = isinstance(each, Dataset) and not isinstance(each, IterableDataset)
+        if is_map_style or isinstance(each, (torch.nn.Module, ModuleType)):
+            memo[id(each)] = each
+        elif isinstance(each, np.ndarray) and each.nbytes >= _LARGE_BYTES:
+            memo[id(each)] = view = each.view()
+            view.flags.writeable = False
+        elif isinstance(each, torch.Tensor):
+            num_bytes += each.nbytes
+    if num_bytes > _MANY_BYTES:
+        raise ValueError(f"it holds tensors of {num_bytes >> 20} MiB")
+    copied = copy.deepcopy(loader, memo)
+    if copied is loader:
+        raise ValueError("its copy is the loader itself")
+    return copied
+
+
+def _drop(copied: Any) -> None:
+    """Ends the threads of a copy, which would fail where the garbage collector runs in one."""
+    getattr(copied, "__dict__", {}).clear()
 
 
 def restores_itself(loader: Any) -> bool:

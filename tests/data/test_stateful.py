@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 from resumekit.capture import RngState
 from resumekit.data import ReplaySource, open_source
@@ -19,7 +29,10 @@ from resumekit.state import Fidelity
 torchdata = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="torchdata is not installed: pip install torchdata"
 )
+nodes = pytest.importorskip("torchdata.nodes", reason="torchdata is too old: pip install torchdata")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+
+torchdata_sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 
 # torchdata 0.11 stateful_dataloader.py calls what torch 2.13 deprecates, in every constructor.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -159,6 +172,27 @@ def stateful(dataset: Any, **settings: Any) -> Any:
     return torchdata.StatefulDataLoader(dataset, **given)
 
 
+def of_nodes(sampler: Any, *, threads: int = 2, data: Any = None, restarts: bool = True) -> Any:
+    """torchdata's loader over nodes, which reads ahead in threads or reads in this one."""
+
+    def read(indices: list[int]) -> list[Any]:
+        return [index if data is None else data[index] for index in indices]
+
+    node = nodes.Batcher(nodes.SamplerWrapper(sampler), BATCH_SIZE, drop_last=False)
+    node = nodes.ParallelMapper(node, read, num_workers=threads, method="thread")
+    if threads:
+        node = nodes.Prefetcher(node, prefetch_factor=2)
+    return nodes.Loader(node, restart_on_stop_iteration=restarts)
+
+
+def shuffled(**settings: Any) -> Any:
+    return RandomSampler(range(NUM_SAMPLES), **settings)
+
+
+def with_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
 def hugging_face(*, buffered: bool) -> Any:
     numbers = datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))})
     stream = numbers.to_iterable_dataset(num_shards=4)
@@ -197,6 +231,15 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "iterable with a state": lambda: stateful(StatefulStream()),
     "iterable with a state, 2 workers": lambda: stateful(StatefulStream(), **FRESH),
     "by its state, 2 workers": lambda: ByItsState(stateful(Placed(), **FRESH)),
+    "nodes": lambda: of_nodes(shuffled()),
+    "nodes with a generator": lambda: of_nodes(shuffled(generator=with_generator())),
+    "nodes and a stateful sampler": lambda: of_nodes(
+        torchdata_sampler.RandomSampler(range(NUM_SAMPLES), generator=with_generator())
+    ),
+    "nodes and set_epoch": lambda: of_nodes(
+        DistributedSampler(Noisy(), num_replicas=1, rank=0), restarts=False
+    ),
+    "nodes in this thread": lambda: of_nodes(shuffled(), threads=0, data=Noisy()),
     "map-style of datasets": lambda: DataLoader(
         hugging_face_table(), BATCH_SIZE, shuffle=True, collate_fn=keep
     ),
@@ -261,6 +304,9 @@ class Loop:
             self.rng.load_state_dict(saved["rng"])
 
 
+PARTS = ("loader", "rng", "place")
+
+
 def uninterrupted(make: Callable[[], Any]) -> tuple[list[Any], list[tuple[int, dict[str, Any]]]]:
     seed_everything(1)
     stops: list[tuple[int, dict[str, Any]]] = []
@@ -321,19 +367,108 @@ def test_a_stream_with_a_state_is_not_replayed() -> None:
     assert (stream.position, stream.num_replayed) == (used * BATCH_SIZE - 2, 0)
 
 
-@pytest.mark.parametrize("left_out", ["loader", "rng", "place"])
-@pytest.mark.parametrize("kind", ["own", "iterable with a state"])
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        *((kind, part) for kind in ("own", "iterable with a state") for part in PARTS),
+        *(("nodes with a generator", part) for part in (*PARTS, "start")),
+    ],
+)
 def test_a_state_with_one_part_left_out_does_not_continue(kind: str, left_out: str) -> None:
     expected, stops = uninterrupted(LOADERS[kind])
     used, saved = stops[9]
     other = stops[2][1]
     if left_out == "rng":
         saved["rng"] = other["rng"]
-    elif left_out == "loader":
-        saved["data"]["loader"] = None
+    elif left_out in ("loader", "start"):
+        saved["data"][left_out] = None
     else:
         saved["data"].update(epoch=other["data"]["epoch"], batch=other["data"]["batch"])
     assert continued(LOADERS[kind], saved) != expected[used:]
+
+
+class ByNumber(OwnLoader):
+    """Its state is a number of batches, of an order that is drawn when the epoch begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        used, self.used = self.used, 0
+        for sample in torch.randperm(6).tolist():
+            self.used += 1
+            if self.used > used:
+                yield sample, torch.rand(()).item()
+        self.used = 0
+
+
+class InItsFirstEpoch(OwnLoader):
+    """Its state lacks the epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 0, "used": self.used}
+
+
+class InPlace(OwnLoader):
+    """It changes an array that is too large to be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(knows_its_length=False)
+        self.noise = np.zeros(2**17)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.noise += 1
+            yield batch, self.noise.sum()
+
+
+class Hidden(Sampler[int]):
+    """Draws from a generator that nobody sees."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.SystemRandom().sample(range(NUM_SAMPLES), NUM_SAMPLES)
+
+
+class WithLock(OwnLoader):
+    def __init__(self) -> None:
+        super().__init__(knows_its_length=False)
+        self.lock = threading.Lock()
+
+
+UNVERIFIED: dict[str, tuple[Callable[[], Any], int, str]] = {
+    "drawn": (lambda: ByNumber(knows_its_length=False), 0, "does not restore its next batch"),
+    "epoch": (lambda: InItsFirstEpoch(knows_its_length=False), 1, "does not restore its next"),
+    "in place": (InPlace, 0, "read-only"),
+    "lock": (WithLock, 0, "cannot pickle '_thread.lock' object"),
+    "nodes": (lambda: of_nodes(Hidden()), 0, "of Loader does not restore its next batch"),
+}
+
+
+@pytest.mark.parametrize("kind", UNVERIFIED)
+def test_a_state_that_does_not_continue_is_unknown_from_the_second_batch_on(kind: str) -> None:
+    make, epoch, reason = UNVERIFIED[kind]
+    seed_everything(1)
+    loop = Loop(make())
+    for number in range(epoch + 1):
+        assert loop.source.fidelity[0] is Fidelity.EXACT
+        loop.begin(number)
+        for _ in range(2):
+            loop.source.next_batch()
+        if number < epoch:
+            with suppress(StopIteration):
+                while True:
+                    loop.source.next_batch()
+            loop.source.end_epoch()
+    fidelity, found = loop.source.fidelity
+    assert fidelity is Fidelity.UNKNOWN
+    assert reason in found
+
+
+def test_a_loader_is_not_changed_by_the_trial_on_a_copy() -> None:
+    loader = InPlace()
+    noise = loader.noise
+    loop = Loop(loader)
+    loop.begin(0)
+    for number in range(1, 4):
+        loop.source.next_batch()
+        assert noise.max() == number
 
 
 def test_a_loader_that_draws_to_continue_does_not_continue_exactly_as_its_condition_says() -> None:
