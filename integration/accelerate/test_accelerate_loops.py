@@ -34,7 +34,6 @@ def test_the_turn_of_an_evaluation_left_out_is_caught_and_named(kit: Kit) -> Non
     kit.assert_caught(cell, "callbacks/loaders")
 
 
-@pytest.mark.xfail(reason="the position of a joined loader differs after a resume")
 def test_ranks_that_wait_for_those_with_more_batches_are_refused_and_named(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(joined, {"num_samples": 40}, 2)))
     assert "batches of an epoch: train: rank 0: 3; rank 1: 2" in run.failure

@@ -46,7 +46,6 @@ EXACT = {
         global_of_a_module
         q_learning
         language_model
-        iterator_made_again
         epochs_halve_rate
         ---
         function_attribute
@@ -235,6 +234,14 @@ def test_a_group_that_was_added_is_exact_or_refused(judge: Judge, program: str, 
     assert_verdict(judgement, Verdict.EXACT, Verdict.REFUSED)
     if judgement.verdict is Verdict.REFUSED:
         assert "param_groups" in judgement.launches[-1].error, str(judgement)
+
+
+@pytest.mark.parametrize("program", ["reviewed_loops:iterator_made_again"])
+def test_a_save_in_a_line_that_began_no_loop_is_refused(judge: Judge, program: str) -> None:
+    """It requests the first batch of an epoch in ``except StopIteration``."""
+    judgement = judge.verdict(program, kills=KILLS_AT_THE_END, save_every=SAVE_EVERY_EPOCH)
+    assert judgement.strict.end == "refused"
+    assert "another line requests the first batch" in judgement.strict.error
 
 
 # The negative controls.

@@ -79,7 +79,6 @@ from resumekit.capture.user_state import (
     content_digest,
     is_left_out,
     label_of,
-    may_have_attributes,
     trained_parameters,
 )
 
@@ -134,7 +133,6 @@ __all__ = [
     "is_left_out",
     "is_same",
     "label_of",
-    "may_have_attributes",
     "merge_states",
     "merged_optimizers",
     "one_or_named",

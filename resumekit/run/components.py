@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from resumekit.capture import (
     AccumulatedGradients,
@@ -16,7 +18,6 @@ from resumekit.capture import (
     UserState,
     bucket_components,
     gradient_components,
-    may_have_attributes,
     parameter_components,
     require_gradients,
     uncaptured_parameters,
@@ -255,13 +256,18 @@ class RunComponents:
 
 
 def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
-    """The objects of components that may have attributes which their ``state_dict`` lacks."""
+    """The optimizers and schedulers, which may have attributes that ``state_dict`` lacks."""
     found: dict[str, Holder] = {}
     for component in components:
-        is_walked = isinstance(component.stateful, UserState)
-        for each in () if is_walked else component.state.live_objects():
-            if may_have_attributes(each):
-                found.setdefault(component.key, Holder(each, attributes_only=True))
+        saved = [*component.state.live_objects()]
+        for each in saved:
+            if isinstance(each, (Optimizer, LRScheduler)):
+                state = getattr(each, "state", None)
+                lacks_state = isinstance(component.stateful, OptimizerState) and not any(
+                    value is state for value in saved
+                )
+                holder = Holder(each, attributes_only=True, lacks_state=lacks_state)
+                found.setdefault(component.key, holder)
     return found
 
 

@@ -23,7 +23,6 @@ class DueSaves:
         run: the run.
 
     Attributes:
-        is_requested: whether ``save()`` or an improved metric makes a save due.
         signals: those that ask the run to leave.
         is_ending: saves are synchronous from now on: nothing follows that they could overlap.
     """
@@ -32,7 +31,7 @@ class DueSaves:
         self._run = run
         self._cadence = parse_cadence(run.options.save_every, run.options.mtbf)
         self._requests = RequestExchange(run.world)
-        self.is_requested = False
+        self._is_requested = False  # by save(), or by an improved metric
         self._is_due = False  # by a number of steps
         self.signals = LeaveSignals(run.options.leave_on)
         self.is_ending = False
@@ -41,24 +40,24 @@ class DueSaves:
 
     def request(self) -> None:
         """A save is due, whatever ``save_every`` says."""
-        self.is_requested = True
+        self._is_requested = True
 
     def count_step(self, step: int) -> None:
         """An optimizer step was counted."""
         replay = self._run.replay
         if replay is not None:
-            self.is_requested = replay.saves_after(step)
+            self._is_requested = replay.saves_after(step)
         elif not self._cadence.needs_agreement:
             self._is_due = self._is_due or self._cadence.is_due(step)
 
     def forget(self) -> None:
         """Nothing is due any more: a step is half done."""
-        self.is_requested = self._is_due = False
+        self._is_requested = self._is_due = False
 
     @property
     def is_due(self) -> bool:
         """Whether a save is due on all ranks; clocks and signals of one rank do not count yet."""
-        return self.is_requested or self._is_due
+        return self._is_requested or self._is_due
 
     def exchange(self, step: int) -> Requests:
         """The all-reduced requests at this step boundary; this rank's are sent. Collective."""
@@ -89,7 +88,7 @@ class DueSaves:
         if replay is not None and not replay.saves_after(self._run.counters.step):
             self.forget()
             return
-        if not self.is_requested and not self.is_ending and self._must_skip():
+        if not self._is_requested and not self.is_ending and self._must_skip():
             if self._is_due:  # a clock stays due, its save is made later
                 self._note_skipped()
             self._is_due = False

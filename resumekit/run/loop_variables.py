@@ -113,6 +113,7 @@ class LoopVariables(UserState):
         frames = self._frames()
         self._last_fetch = {each.code: each.lasti for each in frames}
         self._sites = [each.site.as_plain() for each in frames]
+        found: Walk | None = None
         if not self._has_batch:
             self._environment = {*os.environ.items()}
             found = self.extend_baseline(self._all_holders(frames))
@@ -123,7 +124,7 @@ class LoopVariables(UserState):
             self._lines.update((line.key, line) for line in self._not_given(frames))
             self._has_operands = self._has_operands or has_operands(frames)
         self._release()
-        if not self._has_batch:
+        if found is not None:
             self._for_save = self._encoded(found)  # for the report of the start
 
     def _not_given(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
@@ -205,17 +206,22 @@ class LoopVariables(UserState):
     # ---------------------------------------------------------------- saving
 
     def before_save(self) -> None:
-        self._take(self._frames(), is_save=True)
+        frames = self._frames()
+        self._take(frames)
+        self._note_other_fetch(frames, is_save=True)
         super().before_save()
 
-    def _take(self, frames: Sequence[LiveFrame], *, is_save: bool = False) -> None:
+    def look(self) -> None:
+        """Looks at a fetch of the loop in the first steps of a launch, without a save."""
+        self._note_other_fetch(self._frames(), is_save=False)
+
+    def _take(self, frames: Sequence[LiveFrame]) -> None:
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
         for line in (*self._deleted(frames), *self._not_given(frames)):
             self._lines[line.key] = line
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
-            self._note_other_fetch(tuple(each.site for each in frames), is_save=is_save)
             return
         names = {each.site.name for each in frames}
         for site in map(Site.from_plain, self._sites):
@@ -239,22 +245,19 @@ class LoopVariables(UserState):
             reason = "training changed this environment variable; keep the value in a variable"
             yield CaptureLine(f"os.environ.{name}", Fidelity.LOST, reason)
 
-    def _note_other_fetch(self, chain: tuple[Site, ...], *, is_save: bool) -> None:
+    def _note_other_fetch(self, frames: Sequence[LiveFrame], *, is_save: bool) -> None:
         """A line where the loop was asked for its first batch by another line than for this one.
 
-        One such fetch is none yet, see ``is_elsewhere``.
+        Before a save one such fetch is none yet: ``except StopIteration`` may request the first
+        batch of an epoch in a line of its own.
         """
-        is_elsewhere = bool(chain) and chain not in self._entered
+        chain = tuple(each.site for each in frames)
+        is_elsewhere = bool(chain) and not self._has_left and chain not in self._entered
         self._num_elsewhere = self._num_elsewhere + 1 if is_elsewhere else 0
         if is_elsewhere and (is_save or self._num_elsewhere > 1):
             where = f"{chain[0].file}:{chain[0].line}"
             reason = "a resume cannot continue here: another line requests the first batch"
             self._lines[where] = CaptureLine(where, Fidelity.LOST, reason)
-
-    def is_elsewhere(self) -> bool:
-        """Whether no loop began with this fetch: a save waits for the next one, if it can."""
-        chain = tuple(each.site for each in self._frames())
-        return self._mode == RESTORE and bool(chain) and chain not in self._entered
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from what the script made, or was restored; live tensors, not copies."""

@@ -41,7 +41,6 @@ class StepBoundary:
         self._steps_taken: StepsTaken | None = None  # where an adapter makes step() optional
         self._num_counted = 0  # steps of this launch that the loop did not mark
         self._num_batches_since_step = 0
-        self._is_postponed = False  # the save that is due, from the fetch before
         self._warned: set[str] = set()
         self._reported: set[str] = set()  # the names of the metrics that report() got
         self._stop_reason: str | None = None
@@ -365,23 +364,13 @@ class StepBoundary:
             self._in_step = False
             self._leave(common.leave, saves.make_before_leaving())
         elif common.save or (saves.is_due and may_save):
-            self._save_or_postpone()
+            saves.make()
         elif self._num_looked < _NUM_LOOKED and self._stepped:
             self._num_looked += 1
+            self._run.variables.look()
             self._run.reporter.look()
         self._in_step = False
         self._end_replay_after(counters.step)
-
-    def _save_or_postpone(self) -> None:
-        """Makes the save that is due; at the next fetch if a resume could not continue at this one.
-
-        ``except StopIteration`` may request the first batch of an epoch in a line of its own.
-        """
-        run = self._run
-        may_wait = run.replay is None and not (self._saves.is_requested or self._is_postponed)
-        self._is_postponed = may_wait and any(run.world.everywhere(run.variables.is_elsewhere))
-        if not self._is_postponed:
-            self._saves.make()
 
     def _end_replay_after(self, step: int) -> None:
         """Ends the process if no further step is replayed."""

@@ -14,7 +14,6 @@ from resumekit.capture.user_state.value_types import (
     attributes_set_in,
     is_left_out,
     is_user_object,
-    may_have_attributes,
 )
 from resumekit.capture.user_state.walk import Walk, content_digest, trained_parameters
 
@@ -30,6 +29,5 @@ __all__ = [
     "is_left_out",
     "is_user_object",
     "label_of",
-    "may_have_attributes",
     "trained_parameters",
 ]

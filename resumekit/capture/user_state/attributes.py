@@ -91,6 +91,8 @@ class Holder:
             cannot be restored; it is reported.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
         frame: a running function, whose variables these are.
+        lacks_state: of an optimizer whose component does not save its ``state``, as of a wrapper
+            that gives the state of the optimizer inside it.
     """
 
     value: Any
@@ -102,6 +104,7 @@ class Holder:
     attributes_only: bool = False
     is_read_ahead: bool = False
     frame: FrameType | None = None
+    lacks_state: bool = False
 
 
 class Slot(NamedTuple):

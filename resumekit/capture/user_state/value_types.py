@@ -160,13 +160,6 @@ def is_user_object(value: Any) -> bool:
     return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL, Kind.MODULE)
 
 
-def may_have_attributes(value: Any) -> bool:
-    """Whether an object with ``state_dict`` may keep more than that: one of the user's code."""
-    if isinstance(value, (Optimizer, LRScheduler)):
-        return True
-    return kind_of(value) in (Kind.OBJECT, Kind.STATEFUL) and not is_library(value)
-
-
 def class_of(value: Any) -> Any:
     """The class of a value, for functions with a cache, which mypy types as taking a Hashable."""
     return type(value)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from resumekit.capture.naming import modules_in
 from resumekit.capture.restore import class_name
@@ -286,9 +285,8 @@ class _Walker:
             path, value, self._holder = self._waiting.popleft()
             self._is_of_library = _is_of_library(value)
             in_component = id(value) in self._foreign.of_components
-            bookkeeping, is_saved = _bookkeeping_of(value), value in self._foreign
-            if isinstance(value, Optimizer) and value.state not in self._foreign:
-                is_saved = False
+            is_saved = value in self._foreign and not self._holder.lacks_state
+            bookkeeping = _bookkeeping_of(value)
             slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
             for slot, content in slots:
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
