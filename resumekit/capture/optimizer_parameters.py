@@ -165,8 +165,9 @@ def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
         return
     modules = modules_in(module)
     if type(stateful) is ModelState and all(map(_saves_its_parameters, modules)):
-        for each in modules:
-            yield from each.parameters(recurse=False)
+        # Not parameters(), which a class of the user's may define otherwise.
+        registered = (each for module in modules for each in vars(module)["_parameters"].values())
+        yield from (each for each in registered if each is not None)
         return
     # First: a hook of FSDP2 registers the sharded parameters again, which are the optimizer's. A
     # forward pass without gradients leaves the whole ones of the root registered.

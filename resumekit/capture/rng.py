@@ -181,6 +181,21 @@ def generator_state(generator: AnyGenerator) -> Any:
     return python_state(generator)
 
 
+def new_generator(kind: str, state: Any) -> AnyGenerator | None:
+    """A random generator of one of the known classes, by name; None for any other name.
+
+    Args:
+        kind: the full name of the class.
+        state: that it gets next: of a numpy Generator it names the bit generator.
+    """
+    if kind == f"{np.random.Generator.__module__}.Generator":
+        name = state.get("bit_generator") if isinstance(state, Mapping) else None
+        return np.random.Generator(getattr(np.random, name)()) if name in _BIT_GENERATORS else None
+    others = (torch.Generator, np.random.RandomState, random.Random)
+    made = (each for each in others if f"{each.__module__}.{each.__qualname__}" == kind)
+    return next((each() for each in made), None)
+
+
 def set_generator_state(generator: AnyGenerator, state: Any) -> str:
     """Restores the state of one generator; returns a message about what is inexact, or ``""``."""
     if isinstance(generator, torch.Generator):

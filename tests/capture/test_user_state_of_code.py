@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -340,6 +341,49 @@ def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(sto
     trained(old, 3)
     passed_on(saved, live, stored)
     assert trained(new, 2) == trained(old, 2)
+
+
+def test_a_generator_that_is_made_in_the_loop_is_made_again(stored: Any) -> None:
+    """As that of an environment that is reset there."""
+    makers = (np.random.default_rng, np.random.RandomState, random.Random, torch.Generator)
+    for make in makers:
+        old, new = Script(generator=None), Script(generator=None)
+        saved, live = followed(here=old), followed(here=new)
+        old.generator = make()
+        passed_on(saved, live, stored)
+        assert type(new.generator) is type(old.generator)
+        assert drawn_from(new.generator) == drawn_from(old.generator)
+
+
+def drawn_from(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand((), generator=generator).item()
+    return float(generator.random() if hasattr(generator, "random") else generator.random_sample())
+
+
+def test_an_array_of_objects_is_restored_in_place(stored: Any) -> None:
+    old, new = (Script(rows=np.zeros((2, 2), dtype=object)) for _ in range(2))
+    saved, live = followed(here=old), followed(here=new)
+    old.rows[0, 1] = (1, np.ones(2), [torch.ones(1)])
+    rows = new.rows
+    passed_on(saved, live, stored)
+    assert new.rows is rows
+    assert repr(rows) == repr(old.rows)
+
+
+def test_a_sparse_tensor_is_looked_at_and_reported_when_it_changes() -> None:
+    one = Script(graph=torch.eye(3).to_sparse())
+    saved = followed(one=one)
+    assert saved.findings() == ()
+    one.graph = one.graph * 2
+    assert [(line.key, line.fidelity) for line in saved.findings()] == [
+        ("one.graph", Fidelity.LOST)
+    ]
+
+
+def test_a_file_that_is_written_is_no_state(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+", encoding="utf-8") as file:
+        assert followed(one=Script(file=file)).findings() == ()
 
 
 # ---------------------------------------------------------------- limits

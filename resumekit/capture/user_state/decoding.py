@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
-from resumekit.capture.rng import set_generator_state
+from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, Slot
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
@@ -137,6 +137,7 @@ class Decoder:
             "tensor": self._tensor,
             "array": self._array,
             "buffer": self._buffer,
+            "objects": self._objects,
             "generator": self._in_place,
             "stateful": self._in_place,
         }.get(kind, self._constant)
@@ -286,6 +287,23 @@ class Decoder:
         self._actions.append(lambda: operator.setitem(live, slice(None), made))
         return live
 
+    def _objects(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """An array of objects: the live one if the shape is the same."""
+        _, shape, items = node
+        keeps = type(live) is np.ndarray and live.dtype == object and list(live.shape) == shape
+        keeps = keeps and live.flags.writeable and self._take(live)
+        made = live if keeps else np.empty(shape, object)
+        partners = made.flat if keeps else [None] * made.size
+        pairs = zip(items, partners, strict=True)
+        values = [self.value(each, partner, path) for each, partner in pairs]
+
+        def fill_in() -> None:
+            for index, value in zip(np.ndindex(*shape), values, strict=True):
+                made[index] = value
+
+        self._actions.append(fill_in)
+        return made
+
     def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
         saved = node[1]
         if type(live) is not np.ndarray or live.dtype != saved.dtype or live.shape != saved.shape:
@@ -297,6 +315,8 @@ class Decoder:
 
     def _in_place(self, node: Sequence[Any], live: Any, path: str) -> Any:
         kind, name, state = node
+        if kind == "generator" and kind_of(live) not in (Kind.GENERATOR, Kind.CONTAINER):
+            live = new_generator(name, state)  # as of an environment that is reset in the loop
         expected = Kind.GENERATOR if kind == "generator" else Kind.STATEFUL
         if live is None or kind_of(live) is not expected or not _is(live, name):
             raise self._mismatch(path, describe(live), f"the {name} whose state was saved")

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
@@ -245,11 +246,11 @@ class Content:
     def _tensor(self, hasher: Any, value: Tensor) -> None:
         if value in self._foreign:
             return
-        content = self._sampled(value.detach())
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
         try:
-            for piece in buffers_of(content):
-                hasher.update(piece)
+            for part in _dense_parts(value.detach()):
+                for piece in buffers_of(self._sampled(part)):
+                    hasher.update(piece)
         except (RuntimeError, KeyError, UnsupportedValueError) as error:
             raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
 
@@ -319,6 +320,22 @@ def number_digest(value: Any, *, ignore_floats: bool) -> Any:
     return type(value).__name__, repr(value)
 
 
+_INDICES = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
+    ),
+}
+
+
+def _dense_parts(value: Tensor) -> list[Tensor]:
+    """A tensor; of a sparse one its indices and values."""
+    return [getattr(value, name)() for name in _INDICES.get(value.layout, ("detach",))]
+
+
 def _is_dense(value: Any) -> bool:
     is_tensor = isinstance(value, Tensor)
     return bool(value.is_contiguous() if is_tensor else value.flags.c_contiguous)
@@ -359,7 +376,7 @@ def _identity(kind: Kind, value: Any) -> bytes:
 def size_of(value: Any) -> int:
     """The bytes of a value, about: of its tensors and arrays, and of what containers hold."""
     if isinstance(value, Tensor):
-        return 0 if is_sharded(value) else int(value.nbytes)
+        return 0 if is_sharded(value) else sum(part.nbytes for part in _dense_parts(value))
     if isinstance(value, (np.ndarray, bytes, str)):
         return int(getattr(value, "nbytes", len(value)))
     total, waiting, met = 0, [value], set[int]()

@@ -59,7 +59,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
     **dict.fromkeys(("array", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
-    **dict.fromkeys(("call", "constant", "buffer"), 3),
+    **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "new", *NODE_MAPPINGS), 4),
 }
 
@@ -68,7 +68,7 @@ _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
     "namedtuple": (3,),
-    **dict.fromkeys(("call", "constant"), (2,)),
+    **dict.fromkeys(("call", "constant", "objects"), (2,)),
 }
 
 
@@ -187,9 +187,13 @@ class Encoder:
     def _data(self, kind: Kind, value: Any) -> list[Any]:
         is_tensor = kind is Kind.TENSOR
         if is_tensor and value not in self._foreign:
+            if value.layout is not torch.strided:
+                raise UncapturedError(f"a tensor of layout {value.layout}")
             return ["tensor", value.detach(), value.device.type != "cpu", value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", value]
+        if kind is Kind.ARRAY and value.dtype == object:
+            return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
             return ["generator", class_name(value), generator_state(value)]
         if kind is Kind.STATEFUL and value not in self._foreign:

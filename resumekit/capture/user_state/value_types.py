@@ -298,8 +298,8 @@ def is_library(value: Any) -> bool:
 
 
 def _is_read(file: io.IOBase) -> bool:
-    """Whether a file is open for reading: its position decides what is read next."""
-    return not file.closed and file.readable() and file.seekable()
+    """Whether a file is open for reading alone: its position decides what is read next."""
+    return not file.closed and file.readable() and file.seekable() and not file.writable()
 
 
 # ---------------------------------------------------------------- attributes of library code
