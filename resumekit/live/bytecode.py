@@ -84,6 +84,26 @@ def live_names(code: CodeType, lasti: int) -> frozenset[str]:
 
 
 @lru_cache(maxsize=NUM_CACHED)
+def stored_names(code: CodeType, lasti: int) -> frozenset[str]:
+    """Returns the variables that the function may still write after an instruction.
+
+    Args:
+        code: of the frame.
+        lasti: of the frame; the instruction that it executes now.
+
+    Raises:
+        UnsupportedBytecodeError: an instruction or the interpreter is not known.
+    """
+    simulation, offset = simulate(code), find_executed(code, lasti)
+    _check_reached(simulation, code, offset)
+    reached = _reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
+    accesses = (
+        each for offset in reached for each in list_accesses(simulation.instructions[offset])
+    )
+    return frozenset(name for access, name in accesses if access == "store")
+
+
+@lru_cache(maxsize=NUM_CACHED)
 def _live_sets(code: CodeType) -> dict[int, frozenset[str]]:
     """The names that are live before each instruction, hidden ones included."""
     simulation = simulate(code)

@@ -20,7 +20,12 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
 
 from resumekit.errors import StateMismatchError
-from resumekit.live.bytecode import cleared_names, is_in_comprehension, live_names
+from resumekit.live.bytecode import (
+    cleared_names,
+    is_in_comprehension,
+    live_names,
+    stored_names,
+)
 from resumekit.live.instructions import NUM_CACHED, UnsupportedBytecodeError, find_executed
 
 # Before Python 3.12 these run in frames of their own, and keep what they build on the stack.
@@ -83,7 +88,7 @@ class LiveFrame:
         lasti: of the instruction that counts; by default the one that it executes.
     """
 
-    __slots__ = ("code", "frame", "lasti", "line", "names", "reason", "site")
+    __slots__ = ("code", "frame", "lasti", "line", "names", "reason", "site", "stored")
 
     code: CodeType
     frame: FrameType
@@ -91,16 +96,19 @@ class LiveFrame:
     line: int
     site: Site
     names: frozenset[str]
+    stored: frozenset[str]  # of the live variables, those that the function may still write
     reason: str | None  # why the frame cannot continue where another one was saved
 
     def __init__(self, frame: FrameType, lasti: int | None = None) -> None:
         self.frame = frame
         self.code, self.lasti, self.line = frame.f_code, frame.f_lasti, frame.f_lineno or 0
-        self.names, self.reason = frozenset(), None
+        self.names, self.stored, self.reason = frozenset(), frozenset(), None
         try:
             self.lasti = find_executed(self.code, frame.f_lasti if lasti is None else lasti)
             self.reason = _find_reason(self.code, self.lasti)
-            self.names = frozenset() if self.reason else live_names(self.code, self.lasti)
+            if not self.reason:
+                self.names = live_names(self.code, self.lasti)
+                self.stored = self.names & stored_names(self.code, self.lasti)
         except UnsupportedBytecodeError as error:
             self.reason = str(error)
         file = os.path.basename(self.code.co_filename)

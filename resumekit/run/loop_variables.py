@@ -25,9 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from resumekit.capture import (
     SCALARS,
     Holder,
+    Seen,
     UserState,
     Walk,
     class_name,
+    is_code,
     is_left_out,
     label_of,
     require_fields,
@@ -82,6 +84,7 @@ class LoopVariables(UserState):
         self._epoch_sites: list[dict[str, Any]] = []
         self._has_left = False  # the loop, by break
         self._entered: set[tuple[Site, ...]] = set()  # of the loops that were looked at
+        self._stored: Set[str] = set()  # paths of variables that functions may still write
         self._num_elsewhere = 0  # fetches in a row with which no loop began
         self._environment: Set[tuple[str, str]] = set()  # as the script has made it
 
@@ -116,7 +119,8 @@ class LoopVariables(UserState):
         found: Walk | None = None
         if not self._has_batch:
             self._environment = {*os.environ.items()}
-            found = self.extend_baseline(self._all_holders(frames))
+            is_script = not self._epoch_fetch  # an epoch's first lines run again after a resume
+            found = self.extend_baseline(self._all_holders(frames), is_script=is_script)
         chain = tuple(each.site for each in frames)
         if chain not in self._entered:
             self._entered.add(chain)
@@ -216,6 +220,8 @@ class LoopVariables(UserState):
         self._note_other_fetch(self._frames(), is_save=False)
 
     def _take(self, frames: Sequence[LiveFrame]) -> None:
+        named = _named(frames).items()
+        self._stored = {f"{name}.{each}" for name, frame in named for each in frame.stored}
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
         for line in (*self._deleted(frames), *self._not_given(frames)):
@@ -287,13 +293,22 @@ class LoopVariables(UserState):
         ]
 
     def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
-        """Without variables that are the script's, and were when the epoch began."""
-        return [
+        """Without variables that are the script's, and were when the epoch began.
+
+        A variable that the function may still write is saved, whatever value it has: code that a
+        resume runs again may compute another one from what was restored.
+        """
+        changed = [
             path
             for path in super()._changed(found, known)
             if _AT_EPOCH not in path
             or self._first.get(path.replace(_AT_EPOCH, "", 1)) != found.seen[path].digest
         ]
+        written = self._stored & found.seen.keys() - {*changed} if self._mode == RESTORE else ()
+        return [*changed, *(path for path in sorted(written) if self._may_differ(found.seen[path]))]
+
+    def _may_differ(self, seen: Seen) -> bool:
+        return seen.is_known and not self.is_large(seen) and not is_code(seen.value)
 
     def _is_local(self, path: str) -> bool:
         """Whether it is the path of a variable, and not of what a variable reaches."""
@@ -376,7 +391,10 @@ class LoopVariables(UserState):
         is_there = is_whole and "other" not in matches
         if is_batch and not is_there and saved["slots"]:
             raise _elsewhere(frames, sites)
-        found = self.extend_baseline({**self._all_holders(frames), **self._at_epochs_of(frames)})
+        found = self.extend_baseline(
+            {**self._all_holders(frames), **self._at_epochs_of(frames)},
+            is_script=not (is_batch and self._epoch_fetch),
+        )
         named, slots = _named(frames), saved["slots"]
         if not is_there or "edited" in matches:
             slots = [each for each in slots if _is_read(each, named)]

@@ -12,20 +12,23 @@ from resumekit.capture.user_state.value_types import (
     SCALARS,
     attributes_set_by,
     attributes_set_in,
+    is_code,
     is_left_out,
     is_user_object,
 )
-from resumekit.capture.user_state.walk import Walk, content_digest, trained_parameters
+from resumekit.capture.user_state.walk import Seen, Walk, content_digest, trained_parameters
 
 __all__ = [
     "SCALARS",
     "Holder",
+    "Seen",
     "UserState",
     "Walk",
     "attribute_components",
     "attributes_set_by",
     "attributes_set_in",
     "content_digest",
+    "is_code",
     "is_left_out",
     "is_user_object",
     "label_of",

@@ -30,7 +30,13 @@ from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, check_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
-from resumekit.capture.user_state.value_types import Kind, is_library, is_secret, kind_of
+from resumekit.capture.user_state.value_types import (
+    Kind,
+    is_code,
+    is_library,
+    is_secret,
+    kind_of,
+)
 from resumekit.capture.user_state.walk import (
     Problem,
     Scope,
@@ -165,12 +171,20 @@ class UserState(ComponentState):
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         self._known = {**self._walk().kinds(), **self._known}
 
-    def extend_baseline(self, holders: Mapping[str, Any]) -> Walk:
-        """Other objects under these names; values that were not there before are the script's."""
+    def extend_baseline(self, holders: Mapping[str, Any], *, is_script: bool = True) -> Walk:
+        """Other objects under these names; values that were not there before are the script's.
+
+        Args:
+            holders: the objects by name.
+            is_script: False where code that a resume runs again has made the new values, perhaps
+                from what a resume restores: those that are not large count as changed.
+        """
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
         found = self._walk()
         for path, each in found.seen.items():
-            if each.is_known and path not in self._first:
+            if not each.is_known or path in self._first:
+                continue
+            if is_script or self.is_large(each) or is_code(each.value):
                 self._first[path] = each.digest
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = copy.deepcopy(each.value)
@@ -178,6 +192,10 @@ class UserState(ComponentState):
         self._made_submodules = {**submodules_of(found.objects), **self._made_submodules}
         self._unsaved_from_start |= found.unsaved()
         return found
+
+    def is_large(self, seen: Seen) -> bool:
+        """Whether a value takes much of what may be saved."""
+        return seen.num_bytes > self._scope.limit_bytes // 4
 
     def live_objects(self) -> Iterable[Any]:
         return self.objects.values()

@@ -150,6 +150,11 @@ def kind_of(value: Any) -> Kind:
     return kind
 
 
+def is_code(value: Any) -> bool:
+    """Whether it is a function, a class, a bound method or a partial."""
+    return kind_of(value) in CODE
+
+
 def is_left_out(value: Any) -> bool:
     """Whether it is never entered, as an object of a library."""
     return kind_of(value) is Kind.LEAF

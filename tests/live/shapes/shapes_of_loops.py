@@ -353,6 +353,47 @@ maximum_with_an_epoch = with_epochs(best_of_epochs)
 dictionary_of_epochs = with_epochs(epochs_by_name)
 
 
+def rate_read_at_the_start_of_an_epoch(directory, *, record, **options):
+    """A scheduler steps at the start of an epoch; a variable has the rate for the whole epoch."""
+    model, optimizer, loader = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    rate = 0.025
+    for _ in ckpt.epochs(EPOCHS):
+        scheduler.step()
+        rate = scheduler.get_last_lr()[0]
+        for batch in ckpt.batches(loader):
+            train_on(ckpt, model, optimizer, batch, 40 * rate, record)
+
+
+def rate_passed_to_a_function(directory, *, record, **options):
+    """The same as an argument of the function that trains an epoch."""
+    model, optimizer, loader = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+
+    def train_epoch(rate):
+        for batch in ckpt.batches(loader):
+            train_on(ckpt, model, optimizer, batch, 40 * rate, record)
+
+    for _ in ckpt.epochs(EPOCHS):
+        scheduler.step()
+        train_epoch(scheduler.get_last_lr()[0])
+
+
+def weights_as_an_epoch_found_them(directory, *, record, **options):
+    """A proximal term draws the weights to what they were when the epoch began."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        anchor = [p.detach().clone() for p in model.parameters()]
+        for batch in ckpt.batches(loader):
+            distance = sum(
+                (p - q).square().sum() for p, q in zip(model.parameters(), anchor, strict=True)
+            )
+            train_on(ckpt, model, optimizer, batch, 1 + distance, record)
+
+
 def sums_of_both_loops(directory, *, record, **options):
     """The sum of an epoch and the sum of all epochs decide."""
     model, optimizer, loader = make()

@@ -102,8 +102,11 @@ EXACT = {
         list_that_appends_an_epoch
         consecutive_loops_in_an_epoch
         early_stopping
+        rate_passed_to_a_function
+        weights_as_an_epoch_found_them
         rate_halved_at_the_start_of_an_epoch
         ---
+        rate_read_at_the_start_of_an_epoch
         epoch_in_a_function
         sums_of_both_loops
         weights_scaled_at_the_start_of_an_epoch
@@ -212,8 +215,13 @@ AT_THE_END_OF_AN_EPOCH = """
     weights_scaled_at_the_start_of_an_epoch
     list_popped_at_the_end_of_an_epoch
 """
-# Changed in place while a save of them is still being written.
-
+MADE_WHEN_AN_EPOCH_BEGINS = """
+    rate_read_at_the_start_of_an_epoch
+    rate_passed_to_a_function
+    weights_as_an_epoch_found_them
+    rate_halved_at_the_start_of_an_epoch
+"""
+KILLS_OF_THE_FIRST_EPOCH = (5, 5, 12)
 # Where the default does not reach the state: in the second of two trainings.
 KILLS_OF = {"shapes_of_loops:two_trainings_in_one_process": (10, 25)}
 
@@ -261,6 +269,12 @@ def test_an_object_that_was_not_given_is_found(judge: Judge, shape: str) -> None
 def test_it_is_exact_where_an_epoch_was_saved_at_its_end(judge: Judge, shape: str) -> None:
     judgement = judge.verdict(shape, kills=KILLS_OF_EPOCHS, save_every=SAVE_EVERY_EPOCH)
     assert_verdict(judgement, Verdict.EXACT)
+
+
+@cells(EXACT, only=MADE_WHEN_AN_EPOCH_BEGINS, first=3)
+def test_what_an_epoch_begins_with_is_exact_in_the_first_epoch(judge: Judge, shape: str) -> None:
+    """It is computed again before the first batch, from what the resume has restored."""
+    assert_verdict(judge.verdict(shape, kills=KILLS_OF_THE_FIRST_EPOCH), Verdict.EXACT)
 
 
 @cells(REPORTED)
