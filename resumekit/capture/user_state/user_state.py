@@ -412,6 +412,10 @@ class UserState(ComponentState):
             return ()
         self._began = True
         found = self._walk()
+        if self._scope.code is not None:  # code that hooks have led to is the script's as it is now
+            for path, each in found.seen.items():
+                if each.is_known:
+                    self._first.setdefault(path, each.digest)
         copies = {path: each for s in self._waiting for path, each in s.get("copies", {}).items()}
         if restore_copies(copies, self._made_submodules, found.objects):
             found = self._walk()
