@@ -340,8 +340,10 @@ _OF_LOADER = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "ge
 
 def _slots_of_torch(owner: Any, *, is_saved: bool) -> Iterator[Slot]:
     of_torch = attributes_set_by(LIBRARIES, class_of(owner))
-    if isinstance(owner, Optimizer) and not is_saved:
-        yield Slot(owner, Role.OPTIMIZER, "")
+    if isinstance(owner, Optimizer):
+        of_torch |= attributes_set_by(LIBRARIES, LRScheduler)  # it marks and wraps its optimizer
+        if not is_saved:
+            yield Slot(owner, Role.OPTIMIZER, "")
     for name in attribute_names(owner):
         is_mine = name not in of_torch and not name.startswith("_optimizer_")
         if not is_mine and not is_saved:

@@ -14,7 +14,6 @@ from resumekit.state import Slot, StateComponent
 from resumekit.storage import Manifest
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; a message says so.
-_OF_SCRIPT = frozenset({Slot.VARIABLES.value, f"{Slot.CALLBACKS.value}/attributes"})
 _MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})
 
 
@@ -68,9 +67,8 @@ def check_fit(
             )
         fresh.append(key)
     for key in sorted(saved - live):
-        # The functions of another framework's script have variables and globals of their own.
-        may_go = key.rpartition("/")[2] == GRADIENT_BUCKETS or key in _OF_SCRIPT
-        if is_needed(key) and not (may_go or names_component(options.exclude, key)):
+        is_bucket = key.rpartition("/")[2] == GRADIENT_BUCKETS
+        if is_needed(key) and not (is_bucket or names_component(options.exclude, key)):
             raise StateMismatchError(
                 key,
                 found=f"{manifest.name} has {key}, and this run has none",

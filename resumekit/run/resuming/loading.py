@@ -146,7 +146,7 @@ class Loading:
             options,
             world_size=self.world.world_size,
             regrouped=regrouped,
-            unneeded=self._empty() | others.keys(),
+            unneeded=self._empty() | others.keys() | {Slot.VARIABLES.value},
         )
         known = {each.key for each in components}
         found.leave({*regrouped, *others, *(found.states.keys() - known)})
@@ -154,6 +154,10 @@ class Loading:
             f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
             for key, framework in sorted(others.items())
         )
+        if Slot.VARIABLES.value in found.states.keys() - known:
+            not_needed += (
+                f"{manifest.name} has variables of a loop: not restored in a framework's",
+            )
         return Fit(tuple(changed), not_needed, fresh)
 
     def _empty(self) -> frozenset[str]:
