@@ -150,10 +150,9 @@ class LiveFrame:
 def _first_of_expression(code: CodeType, lasti: int) -> int:
     if sys.version_info < (3, 11):
         return lasti
-    positions = list(code.co_positions())
-    return (
-        2 * positions.index(positions[lasti // 2]) if None not in positions[lasti // 2] else lasti
-    )
+    positions = [*code.co_positions()]  # of each code unit of two bytes
+    position = positions[lasti // 2]
+    return lasti if None in position else 2 * positions.index(position)
 
 
 def _find_reason(code: CodeType, lasti: int) -> str | None:

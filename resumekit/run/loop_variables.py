@@ -389,11 +389,6 @@ class LoopVariables(UserState):
         further = {each.name for each in sites[len(frames) :]}
         is_whole = bool(matches) and not any(each[0] in further for each in saved["slots"])
         is_there = is_whole and "other" not in matches
-        if is_batch and not {each.name for each in sites} & _named(frames).keys():
-            logger.warning(
-                "variables: not restored, the checkpoint is of another script's functions"
-            )
-            return
         if is_batch and not is_there and saved["slots"]:
             raise _elsewhere(frames, sites)
         found = self.extend_baseline(

@@ -17,6 +17,8 @@ from resumekit.run.resuming.compatibility import (
     accept_drift,
     check_fit,
     drift_messages,
+    frameworks_in,
+    frameworks_of,
     is_empty,
     of_other_frameworks,
     regrouped_buffers,
@@ -149,16 +151,17 @@ class Loading:
             unneeded=self._empty() | others.keys() | {Slot.VARIABLES.value},
         )
         known = {each.key for each in components}
-        found.leave({*regrouped, *others, *(found.states.keys() - known)})
-        not_needed = tuple(
+        of_others = {*regrouped, *others, *(found.states.keys() - known)}
+        if frameworks_of(manifest) != frameworks_in(components):
+            of_others.add(Slot.VARIABLES.value)  # of other functions
+        not_needed = [
             f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
             for key, framework in sorted(others.items())
-        )
-        if Slot.VARIABLES.value in found.states.keys() - known:
-            not_needed += (
-                f"{manifest.name} has variables of a loop: not restored in a framework's",
-            )
-        return Fit(tuple(changed), not_needed, fresh)
+        ]
+        if Slot.VARIABLES.value in found.states and Slot.VARIABLES.value in of_others:
+            not_needed.append(f"{manifest.name} has variables of another loop, which are left out")
+        found.leave(of_others)
+        return Fit(tuple(changed), tuple(not_needed), fresh)
 
     def _empty(self) -> frozenset[str]:
         """The keys on one side only in which there is nothing. Collective.
