@@ -158,7 +158,8 @@ class Loading:
             f"{manifest.name} has {key}, which belongs to {framework}: not needed here"
             for key, framework in sorted(others.items())
         ]
-        if Slot.VARIABLES.value in found.states and Slot.VARIABLES.value in of_others:
+        variables = found.states.get(Slot.VARIABLES.value) or {}
+        if variables.get("slots") and Slot.VARIABLES.value in of_others:
             not_needed.append(f"{manifest.name} has variables of another loop, which are left out")
         found.leave(of_others)
         return Fit(tuple(changed), tuple(not_needed), fresh)
