@@ -346,6 +346,7 @@ def changed_again(change: Callable[..., None]) -> Program:
 
     def train(directory: str, *, record: Recorder, **options: Any) -> None:
         model, optimizer, loader = make_parts(lr=0.15)
+        options["transient"] = {"is_resumed"}  # each launch has its own
         ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
         is_resumed = ckpt.resume().resumed
         for _ in ckpt.epochs(EPOCHS):

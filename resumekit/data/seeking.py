@@ -118,7 +118,7 @@ class RecordingSampler:
         self._describe = describe
         self._seek = EPOCH_START
         self._stopped = False
-        self._latest: Any = None  # of what was drawn
+        self._latest: Any = None  # of what was drawn, or of an order that was saved
         self._known: tuple[int, dict[str, Any] | None] = (0, None)  # the order, and of what time
 
     def seek(self, seek: Seek) -> None:
@@ -145,6 +145,8 @@ class RecordingSampler:
         is_unknown = self._describe().get("kind") == UNKNOWN
         self.order = OrderDigest(packed=[] if is_unknown else None)
         seek, after = self._seek, None
+        if seek.items is not None and len(seek.items):
+            self._latest = seek.items[:1] if type(self.inner) is BatchSampler else seek.items[0]
         # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter asks twice when it is
         # made, and draws the workers' seed in between.
         made = [] if self.start["at_first"] is not None else self.start["after_iter"]

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -125,23 +125,10 @@ class LoopVariables(UserState):
         if chain not in self._entered:
             self._entered.add(chain)
             self._lines.update((line.key, line) for line in _lines_of(frames, owner))
-            self._lines.update((line.key, line) for line in self._not_given(frames))
             self._has_operands = self._has_operands or has_operands(frames)
         self._release()
         if found is not None:
             self._for_save = self._encoded(found)  # for the report of the start
-
-    def _not_given(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
-        """A line for each object of a framework that trains and that no component saves."""
-        given = {id(each) for each in self._scope.foreign()}
-        for frame in frames:
-            for name, value in frame.variables().items():
-                slot = slot_of(value)
-                if slot is None or id(value) in given or name in self._scope.transient:
-                    continue
-                if (is_left_out(value) or _is_engine(value)) and _is_training(value, given):
-                    reason = f"a {type(value).__name__} that was not given; pass it to the run"
-                    yield CaptureLine(f"{slot.value}/{name}", Fidelity.LOST, reason)
 
     def end_epoch(self) -> None:
         """``epochs()`` is asked for the next epoch."""
@@ -224,8 +211,7 @@ class LoopVariables(UserState):
         self._stored = {f"{name}.{each}" for name, frame in named for each in frame.stored}
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
-        for line in (*self._deleted(frames), *self._not_given(frames)):
-            self._lines[line.key] = line
+        self._lines.update((line.key, line) for line in self._deleted(frames))
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
             return
@@ -250,6 +236,19 @@ class LoopVariables(UserState):
         for name in sorted(changed & {each for code in found for each in _texts_in(code)}):
             reason = "training changed this environment variable; keep the value in a variable"
             yield CaptureLine(f"os.environ.{name}", Fidelity.LOST, reason)
+
+    def _not_given(self, found: Walk) -> Iterator[CaptureLine]:
+        """A line for each object of a framework that trains and that no component saves."""
+        ignored = {
+            id(each.value): each for each in reversed(found.seen.values()) if each.is_ignored
+        }
+        given = {id(each) for each in self._scope.foreign()} if ignored else set()
+        for each in ignored.values():
+            value = each.value
+            slot = slot_of(value) if is_left_out(value) and id(value) not in given else None
+            if slot is not None and _is_training(value, given):
+                reason = f"a {type(value).__name__} that was not given; pass it to the run"
+                yield CaptureLine(f"{slot.value}/{each.slot.name}", Fidelity.LOST, reason)
 
     def _note_other_fetch(self, frames: Sequence[LiveFrame], *, is_save: bool) -> None:
         """A line where the loop was asked for its first batch by another line than for this one.
@@ -321,16 +320,18 @@ class LoopVariables(UserState):
         if self._mode == OFF or self._saved is not None:
             return tuple(self._lines.values())
         if self._for_save is not None:  # a save is under way
-            return (*self._lines.values(), *self._changes())
-        self._take(self._frames())
-        found = self._changes()
-        self._release()
+            found = self._changes()
+        else:
+            self._take(self._frames())
+            found = self._changes()
+            self._release()
         return (*self._lines.values(), *found)
 
     def _changes(self) -> tuple[CaptureLine, ...]:
+        changes = self._for_save = self._for_save or self._encoded(self._walk())
+        self._lines.update((line.key, line) for line in self._not_given(changes.found))
         if self._mode == RESTORE:
             return (*super().findings(), *self._changed_environment())
-        changes = self._for_save or self._encoded(self._walk())
         reason = 'not saved; pass loop_variables="restore"'
         return tuple(CaptureLine(path, Fidelity.LOST, reason) for path in changes.values)
 
@@ -435,14 +436,10 @@ def _is_training(value: Any, given: Container[int]) -> bool:
     if isinstance(value, Optimizer):
         trained = [each for group in value.param_groups for each in group["params"]]
         return not all(id(each) in given for each in trained if each.requires_grad)
-    if _is_engine(value):  # before its first step, not one of a former run
+    if isinstance(value, nn.Module):  # an engine, before its first step: not one of a former run
         is_fresh = value.optimizer is not None and not value.global_steps
-        return is_fresh and id(value.module) not in given
+        return bool(is_fresh) and id(value.module) not in given
     return isinstance(value, LRScheduler)
-
-
-def _is_engine(value: Any) -> bool:
-    return any(each.__name__ == "DeepSpeedEngine" for each in type(value).__mro__)
 
 
 def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:

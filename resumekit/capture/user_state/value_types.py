@@ -116,8 +116,8 @@ _LEAVES = ENGINES | REPORTING | MACHINERY
 _LEAF_BASES = word_set(
     """
     accelerate.accelerator.Accelerator datasets.arrow_dataset.Dataset
-    datasets.iterable_dataset.IterableDataset logging.Filterer multiprocessing.process.BaseProcess
-    threading.Thread tqdm.std.tqdm
+    datasets.iterable_dataset.IterableDataset deepspeed.runtime.engine.DeepSpeedEngine
+    logging.Filterer multiprocessing.process.BaseProcess threading.Thread tqdm.std.tqdm
     transformers.configuration_utils.PreTrainedConfig
     transformers.configuration_utils.PretrainedConfig
     transformers.tokenization_utils_base.PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 def kind_of(value: Any) -> Kind:
     """How a value is treated, by its class; tensors and files also by their properties."""
     kind: Kind = _kind_of_class(class_of(value))
-    if kind is Kind.TENSOR and (is_sharded(value) or value.is_meta or type(value) not in _TENSORS):
+    if kind is Kind.TENSOR and (_is_elsewhere(value) or type(value) not in _TENSORS):
         return Kind.LEAF
     if kind is Kind.LEAF and isinstance(value, io.IOBase):
         return Kind.ITERATOR if _is_read(value) else Kind.LEAF
@@ -173,6 +173,12 @@ def class_of(value: Any) -> Any:
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
+def _is_elsewhere(tensor: Any) -> bool:
+    """Whether a tensor lies on several ranks, or nowhere."""
+    # deepspeed 0.19 runtime/zero/partition_parameters.py names the parameters of stage 3 so.
+    return tensor.is_meta or is_sharded(tensor) or hasattr(tensor, "ds_id")
+
+
 # Classes of which only the class itself counts, and those whose derived classes count too.
 _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((*SCALARS, *TORCH_CONSTANTS), Kind.SCALAR),
@@ -197,17 +203,19 @@ _DERIVED: tuple[tuple[Any, Kind], ...] = (
 def _kind_of_class(kind: Any) -> Kind:
     if issubclass(kind, random.SystemRandom):
         return Kind.LEAF  # it has no state
+    names = frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    if names & _LEAF_BASES:
+        return Kind.LEAF
     known = _EXACT.get(kind) or next((k for base, k in _DERIVED if issubclass(kind, base)), None)
     if known is not None:
         return known
     if is_namedtuple(kind):
         return Kind.CONTAINER
-    names = frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if names & _ITERATOR_BASES:
         return Kind.ITERATOR
     if names & _HANDLE_BASES:
         return Kind.OPAQUE
-    if issubclass(kind, _NO_STATE) or names & _LEAF_BASES or _is_leaf(kind.__module__):
+    if issubclass(kind, _NO_STATE) or _is_leaf(kind.__module__):
         return Kind.LEAF
     return _kind_of_object(kind)
 
