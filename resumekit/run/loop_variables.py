@@ -269,11 +269,16 @@ class LoopVariables(UserState):
         if self._saved is not None:
             return dict(self._saved)
         at_epoch = self._at_epoch_start() if self._at_epoch else []
-        digests, found = self.digests(), super().state_dict()
+        changes = self._for_save = self._for_save or self._encoded(self._walk())
+        found = super().state_dict()
         saved = {label_of(entry) for entry in found["slots"]}
-        digests = {k: str(v) for k, v in digests.items() if k in saved or self._is_local(k)}
+        digests = {
+            path: str(each.digest)
+            for path, each in changes.found.seen.items()
+            if each.is_known and (each.owner in self._holders or path in saved)
+        }
         if self._mode != RESTORE:
-            found = {**found, "slots": [], "nodes": [], "lost": []}
+            found = {**found, "slots": [], "nodes": "[]", "data": [], "lost": []}
         self._release()
         # A value that training has written is the checkpoint's, whatever the script begins with.
         script = {"sites": self._sites, "digests": digests}
@@ -308,13 +313,6 @@ class LoopVariables(UserState):
 
     def _may_differ(self, seen: Seen) -> bool:
         return seen.is_known and not self.is_large(seen) and not is_code(seen.value)
-
-    def _is_local(self, path: str) -> bool:
-        """Whether it is the path of a variable, and not of what a variable reaches."""
-        return any(
-            path.startswith(f"{name}.") and "." not in path[len(name) + 1 :]
-            for name in self._holders
-        )
 
     def findings(self) -> tuple[CaptureLine, ...]:
         if self._mode == OFF or self._saved is not None:

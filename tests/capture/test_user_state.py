@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,12 @@ class Tally:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.count = state["count"]
+
+
+def saved_as(slots: list[Any], *nodes: Any, data: Sequence[Any] = ()) -> dict[str, Any]:
+    """A state as a checkpoint has it."""
+    rest: dict[str, Any] = {"lost": [], "first": {}, "holders": {}}
+    return {"slots": slots, "nodes": json.dumps(nodes), "data": [*data], **rest}
 
 
 class Slotted:
@@ -352,12 +360,22 @@ def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
     "state",
     [
         {"one": 3},
-        {"slots": [["one", "attribute", "a", [0]]], "nodes": [], "first": {}, "lost": []},
-        {"slots": [["one", "code", "a", 1]], "nodes": [], "first": {}, "lost": []},
-        {"slots": [], "nodes": [["list", [[7]], None]], "first": {}, "lost": []},
-        {"slots": [], "nodes": [["function", "os.system"]], "first": {}, "lost": []},
+        saved_as([["one", "attribute", "a", [0]]]),
+        saved_as([["one", "code", "a", 1]]),
+        saved_as([], ["list", [[7]], None]),
+        saved_as([], ["function", "os.system"]),
+        saved_as([], ["list", 0, None]),
+        saved_as([], ["list", 0, None], data=[3]),
+        saved_as([], ["tensor", 0, False, False], data=["text"]),
+        saved_as([], ["array", 1], data=[np.zeros(2)]),
+        saved_as([], ["generator", "random.Random", -1], data=[3]),
+        {**saved_as([]), "nodes": "[" * 100_000},
+        {**saved_as([]), "nodes": "{}"},
     ],
-    ids=["fields", "reference", "role", "item", "node"],
+    ids=[
+        *("fields", "reference", "role", "item", "node", "no numbers", "no list", "no tensor"),
+        *("no array", "no generator", "no JSON", "no table"),
+    ],
 )
 def test_a_malformed_state_is_refused(state: Any) -> None:
     with pytest.raises(StateMismatchError):
@@ -373,7 +391,7 @@ def test_a_checkpoint_adds_no_attribute_that_the_class_defines(name: str) -> Non
 
     live = user_state(one=Guarded())
     slot = ["one", "attribute", name, 3]
-    live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
+    live.load_state_dict(saved_as([slot]))
     live.restore_now()
     assert vars(live._holders["one"].value) == {}
 

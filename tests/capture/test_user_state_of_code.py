@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,6 +43,12 @@ def followed(**objects: Any) -> UserState:
     state = UserState(objects, key=KEY)
     state.lead({}, tuple)
     return state
+
+
+def saved_as(slots: list[Any], *nodes: Any) -> dict[str, Any]:
+    """A state as a checkpoint has it."""
+    lists: dict[str, Any] = {"data": [], "lost": [], "first": {}, "holders": {}}
+    return {"slots": slots, "nodes": json.dumps(nodes), **lists}
 
 
 def passed_on(saved: UserState, live: UserState, stored: Any) -> None:
@@ -216,7 +223,7 @@ def test_a_checkpoint_sets_no_code_and_no_other_name(role: str, name: str) -> No
     before = dict(globals())
     live = followed(here=Script(step=uses_code))
     slot = [__name__, role, name, 3]
-    live.load_state_dict({"slots": [slot], "nodes": [], "first": {}, "lost": []})
+    live.load_state_dict(saved_as([slot]))
     is_code = name in ("halve", "UserState", "functools") and role == "global"
     with pytest.raises(StateMismatchError, match=name) if is_code else nullcontext():
         live.restore_now()
@@ -229,8 +236,8 @@ def test_a_checkpoint_does_not_replace_a_function_or_a_class(value: Any) -> None
     for name in ("step", "kind"):
         live = followed(one=one)
         slots = [["one", "attribute", name, value]]
-        nodes = [["object", f"{__name__}.closure", "builtins.function"]]
-        live.load_state_dict({"slots": slots, "nodes": nodes, "first": {}, "lost": []})
+        node = ["object", f"{__name__}.closure", "builtins.function"]
+        live.load_state_dict(saved_as(slots, node))
         with pytest.raises(StateMismatchError):
             live.restore_now()
     assert (one.step, one.kind) == (halve, Script)

@@ -9,6 +9,7 @@ others are reported.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -289,6 +290,9 @@ def contents(
         yield from _of_class(owner)
     elif isinstance(owner, _OF_TORCH):
         yield from _with_values(_slots_of_torch(owner, is_saved=is_saved))
+    elif owner is not holder.value and _is_simple(class_of(owner)):  # most objects
+        for name, value in vars(owner).items():
+            yield Slot(owner, Role.ATTRIBUTE, name), value
     else:
         yield from _with_values(_slots_of_object(owner, holder))
 
@@ -299,6 +303,12 @@ def _with_values(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
             yield slot, slot.get()
         except (AttributeError, KeyError, ValueError):
             continue  # it has none now
+
+
+@functools.cache
+def _is_simple(kind: Any) -> bool:
+    """Whether the objects of a class keep all that they have in ``__dict__``."""
+    return bool(kind.__dictoffset__) and not slots_of(kind) and not issubclass(kind, _CONTAINERS)
 
 
 def _slots_of_object(owner: Any, holder: Holder) -> Iterator[Slot]:

@@ -43,16 +43,22 @@ class Decoder:
 
     Args:
         where: what errors call the state.
-        nodes: the table.
+        nodes: the table, from ``read_nodes``.
+        data: what lies beside it.
         walk: of the live objects.
         device: where tensors are made that were on a device.
     """
 
     def __init__(
-        self, where: str, nodes: Sequence[Any], walk: Walk, device: torch.device | None
+        self,
+        where: str,
+        nodes: Sequence[Any],
+        data: Sequence[Any],
+        walk: Walk,
+        device: torch.device | None,
     ) -> None:
         self._where = where
-        self._nodes = nodes
+        self._nodes, self._data = nodes, data
         self._walk = walk
         self._device = device
         self._classes = LiveClasses(walk.objects.values())
@@ -154,7 +160,9 @@ class Decoder:
     def _constant(self, node: Sequence[Any], live: Any, path: str) -> Any:
         kind, content = node[0], node[1]
         if kind == "constant" and content in CONSTANTS:
-            return CONSTANTS[content](*(self.value(each, None, path) for each in node[2]))
+            return CONSTANTS[content](*(self.value(e, None, path) for e in self._items(node[2])))
+        if kind == "data":
+            return self._data[content]
         if kind == "size":
             return torch.Size(content)
         if kind == "device":
@@ -173,7 +181,7 @@ class Decoder:
         kind = node[0]
         if kind == "namedtuple":
             return self._namedtuple(node, live, path)
-        maker, encoded = NODE_SEQUENCES[kind], node[1]
+        maker, encoded = NODE_SEQUENCES[kind], self._items(node[1])
         is_same = type(live) is maker
         partners = live if is_same and kind in ("list", "tuple", "deque") else ()
         pairs = list(partners) + [None] * (len(encoded) - len(partners))
@@ -191,8 +199,12 @@ class Decoder:
         self._actions.append(lambda: (made.clear(), made.extend(values)))
         return made
 
+    def _items(self, field: Any) -> Any:
+        """The references of a node, or its numbers."""
+        return self._data[field] if type(field) is int else field
+
     def _namedtuple(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        _, name, fields, encoded = node
+        name, fields, encoded = node[1], node[2], self._items(node[3])
         known = (
             type(live) if is_namedtuple(type(live)) and _is(live, name) else self._classes.get(name)
         )
@@ -207,7 +219,7 @@ class Decoder:
         return known._make(values)  # type: ignore[attr-defined]
 
     def _mapping(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
-        kind, keys, encoded, factory = node
+        kind, keys, encoded, factory = node[0], node[1], self._items(node[2]), node[3]
         maker = NODE_MAPPINGS[kind]
         made = live
         if type(live) is not maker or not self._take(live):
@@ -245,10 +257,10 @@ class Decoder:
 
     def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:
         """The live method or partial, or one with the same function and other arguments."""
-        partners = parts_of_call(live) if _is(live, node[1]) else []
-        if len(partners) != len(node[2]):
+        partners, encoded = parts_of_call(live) if _is(live, node[1]) else [], self._items(node[2])
+        if len(partners) != len(encoded):
             raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
-        pairs = zip(node[2], partners, strict=True)
+        pairs = zip(encoded, partners, strict=True)
         parts = [self.value(each, partner, path) for each, partner in pairs]
         if all(part is partner for part, partner in zip(parts, partners, strict=True)):
             return live
@@ -259,7 +271,7 @@ class Decoder:
         raise self._mismatch(path, f"{describe(live)} of another object", "the same object")
 
     def _tensor(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        _, saved, was_on_device, requires_grad = node
+        saved, was_on_device, requires_grad = self._data[node[1]], node[2], node[3]
         # Where two attributes share a tensor, a write into it would change both.
         is_own = isinstance(live, nn.Parameter) or self._uses[id(live)] < 2
         if (
@@ -278,7 +290,7 @@ class Decoder:
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
 
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        _, typecode, content = node
+        typecode, content = node[1], self._data[node[2]]
         made: Any = array(typecode, content) if typecode else bytearray(content)
         if type(live) is not type(made) or getattr(live, "typecode", "") != typecode:
             return made
@@ -289,7 +301,7 @@ class Decoder:
 
     def _objects(self, node: Sequence[Any], live: Any, path: str) -> Any:
         """An array of objects: the live one if the shape is the same."""
-        _, shape, items = node
+        shape, items = node[1], self._items(node[2])
         keeps = type(live) is np.ndarray and live.dtype == object and list(live.shape) == shape
         keeps = keeps and live.flags.writeable and self._take(live)
         made = live if keeps else np.empty(shape, object)
@@ -305,7 +317,7 @@ class Decoder:
         return made
 
     def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        saved = node[1]
+        saved = self._data[node[1]]
         if type(live) is not np.ndarray or live.dtype != saved.dtype or live.shape != saved.shape:
             return saved.copy()
         if not live.flags.writeable or not self._take(live):
@@ -314,7 +326,7 @@ class Decoder:
         return live
 
     def _in_place(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        kind, name, state = node
+        kind, name, state = node[0], node[1], self._data[node[2]]
         if kind == "generator" and kind_of(live) not in (Kind.GENERATOR, Kind.CONTAINER):
             live = new_generator(name, state)  # as of an environment that is reset in the loop
         expected = Kind.GENERATOR if kind == "generator" else Kind.STATEFUL

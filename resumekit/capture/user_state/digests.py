@@ -36,6 +36,7 @@ TOO_MANY = f"more than {MAX_OBJECTS:,} objects"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
 _REPRESENTED = frozenset({bool, int, float, str, type(None)})
+_NESTED = frozenset({list, tuple, dict})
 _MAX_REPR = 64  # elements of a container whose digest is its repr
 _MIN_ROWS = 64  # shorter sequences are digested value by value
 
@@ -103,9 +104,11 @@ class Content:
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
             self.is_plain = type(value) in SCALARS
             return number_digest(value, ignore_floats=self._ignore_floats)
-        if not self._ignore_floats and _is_short_and_plain(value):
-            self._left -= _OBJECT_BYTES * len(value)
-            return type(value).__name__, repr(value)
+        met: set[int] = set()
+        if not self._ignore_floats and _is_short_and_plain(value, met):
+            text = repr(value)
+            self._left -= _OBJECT_BYTES * len(met) + len(text)
+            return type(value).__name__, text
         before = self._left, self._left_memory
         hasher = xxhash.xxh3_128()
         try:
@@ -299,13 +302,23 @@ class Content:
             raise OverLimitError
 
 
-def _is_short_and_plain(value: Any) -> bool:
-    """Whether it is a container of a few numbers or texts: its repr says all of it."""
+def _is_short_and_plain(value: Any, met: set[int]) -> bool:
+    """Whether it is a container of a few numbers, texts and such containers: its repr says it all.
+
+    Args:
+        value: any value.
+        met: the ids of the containers in it, to which it is added; no two may be one.
+    """
     kind = type(value)
-    if kind not in (list, tuple, dict) or len(value) > _MAX_REPR:
+    if kind not in _NESTED or len(value) + len(met) > _MAX_REPR or id(value) in met:
         return False
+    met.add(id(value))
     values = (*value, *value.values()) if kind is dict else value
-    return _REPRESENTED.issuperset(map(type, values))
+    others = {*map(type, values)} - _REPRESENTED
+    return not others or (
+        others <= _NESTED
+        and all(_is_short_and_plain(each, met) for each in values if type(each) in _NESTED)
+    )
 
 
 def number_digest(value: Any, *, ignore_floats: bool) -> Any:

@@ -1,13 +1,17 @@
 """User state as values that a checkpoint can hold, and back into the live objects.
 
 Every container, tensor, array and object becomes a node of one flat table, and a value that refers
-to it is ``[index]``: aliases and cycles stay what they were. Other plain values stand for
-themselves. No class is looked up by a name from the file alone: see ``LiveClasses``.
+to it is ``[index]``: aliases and cycles stay what they were. What JSON has stands for itself. The
+table is one text: thousands of nodes take milliseconds. What is no text, as a tensor, is in a list
+beside it, and the node has its index. No class is looked up by a name from the file alone: see
+``LiveClasses``.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,13 +61,24 @@ FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, float, int, 
 # The fields of each kind of node, its name first.
 _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
-    **dict.fromkeys(("array", "dtype", "device", "size"), 2),
+    **dict.fromkeys(("array", "data", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "new", *NODE_MAPPINGS), 4),
 }
 
-# The fields that are lists of references or plain values.
+# What lies beside the table: the field with its index, and its type.
+_DATA: dict[str, tuple[int, Any]] = {
+    "tensor": (1, torch.Tensor),
+    "array": (1, np.ndarray),
+    "buffer": (2, bytes),
+    "data": (1, object),
+    **dict.fromkeys(("generator", "stateful"), (2, object)),
+}
+_MAX_INT = 1 << 63
+_MAX_NUMBERS = 1024  # in the text; longer lists lie beside it
+
+# The fields that are lists of references or plain values, or the index of a list of numbers.
 _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
@@ -132,6 +147,7 @@ class Encoder:
 
     def __init__(self, walk: Walk, known: Mapping[str, str]) -> None:
         self.nodes: list[list[Any]] = []
+        self.data: list[Any] = []
         self._walk = walk
         self._known = known
         self._foreign = walk.foreign
@@ -149,29 +165,31 @@ class Encoder:
         Raises:
             UncapturedError: it cannot be stored.
         """
-        num_nodes = len(self.nodes)
+        num_nodes, num_data = len(self.nodes), len(self.data)
         self._is_known = is_known
         if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
         try:
             return self._value(seen.value)
         except UncapturedError:
-            del self.nodes[num_nodes:]
+            del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
             raise
 
     def _value(self, value: Any) -> Any:
-        if type(value) in SCALARS:
-            return value
-        kind = kind_of(value)
-        if isinstance(value, np.generic) and not value.dtype.hasobject:
+        if _is_text(value):
             return value
         index = self._indices.get(id(value))
         if index is None:
             index = self._indices[id(value)] = len(self.nodes)
             self.nodes.append([])
-            self.nodes[index] = self._node(kind, value)
+            self.nodes[index] = self._node(kind_of(value), value)
         return [index]
+
+    def _beside(self, value: Any) -> int:
+        """The index of what is no text."""
+        self.data.append(value)
+        return len(self.data) - 1
 
     def _node(self, kind: Kind, value: Any) -> list[Any]:
         if kind is Kind.CONTAINER:
@@ -189,15 +207,16 @@ class Encoder:
         if is_tensor and value not in self._foreign:
             if value.layout is not torch.strided:
                 raise UncapturedError(f"a tensor of layout {value.layout}")
-            return ["tensor", value.detach(), value.device.type != "cpu", value.requires_grad]
+            is_on_device = value.device.type != "cpu"
+            return ["tensor", self._beside(value.detach()), is_on_device, value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
-            return ["array", value]
+            return ["array", self._beside(value)]
         if kind is Kind.ARRAY and value.dtype == object:
             return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
-            return ["generator", class_name(value), generator_state(value)]
+            return ["generator", class_name(value), self._beside(generator_state(value))]
         if kind is Kind.STATEFUL and value not in self._foreign:
-            return ["stateful", class_name(value), value.state_dict()]
+            return ["stateful", class_name(value), self._beside(value.state_dict())]
         if self._is_known and (kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor):
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
@@ -212,9 +231,12 @@ class Encoder:
             arguments = value.__reduce__()[1]
             return ["constant", type(value).__name__, self._items(arguments)]
         if kind is Kind.BUFFER:
-            return ["buffer", getattr(value, "typecode", ""), bytes(value)]
+            return ["buffer", getattr(value, "typecode", ""), self._beside(bytes(value))]
         if isinstance(value, Enum):
             return ["enum", class_name(value), value.name]
+        is_number = isinstance(value, np.generic) and not value.dtype.hasobject
+        if is_number or type(value) in SCALARS:
+            return ["data", self._beside(value)]
         if type(value) not in TORCH_CONSTANTS:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
         name = {torch.dtype: "dtype", torch.device: "device"}.get(type(value), "size")
@@ -238,10 +260,10 @@ class Encoder:
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return [name, self._items(items), getattr(value, "maxlen", None)]
 
-    def _items(self, values: Iterable[Any]) -> list[Any]:
+    def _items(self, values: Iterable[Any]) -> list[Any] | int:
         items = list(values)
-        if {*map(type, items)} <= {int, float}:
-            return items
+        if len(items) > _MAX_NUMBERS and {*map(type, items)} <= {int, float}:
+            return self._beside(items)
         return [self._value(each) for each in items]
 
     def _item(self, key: Any, value: Any) -> Any:
@@ -275,8 +297,13 @@ class Encoder:
         return ["new", path, name, attributes]
 
 
-def check_nodes(where: str, nodes: Any, values: Iterable[Any]) -> None:
-    """Returns when the table is one that ``Decoder`` can follow.
+def read_nodes(where: str, state: Mapping[str, Any], values: Iterable[Any]) -> list[Any]:
+    """The table of a saved state, as ``Decoder`` can follow it.
+
+    Args:
+        where: what errors call the state.
+        state: has the text under ``nodes``, and what lies beside it under ``data``.
+        values: that refer to the table.
 
     Raises:
         StateMismatchError: a node or a reference is malformed.
@@ -284,24 +311,55 @@ def check_nodes(where: str, nodes: Any, values: Iterable[Any]) -> None:
     mismatch = functools.partial(
         StateMismatchError, where, expected="user state", remedy="The checkpoint is damaged"
     )
+    data = state["data"]
+    try:
+        nodes = json.loads(state["nodes"])
+    except (ValueError, RecursionError) as error:
+        raise mismatch(found=f"no JSON: {error}") from error
     if not isinstance(nodes, list):
         raise mismatch(found=describe(nodes))
     for node in nodes:
         kind = node[0] if isinstance(node, list) and node else None
         if not isinstance(kind, str) or len(node) != _NUM_FIELDS.get(kind):
             raise mismatch(found=f"a node {kind!r:.40}")
-    for value in chain(values, *map(_references, nodes)):
+        field, expected = _DATA.get(kind, (0, str))
+        content = _at(data, node[field], kind)
+        if not isinstance(content, expected) or (field and content is kind):
+            raise mismatch(found=f"a node {kind} without its content")
+    for value in chain(values, *(_references(node, data) for node in nodes)):
         if isinstance(value, list):
             is_index = len(value) == 1 and type(value[0]) is int
             if not is_index or not 0 <= value[0] < len(nodes):
                 raise mismatch(found="a reference to nothing")
+    return nodes
 
 
-def _references(node: Sequence[Any]) -> Iterable[Any]:
+def _at(data: Sequence[Any], index: Any, otherwise: Any) -> Any:
+    is_index = type(index) is int and 0 <= index < len(data)
+    return data[index] if is_index else otherwise
+
+
+def _is_text(value: Any) -> bool:
+    """Whether JSON has it as it is."""
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    if kind is int:
+        return bool(-_MAX_INT < value < _MAX_INT)
+    if kind is str:
+        return bool(value.isascii()) or not any(map(_is_surrogate, value))
+    return kind is bool or value is None
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
+
+
+def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:
     """What a node is made of; a reference to nothing where that is malformed."""
     kind = node[0]
     if kind == "new":
         return node[3].values() if isinstance(node[3], dict) else [[]]
-    fields = [node[index] for index in _REFERENCES.get(kind, ())]
+    fields = [_at(data, node[index], node[index]) for index in _REFERENCES.get(kind, ())]
     are_lists = all(isinstance(each, list) for each in fields)
     return chain(*fields) if are_lists and len({*map(len, fields)}) < 2 else [[]]

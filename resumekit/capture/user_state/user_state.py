@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, check_nodes
+from resumekit.capture.user_state.encoding import Encoder, read_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import (
     Kind,
@@ -71,14 +72,16 @@ class _Changes(NamedTuple):
 
     Args:
         found: the walk that saw it.
-        nodes: the table that the values refer to.
+        nodes: the table that the values refer to, as text.
+        data: what lies beside it.
         values: the encoded values, by path.
         problems: why others that differ cannot be saved, by path.
         copies: submodules that are copies of others, see ``copies_in``.
     """
 
     found: Walk
-    nodes: list[list[Any]]
+    nodes: str
+    data: list[Any]
     values: dict[str, Any]
     problems: dict[str, Problem]
     copies: dict[str, dict[str, str]]
@@ -133,9 +136,9 @@ class UserState(ComponentState):
         self.extend_baseline(self._holders)
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
-        scope = _scope(self._scope.foreign, transient, limit_bytes, self._scope.code)
-        if scope != self._scope:
-            self._scope = scope
+        former = self._scope.limit_bytes
+        self._scope = _scope(self._scope.foreign, transient, limit_bytes, self._scope.code)
+        if limit_bytes != former:  # what the baseline has of transient paths is not looked at again
             self._take_baseline()
 
     def lead(self, holders: Mapping[str, Holder], code: Callable[[], Iterable[Any]]) -> None:
@@ -219,6 +222,7 @@ class UserState(ComponentState):
         return {
             "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
             "nodes": changes.nodes,
+            "data": changes.data,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
             "copies": changes.copies,
@@ -254,7 +258,8 @@ class UserState(ComponentState):
             problems[path] = Problem(
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
-        return _Changes(found, encoder.nodes, values, problems, copies)
+        nodes = json.dumps(encoder.nodes, separators=(",", ":"))
+        return _Changes(found, nodes, encoder.data, values, problems, copies)
 
     def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
         """The slots that differ, of the objects whose slots are saved one by one."""
@@ -332,8 +337,8 @@ class UserState(ComponentState):
     # ---------------------------------------------------------------- restoring
 
     def check_state_dict(self, state: Any) -> None:
-        fields = {"slots": list, "nodes": list, "first": dict, "lost": list, "holders": dict}
-        require_fields(self.key, state, fields)
+        fields = {"slots": list, "nodes": str, "data": list, "first": dict, "lost": list}
+        require_fields(self.key, state, {**fields, "holders": dict})
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
@@ -343,7 +348,7 @@ class UserState(ComponentState):
                 )
         if not are_copies(state.get("copies", {})):
             raise StateMismatchError(self.key, found="other copies", expected="those of a list")
-        check_nodes(self.key, state["nodes"], [entry[3] for entry in state["slots"]])
+        read_nodes(self.key, state, [entry[3] for entry in state["slots"]])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until ``restore_now``: objects may make their attributes first.
@@ -450,7 +455,8 @@ class UserState(ComponentState):
             skips: what needs an object that is not there yet is left out.
         """
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
-        decoder = Decoder(self.key, saved["nodes"], found, device_of(given))
+        nodes = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
+        decoder = Decoder(self.key, nodes, saved["data"], found, device_of(given))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)

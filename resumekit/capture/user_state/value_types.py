@@ -142,7 +142,7 @@ CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 
 def kind_of(value: Any) -> Kind:
     """How a value is treated, by its class; tensors and files also by their properties."""
-    kind: Kind = _kind_of_class(class_of(value))
+    kind: Kind = _kind_of_class(type(value))  # type: ignore[arg-type]
     if kind is Kind.TENSOR and (_is_elsewhere(value) or type(value) not in _TENSORS):
         return Kind.LEAF
     if kind is Kind.LEAF and isinstance(value, io.IOBase):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from resumekit.capture.naming import modules_in
 from resumekit.capture.restore import class_name
@@ -55,6 +56,8 @@ from resumekit.state import CaptureLine, Fidelity, Stateful
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+
+_WITH_HOOKS = (Optimizer, Tensor, nn.Module)
 
 _MAX_COMPUTED_ELEMENTS = 1 << 16  # larger tensors with a graph are the output of a forward pass
 
@@ -145,6 +148,15 @@ class Scope:
     limit_bytes: int = 256 * 10**6
     memory_bytes: int = 256 * 10**6
     code: Callable[[], Iterable[Any]] | None = None
+
+    @cached_property
+    def _last_parts(self) -> Collection[str]:
+        return {name.replace("[", ".").rpartition(".")[2] for name in self.transient}
+
+    def leaves_out(self, slot: Slot, path: str) -> bool:
+        """Whether the user has named this slot of an object that is not named."""
+        may_be = slot.name in self._last_parts or slot.role is Role.REQUIRES_GRAD
+        return may_be and self.is_transient(path)
 
     def is_transient(self, path: str) -> bool:
         """Whether the user has named this path, its end, or an object above it."""
@@ -263,6 +275,7 @@ class _Walker:
         self._num_of_libraries = 0  # objects
         self._num_digested = 0  # values in them
         self._used: set[tuple[int, tuple[str, ...]]] = set()  # the globals that were looked at
+        self._types: set[type] = set()  # of the objects that were looked at
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
         self._content = Content(
             self.path_of,
@@ -301,11 +314,10 @@ class _Walker:
             self._enter(vars(value).get("__wrapped__"), path)
             self._use_globals(value.__code__, value.__globals__)
         elif kind is Kind.CLASS:
-            for each in (*value.__bases__, *vars(value).values()):
-                for code in (each, getattr(each, "fget", None), getattr(each, "__func__", None)):
-                    if kind_of(code) in CODE:
-                        self._enter(code, path)
-        else:
+            for code in _code_of(value):
+                self._enter(code, path)
+        elif type(value) not in self._types or isinstance(value, _WITH_HOOKS):
+            self._types.add(type(value))
             self._enter(type(value), path)
             for each in hooks_of(value):
                 self._enter(each, path)
@@ -395,7 +407,7 @@ class _Walker:
 
     def _look_at(self, slot: Slot, value: Any, owner: str) -> None:
         path = slot.label(owner)
-        if self._scope.transient and self._scope.is_transient(path):
+        if self._scope.transient and self._scope.leaves_out(slot, path):
             return
         if type(value) in _NUMBERS:  # most of them
             if not self._is_data_only(slot):
@@ -444,6 +456,13 @@ class _Walker:
             return not self._holder.has_generators
         is_computed = kind is Kind.TENSOR and value.grad_fn is not None
         return is_computed and value.numel() > _MAX_COMPUTED_ELEMENTS
+
+
+def _code_of(kind: type) -> Iterator[Any]:
+    """The bases and the methods of a class."""
+    for each in (*kind.__bases__, *vars(kind).values()):
+        parts = (each, getattr(each, "fget", None), getattr(each, "__func__", None))
+        yield from (part for part in parts if kind_of(part) in CODE)
 
 
 def _is_of_library(value: Any) -> bool:
