@@ -296,7 +296,7 @@ class LoopVariables(UserState):
             if seen[path].owner not in self._holders and type(then.get(path, [])) in SCALARS
         ]
 
-    def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
+    def _changed(self, found: Walk) -> list[str]:
         """Without variables that are the script's, and were when the epoch began.
 
         A variable that the function may still write is saved, whatever value it has: code that a
@@ -304,7 +304,7 @@ class LoopVariables(UserState):
         """
         changed = [
             path
-            for path in super()._changed(found, known)
+            for path in super()._changed(found)
             if _AT_EPOCH not in path
             or self._first.get(path.replace(_AT_EPOCH, "", 1)) != found.seen[path].digest
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,14 @@ class Growing(nn.Module):
 class Criterion:
     """Of a script: an object with a module."""
 
-    def __init__(self) -> None:
-        self.net = Growing()
+    def __init__(self, net: Any) -> None:
+        self.net = net
 
 
 CHANGES: dict[str, tuple[Callable[[Growing], object], str]] = {
     "added": (lambda net: net.layers.append(nn.Linear(2, 2)), "layers.2"),
-    "removed": (lambda net: net.layers.pop(1), "layers.1"),
-    "replaced": (lambda net: net.layers.__setitem__(1, nn.Tanh()), "layers.1"),
+    "removed": (lambda net: net.layers.pop(0), "layers.0"),
+    "replaced": (lambda net: net.layers.__setitem__(0, nn.Bilinear(2, 2, 2)), "layers.0"),
 }
 
 
@@ -43,7 +44,7 @@ def lost(state: UserState) -> dict[str, str]:
 @pytest.mark.parametrize("is_component", [False, True])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_submodule_is_reported(what: str, is_component: bool) -> None:
-    criterion = Criterion()
+    criterion = Criterion(Growing())
     given = Holder(criterion.net, is_component=True) if is_component else Holder(criterion)
     prefix = "it." if is_component else "it.net."
     state = UserState({"it": given}, key="attributes")
@@ -61,7 +62,7 @@ def test_a_changed_submodule_is_reported(what: str, is_component: bool) -> None:
 
 
 def test_what_is_changed_before_the_first_batch_is_not_reported() -> None:
-    criterion = Criterion()
+    criterion = Criterion(Growing())
     state = UserState({"it": criterion}, key="attributes")
     criterion.net.layers.append(nn.Linear(2, 2))
     state.restore_now()
@@ -122,8 +123,60 @@ def test_copies_of_a_submodule_are_made_again(
     assert not lost(live)
 
 
-def test_names_of_copies_come_from_a_list() -> None:
+@pytest.mark.parametrize("is_component", [False, True])
+def test_a_module_without_parameters_is_replaced_and_removed_again(
+    is_component: bool, stored: Any
+) -> None:
+    def made() -> tuple[Growing, UserState]:
+        net = Growing()
+        net.layers.append(nn.Dropout(0.5))
+        holder = Holder(net, is_component=True) if is_component else Holder(Criterion(net))
+        return net, UserState({"it": holder}, key="attributes")
+
+    net, saved = made()
+    net.layers[1] = nn.Tanh()
+    del net.layers[2]
+    live_net, live = made()
+    state = stored(saved.state_dict())
+    live.check_state_dict(state)
+    assert live.load_state_dict(state) == ()
+    live.restore_now()
+    assert repr(live_net.layers) == repr(net.layers)
+    assert not lost(live)
+
+
+def test_a_copy_of_a_model_that_training_makes_is_made_again(stored: Any) -> None:
+    def made() -> tuple[nn.Module, Any, UserState]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Flatten())
+        best = Criterion(None)
+        return model, best, UserState({"it": best}, key="attributes", foreign=lambda: [model])
+
+    model, best, saved = made()
+    best.net = copy.deepcopy(model).eval()
+    best.net[0].weight.data.fill_(2.0)
+    best.net[1](torch.ones(2, 2))
+    best.net[0].weight.requires_grad_(False)
+    state = stored(saved.state_dict())
+    assert not lost(saved)
+    _, again, live = made()
+    live.check_state_dict(state)
+    live.load_state_dict(state)
+    live.restore_now()
+    assert again.net(torch.ones(3, 2)).tolist() == best.net(torch.ones(3, 2)).tolist()
+    flags = [[p.requires_grad for p in each.parameters()] for each in (again.net, best.net)]
+    assert flags[0] == flags[1] == [False, True, True, True]
+    assert all(type(each) is nn.Parameter for each in again.net.parameters())
+    assert str(again.net) == str(best.net)
+    assert not again.net.training
+
+
+@pytest.mark.parametrize("name", ["forward", "-1", ""])
+def test_names_of_modules_are_numbers(name: str) -> None:
     state = UserState({"it": Tracker()}, key="attributes")
-    wrong = {**state.state_dict(), "copies": {"it": {"forward": "original"}}}
-    with pytest.raises(StateMismatchError, match="copies"):
-        state.check_state_dict(wrong)
+    slot = ["it", "modules", "", [0]]
+    nodes = [["dict", [name], [[1]], None], ["object", "it.original", "test.Sums"]]
+    wrong = {**state.state_dict(), "slots": [slot], "nodes": json.dumps(nodes)}
+    state.check_state_dict(wrong)
+    state.load_state_dict(wrong)
+    with pytest.raises(StateMismatchError):
+        state.restore_now()

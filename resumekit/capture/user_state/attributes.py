@@ -1,14 +1,13 @@
 """The slots of one object, which hold its user state: attributes, flags, parameters, buffers.
 
 Also the submodules of modules. Each value of a module is restored into the live module at its path.
-A submodule that the script adds during training has none. A copy of another one, as torchmetrics'
-MetricTracker appends it in each epoch (1.9 wrappers/tracker.py ``increment``), is recreated; all
-others are reported.
+A submodule that training adds has none: it is reported. Those of a ModuleList with nothing in their
+``state_dict`` are values of the list: torchmetrics' MetricTracker appends one in each epoch (1.9
+wrappers/tracker.py ``increment``).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import operator
@@ -69,6 +68,7 @@ class Role(str, Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     EXTRA_STATE = "extra_state"
+    MODULES = "modules"  # of a ModuleList, by name: those without anything in their state_dict
     STATE = "state_dict"
     OPTIMIZER = "state"  # and param groups, of an optimizer that no component saves
     CELL = "cell"  # a variable of a closure
@@ -193,6 +193,29 @@ def _write_requires_grad(owner: Any, name: str, value: bool) -> None:
         parameter.requires_grad_(value)
 
 
+def _read_modules(parent: nn.ModuleList, _: str) -> dict[str, nn.Module]:
+    found = registered(parent, "modules").items()
+    numbered = {name: each for name, each in found if name.isdecimal() and each is not None}
+    return {name: each for name, each in numbered.items() if not _has_state(each)}
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(
+        next(tensors_in_state_dict(each), None) is not None
+        or type(each).get_extra_state is not nn.Module.get_extra_state
+        for each in module.modules()
+    )
+
+
+def _write_modules(parent: nn.ModuleList, _: str, modules: Mapping[str, nn.Module]) -> None:
+    children = registered(parent, "modules")
+    for name in _read_modules(parent, ""):
+        del children[name]
+    children.update(modules)
+    for name in sorted(filter(str.isdecimal, children), key=int):  # the order of a list
+        children[name] = children.pop(name)
+
+
 def _cell(function: Any, name: str) -> CellType:
     cell: CellType = function.__closure__[function.__code__.co_freevars.index(name)]
     return cell
@@ -227,6 +250,7 @@ _READ: dict[Role, Callable[[Any, str], Any]] = {
     Role.PARAMETER: lambda owner, name: registered(owner, "parameters")[name],
     Role.BUFFER: lambda owner, name: registered(owner, "buffers")[name],
     Role.EXTRA_STATE: lambda owner, _: owner.get_extra_state(),
+    Role.MODULES: _read_modules,
     Role.STATE: lambda owner, _: owner,
     Role.OPTIMIZER: _read_optimizer,
     Role.CELL: lambda owner, name: _cell(owner, name).cell_contents,
@@ -245,6 +269,7 @@ _WRITE: dict[Role, Callable[[Any, str, Any], Any]] = {
         registered(owner, "buffers"), name, value
     ),
     Role.EXTRA_STATE: lambda owner, _, value: owner.set_extra_state(value),
+    Role.MODULES: _write_modules,
     Role.STATE: lambda owner, _, value: None,  # such an object has loaded its state
     Role.OPTIMIZER: _write_optimizer,
     Role.CELL: lambda owner, name, value: setattr(_cell(owner, name), "cell_contents", value),
@@ -388,6 +413,8 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Slot,
     for name, buffer in registered(module, "buffers").items():
         if buffer is not None and (not in_component or name in loose):
             yield Slot(module, Role.BUFFER, name), buffer
+    if isinstance(module, nn.ModuleList):
+        yield Slot(module, Role.MODULES, ""), _read_modules(module, "")
     if type(module).get_extra_state is nn.Module.get_extra_state:
         values = vars(module)
         for name in _names_in(values):
@@ -440,92 +467,34 @@ def without_wrappers(value: Any) -> Any:
 # ---------------------------------------------------------------- changed submodules
 
 Classes = Mapping[str, Mapping[str, str]]  # of the direct submodules, by name, by path
-Copies = Mapping[str, Mapping[str, str]]  # the name of the original, by name, by path
 
 
 def submodules_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The class of each direct submodule, by name, for each module among some objects, by path."""
-    return {
-        path: {name: class_name(each) for name, each in submodules(module)}
-        for path, module in objects.items()
-        if isinstance(module, nn.Module)
-    }
+    """The class of each direct submodule, by name, for each module among some objects, by path.
 
-
-def copies_in(former: Classes, objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The submodules that training appended to a ModuleList as copies of one that was there.
-
-    Such a copy has the class of its original, and nothing in its ``state_dict``: what it holds is
-    user state. A layer with parameters is none, as an optimizer may not know them yet.
-
-    Args:
-        former: ``submodules_of`` of the module as the script made it.
-        objects: the objects as they are, by path.
+    Without those that are values of their ModuleList.
     """
     found: dict[str, dict[str, str]] = {}
     for path, module in objects.items():
-        if not isinstance(module, nn.ModuleList) or path not in former:
-            continue
-        originals = {kind: name for name, kind in reversed([*former[path].items()])}
-        for name, each in submodules(module):
-            original = originals.get(class_name(each))
-            if name not in former[path] and original is not None and not each.state_dict():
-                found.setdefault(path, {})[name] = original
+        if isinstance(module, nn.Module):
+            values = _read_modules(module, "") if isinstance(module, nn.ModuleList) else {}
+            names = ((name, each) for name, each in submodules(module) if name not in values)
+            found[path] = {name: class_name(each) for name, each in names}
     return found
 
 
-def copied_paths(copies: Copies) -> list[str]:
-    """The paths of the copies."""
-    return [f"{path}.{name}" for path, names in copies.items() for name in names]
-
-
-def are_copies(given: Any) -> bool:
-    """Whether a value of a checkpoint is what ``copies_in`` gives."""
-    return isinstance(given, dict) and all(
-        isinstance(originals, dict)
-        and all(name.isdecimal() and isinstance(each, str) for name, each in originals.items())
-        for originals in given.values()
-    )
-
-
-def restore_copies(saved: Copies, former: Classes, objects: Mapping[str, Any]) -> bool:
-    """Makes the copies that a checkpoint has, and removes those that it lacks.
-
-    Args:
-        saved: ``copies_in`` when it was written.
-        former: ``submodules_of`` of the modules as the script made them.
-        objects: the objects as they are, by path.
-
-    Returns:
-        Whether there were any.
-    """
-    live = copies_in(former, objects)
-    for path, originals in saved.items():
-        parent = objects.get(path)
-        modules = registered(parent, "modules") if isinstance(parent, nn.ModuleList) else {}
-        for name in live.get(path, {}).keys() - originals.keys():
-            del modules[name]
-        for name, original in originals.items():
-            if name not in modules and original in modules:
-                modules[name] = copy.deepcopy(modules[original])
-    return bool(saved)
-
-
-def submodule_lines(
-    former: Classes, objects: Mapping[str, Any], copies: Copies
-) -> Iterator[CaptureLine]:
+def submodule_lines(former: Classes, objects: Mapping[str, Any]) -> Iterator[CaptureLine]:
     """A line for each submodule that differs, by its path.
 
     Args:
         former: ``submodules_of`` when training began.
         objects: the objects as they are, by path.
-        copies: those that are restored.
     """
     now = submodules_of(objects)
     for path in former.keys() & now.keys():
         for name in sorted(former[path].keys() | now[path].keys()):
             before, after = former[path].get(name), now[path].get(name)
-            if before == after or _is_lazy(before) or name in copies.get(path, {}):
+            if before == after or _is_lazy(before):
                 continue
             what = "added" if before is None else "removed" if after is None else "replaced"
             key = f"{path}.{name}"

@@ -61,7 +61,7 @@ class Decoder:
         self._nodes, self._data = nodes, data
         self._walk = walk
         self._device = device
-        self._classes = LiveClasses(walk.objects.values())
+        self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._made: dict[int, Any] = {}
         self._uses = Counter(
             id(each.value) for each in walk.seen.values() if isinstance(each.value, torch.Tensor)
@@ -92,6 +92,17 @@ class Decoder:
         live = None if present is None else present.value
         self._require_compatible(path, encoded, live)
         self.assign(slot, self.value(encoded, live, path))
+        if slot.role is Role.MODULES and not self._are_modules(encoded):
+            raise self._mismatch(path, "other names and values", "the modules of a list")
+
+    def _are_modules(self, encoded: Any) -> bool:
+        """Whether it is a dict of modules by their numbers."""
+        node = self._nodes[encoded[0]] if isinstance(encoded, list) else [""]
+        return (
+            node[0] == "dict"
+            and all(isinstance(key, str) and key.isdecimal() for key in node[1])
+            and all(isinstance(self.value(e, None, ""), nn.Module) for e in self._items(node[2]))
+        )
 
     def assign(self, slot: Slot, value: Any) -> None:
         """Adds a slot that ``run`` sets to a live value, when the objects are filled."""
@@ -141,6 +152,7 @@ class Decoder:
             "call": self._call,
             "live": self._live,
             "tensor": self._tensor,
+            "parameter": self._tensor,
             "array": self._array,
             "buffer": self._buffer,
             "objects": self._objects,
@@ -287,6 +299,8 @@ class Decoder:
         made = saved.detach().clone()
         if was_on_device and device is not None:
             made = made.to(device)
+        if node[0] == "parameter":
+            return nn.Parameter(made, requires_grad and made.is_floating_point())
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
 
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:

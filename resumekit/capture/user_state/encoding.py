@@ -14,17 +14,18 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.attributes import without_wrappers
+from resumekit.capture.user_state.attributes import Role, Slot, without_wrappers
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.value_types import (
     CODE,
@@ -64,12 +65,12 @@ _NUM_FIELDS = {
     **dict.fromkeys(("array", "data", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
-    **dict.fromkeys(("namedtuple", "tensor", "new", *NODE_MAPPINGS), 4),
+    **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", *NODE_MAPPINGS), 4),
 }
 
 # What lies beside the table: the field with its index, and its type.
 _DATA: dict[str, tuple[int, Any]] = {
-    "tensor": (1, torch.Tensor),
+    **dict.fromkeys(("tensor", "parameter"), (1, torch.Tensor)),
     "array": (1, np.ndarray),
     "buffer": (2, bytes),
     "data": (1, object),
@@ -121,7 +122,7 @@ class LiveClasses:
 
 def _module_of(value: Any) -> str:
     owner = value if kind_of(value) in CODE else type(value)
-    return value["__name__"] if type(value) is dict else str(owner.__module__)
+    return str(value.get("__name__") if type(value) is dict else owner.__module__)
 
 
 def class_name_of(kind: type) -> str:
@@ -151,7 +152,7 @@ class Encoder:
         self._walk = walk
         self._known = known
         self._foreign = walk.foreign
-        self._classes = LiveClasses(walk.objects.values())
+        self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._indices: dict[int, int] = {}
 
     def encode(self, seen: Seen, *, is_known: bool) -> Any:
@@ -208,7 +209,8 @@ class Encoder:
             if value.layout is not torch.strided:
                 raise UncapturedError(f"a tensor of layout {value.layout}")
             is_on_device = value.device.type != "cpu"
-            return ["tensor", self._beside(value.detach()), is_on_device, value.requires_grad]
+            name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
+            return [name, self._beside(value.detach()), is_on_device, value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", self._beside(value)]
         if kind is Kind.ARRAY and value.dtype == object:
@@ -287,14 +289,26 @@ class Encoder:
         if self._known.get(path) == name and not (kind in CODE and is_library(value)):
             return ["object", path, name]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
-        if kind is not Kind.OBJECT or not is_ours:
+        if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
-        attributes = {}
-        for each in self._walk.by_owner[path]:
-            if each.is_ignored or each.problem:
-                raise UncapturedError(f"{each.slot.label(path)} in it cannot be saved")
-            attributes[f"{each.slot.role.value}:{each.slot.name}"] = self._value(each.value)
+        is_known, self._is_known = self._is_known, False  # no launch has what it refers to
+        attributes = {
+            f"{slot.role.value}:{slot.name}": self._value(each)
+            for slot, each in self._attributes_of(kind, value, path)
+        }
+        self._is_known = is_known
         return ["new", path, name, attributes]
+
+    def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[Slot, Any]]:
+        """All that makes up a new object; of a module also what torch keeps in it."""
+        if kind is Kind.MODULE:
+            for name, each in vars(value).items():
+                yield Slot(value, Role.ATTRIBUTE, name), each
+            return
+        for seen in self._walk.by_owner[path]:
+            if seen.is_ignored or seen.problem:
+                raise UncapturedError(f"{seen.slot.label(path)} in it cannot be saved")
+            yield seen.slot, seen.value
 
 
 def read_nodes(where: str, state: Mapping[str, Any], values: Iterable[Any]) -> list[Any]:

@@ -36,7 +36,6 @@ def moved_state(
         "slots": [[moved(entry[0]), *entry[1:]] for entry in state["slots"]],
         "first": {moved(path): digest for path, digest in state["first"].items()},
         "lost": [moved(path) for path in state["lost"]],
-        "copies": {moved(path): each for path, each in state.get("copies", {}).items()},
     }
 
 

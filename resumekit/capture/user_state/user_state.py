@@ -18,12 +18,8 @@ from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
     Slot,
-    are_copies,
-    copied_paths,
-    copies_in,
     may_appear,
     registered,
-    restore_copies,
     submodule_lines,
     submodules_of,
 )
@@ -76,7 +72,6 @@ class _Changes(NamedTuple):
         data: what lies beside it.
         values: the encoded values, by path.
         problems: why others that differ cannot be saved, by path.
-        copies: submodules that are copies of others, see ``copies_in``.
     """
 
     found: Walk
@@ -84,7 +79,6 @@ class _Changes(NamedTuple):
     data: list[Any]
     values: dict[str, Any]
     problems: dict[str, Problem]
-    copies: dict[str, dict[str, str]]
 
 
 class UserState(ComponentState):
@@ -131,7 +125,6 @@ class UserState(ComponentState):
         self._first: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
         self._known: dict[str, str] = {}
-        self._made_submodules: Mapping[str, Mapping[str, str]] = {}
         self._unsaved_from_start: set[str] = set()
         self.extend_baseline(self._holders)
 
@@ -192,7 +185,6 @@ class UserState(ComponentState):
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = copy.deepcopy(each.value)
         self._known = {**found.kinds(), **self._known}
-        self._made_submodules = {**submodules_of(found.objects), **self._made_submodules}
         self._unsaved_from_start |= found.unsaved()
         return found
 
@@ -225,17 +217,14 @@ class UserState(ComponentState):
             "data": changes.data,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
-            "copies": changes.copies,
             "holders": {name: {} for name in self._holders},  # without content, so it may be empty
             "waiting": [dict(each) for each in self._waiting],
         }
 
     def _encoded(self, found: Walk) -> _Changes:
         """What differs from the baseline, as it is saved."""
-        copies = copies_in(self._made_submodules, found.objects)
-        known = self._known_in(found, copies)
-        encoder = Encoder(found, known)
-        changed = self._changed(found, known)
+        encoder = Encoder(found, self._known)
+        changed = self._changed(found)
         values: dict[str, Any] = {}
         problems: dict[str, Problem] = {}
         left = self._scope.limit_bytes
@@ -259,25 +248,17 @@ class UserState(ComponentState):
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
         nodes = json.dumps(encoder.nodes, separators=(",", ":"))
-        return _Changes(found, nodes, encoder.data, values, problems, copies)
+        return _Changes(found, nodes, encoder.data, values, problems)
 
-    def _changed(self, found: Walk, known: Mapping[str, str]) -> list[str]:
+    def _changed(self, found: Walk) -> list[str]:
         """The slots that differ, of the objects whose slots are saved one by one."""
         return [
             path
             for path, each in found.seen.items()
             if each.is_known
-            and each.owner in known
+            and each.owner in self._known
             and (path not in self._first or self._first[path] != each.digest)
         ]
-
-    def _known_in(self, found: Walk, copies: Mapping[str, Any]) -> Mapping[str, str]:
-        """The objects that each launch makes, and the copies, which are made again."""
-        paths = copied_paths(copies)
-        if not paths:
-            return self._known
-        new = {path: kind for path, kind in found.kinds().items() if is_below(path, paths)}
-        return {**self._known, **new}
 
     def _owners_of_new_unsaved(
         self, found: Walk, problems: Mapping[str, Problem]
@@ -298,9 +279,7 @@ class UserState(ComponentState):
 
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
-        now = self._walk()
-        copies = copies_in(self._made_submodules, now.objects)
-        changed = self._changed(now, self._known_in(now, copies))
+        changed = self._changed(self._walk())
         found = walk(self._holders, self._scope, ignore_floats=True)
         return {path: str(found.seen[path].digest) for path in changed if path in found.seen}
 
@@ -322,7 +301,7 @@ class UserState(ComponentState):
         ]
         if changes.found.is_cut:
             lines.append(CaptureLine(self.key, Fidelity.UNKNOWN, TOO_MANY))
-        lines += submodule_lines(self._submodules, changes.found.objects, changes.copies)
+        lines += submodule_lines(self._submodules, changes.found.objects)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     def _is_reported(self, owner: Any) -> bool:
@@ -346,8 +325,6 @@ class UserState(ComponentState):
                 raise StateMismatchError(
                     self.key, found=f"damaged: {entry!r:.60}", expected="a slot"
                 )
-        if not are_copies(state.get("copies", {})):
-            raise StateMismatchError(self.key, found="other copies", expected="those of a list")
         read_nodes(self.key, state, [entry[3] for entry in state["slots"]])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -365,9 +342,7 @@ class UserState(ComponentState):
             messages.append(
                 f"initial value changed in the script: {names}; using the script's value"
             )
-        copies = copied_paths(state.get("copies", {}))
-        lacking = (each for each in slots if self._has_gone(each[0]))
-        gone = sorted(label_of(each) for each in lacking if not is_below(each[0], copies))
+        gone = sorted(label_of(each) for each in slots if self._has_gone(each[0]))
         if gone:
             messages.append(f"not in this program, not restored: {_listed(gone)}")
         return tuple(messages)
@@ -421,9 +396,6 @@ class UserState(ComponentState):
             for path, each in found.seen.items():
                 if each.is_known:
                     self._first.setdefault(path, each.digest)
-        copies = {path: each for s in self._waiting for path, each in s.get("copies", {}).items()}
-        if restore_copies(copies, self._made_submodules, found.objects):
-            found = self._walk()
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)
@@ -431,18 +403,16 @@ class UserState(ComponentState):
         self._waiting = [each for each in waiting if each["slots"]]
         self._unsaved_from_start |= found.unsaved()
         self._submodules = {**submodules_of(found.objects), **self._submodules}
-        self._known = {**found.kinds(), **self._known}
+        appended = found.listed - self._known.keys()  # not each launch does it here
+        kinds = found.kinds().items()
+        made = {path: kind for path, kind in kinds if not appended or not is_below(path, appended)}
+        self._known = {**made, **self._known}
         return tuple(restored)
 
     def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What of a state is for holders that were not added yet."""
         slots = [each for each in saved["slots"] if not is_below(each[0], self._holders)]
-        copies = {
-            path: each
-            for path, each in saved.get("copies", {}).items()
-            if not is_below(path, self._holders)
-        }
-        return {**saved, "slots": slots, "copies": copies, "waiting": []}
+        return {**saved, "slots": slots, "waiting": []}
 
     def _restore(
         self, saved: Mapping[str, Any], found: Walk, *, skips: bool = False
@@ -470,7 +440,7 @@ class UserState(ComponentState):
             else:
                 restored.append(label_of(entry))
         kept = {*restored, *saved["lost"], *saved["first"]}
-        changed = [] if self._grows else self._changed(found, self._known)
+        changed = [] if self._grows else self._changed(found)
         for path in changed:
             if path in self._made and path not in kept and is_below(path, saved["holders"]):
                 decoder.assign(found.seen[path].slot, copy.deepcopy(self._made[path]))

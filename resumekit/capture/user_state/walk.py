@@ -180,6 +180,7 @@ class Walk:
         entered: the code of the functions whose globals were looked at.
         is_cut: whether there are more objects than are walked.
         names: of the globals that functions use, by the path of their module.
+        listed: the paths of modules that are values of a ModuleList.
     """
 
     foreign: Foreign
@@ -191,6 +192,7 @@ class Walk:
     entered: set[CodeType] = field(default_factory=set)
     is_cut: bool = False
     names: dict[str, set[str]] = field(default_factory=dict)
+    listed: set[str] = field(default_factory=set)
 
     def kinds(self) -> dict[str, str]:
         """The class of each object, by path."""
@@ -300,10 +302,15 @@ class _Walker:
             in_component = id(value) in self._foreign.of_components
             is_saved = value in self._foreign and not self._holder.lacks_state
             bookkeeping = _bookkeeping_of(value)
+            if isinstance(value, nn.Module):
+                for name, each in submodules(value):
+                    self.path_of(each, f"{path}.{name}")
             slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
             for slot, content in slots:
                 if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
                     self._look_at(slot, content, path)
+                if slot.role is Role.MODULES:
+                    self._found.listed.update(f"{path}.{name}" for name in content)
             self._follow(value, path)
         return self._found
 
@@ -321,9 +328,6 @@ class _Walker:
             self._enter(type(value), path)
             for each in hooks_of(value):
                 self._enter(each, path)
-        if kind is Kind.MODULE:
-            for name, each in submodules(value):
-                self.path_of(each, f"{path}.{name}")
         if self._holder.frame is not None and value is self._holder.value:
             self._use_globals(self._holder.frame.f_code, self._holder.frame.f_globals)
 
@@ -508,6 +512,11 @@ class Foreign:
                 self._tensors.append(each)
             elif each is not None:
                 self._ids.add(id(each))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules among them, with their submodules."""
+        return [*self._inside, *self._outside]
 
     def _addresses(self) -> Iterator[int]:
         """Of the memory of their tensors."""
