@@ -122,8 +122,8 @@ class LiveFrame:
 
     def variables(self) -> dict[str, Any]:
         """Returns the values of the live variables that have one."""
-        bound = _read_variables(self.frame)
-        return {name: bound[name] for name in self.names if name in bound}
+        bound = _read_variables(self.frame).items()
+        return {name: value for name, value in bound if name in self.names}
 
     def set(self, values: Mapping[str, Any]) -> None:
         """Sets live variables, all at once.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +170,44 @@ def test_a_copy_of_a_model_that_training_makes_is_made_again(stored: Any) -> Non
     assert all(type(each) is nn.Parameter for each in again.net.parameters())
     assert str(again.net) == str(best.net)
     assert not again.net.training
+
+
+class Wrapping(nn.Module):
+    """Keeps a function that belongs to it alone, and an object of a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.log = logging.getLogger("x")
+        self.double = functools.wraps(self.double)(lambda: self.weight * 2)  # type: ignore[method-assign]
+
+    def double(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("has_twin", [True, False])
+def test_what_cannot_be_saved_of_a_new_module_is_that_of_a_copy(
+    has_twin: bool, stored: Any
+) -> None:
+    def made() -> tuple[Any, UserState]:
+        best = Criterion(None)
+        foreign = [Wrapping()] if has_twin else []
+        return best, UserState({"it": best}, key="attributes", foreign=lambda: foreign)
+
+    best, saved = made()
+    best.net = Wrapping()
+    best.net.weight.data.fill_(3.0)
+    if not has_twin:
+        assert set(lost(saved)) == {"it.net"}
+        return
+    state = stored(saved.state_dict())
+    again, live = made()
+    live.check_state_dict(state)
+    live.load_state_dict(state)
+    live.restore_now()
+    again.net.weight.data.add_(1.0)
+    assert again.net.weight.tolist() == [4.0, 4.0]
+    assert best.net.double().tolist() == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("name", ["forward", "-1", ""])

@@ -539,3 +539,23 @@ def test_floats_are_left_out_of_what_two_runs_are_compared_by() -> None:
     assert compared[0] == compared[1] != {}
     other.n = 4
     assert states[1].comparable_state() != compared[0]
+
+
+def test_a_table_of_a_former_version_is_read() -> None:
+    old = Holder(weights=torch.zeros(2), names=["a"], box=np.zeros(2), again=None)
+    live = user_state(one=old)
+    nodes = [
+        ["tensor", torch.ones(2), False, False],
+        ["list", ["b", 3], None],
+        ["array", np.ones(2)],
+    ]
+    slots = [
+        ["one", "attribute", name, value]
+        for name, value in (("weights", [0]), ("names", [1]), ("box", [2]), ("again", [1]))
+    ]
+    state = {"slots": slots, "nodes": nodes, "first": {}, "lost": [], "holders": {}}
+    live.check_state_dict(state)
+    live.load_state_dict(state)
+    live.restore_now()
+    assert (old.weights.tolist(), old.names, old.box.tolist()) == ([1, 1], ["b", 3], [1, 1])
+    assert old.again is old.names

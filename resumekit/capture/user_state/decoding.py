@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from array import array
@@ -23,6 +24,7 @@ from resumekit.capture.user_state.encoding import (
     NODE_SEQUENCES,
     LiveClasses,
     can_be_made,
+    module_of,
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
@@ -146,7 +148,7 @@ class Decoder:
             return self._sequence(index, node, live, path)
         if kind in NODE_MAPPINGS:
             return self._mapping(index, node, live, path)
-        if kind in ("object", "new"):
+        if kind in ("object", "new", "copy"):
             return self._object(index, node, live, path)
         make = {
             "call": self._call,
@@ -256,9 +258,9 @@ class Decoder:
             kind = self._classes.get(name)
             if kind is None or not can_be_made(kind):
                 raise self._mismatch(path, "no such class in this program", name)
-            made = object.__new__(kind)
+            made = object.__new__(kind) if node[0] == "new" else self._copy_of(name, path)
         self._made[index] = made
-        if node[0] == "new":
+        if node[0] != "object":
             for key, each in node[3].items():
                 role, _, attribute = key.partition(":")
                 slot = Slot(made, Role(role), attribute)
@@ -266,6 +268,14 @@ class Decoder:
                 value = self.value(each, present and present.value, slot.label(saved_path))
                 self._actions.append(functools.partial(slot.set, value))
         return made
+
+    def _copy_of(self, name: str, path: str) -> Any:
+        """A copy of a live module of a class."""
+        twin = module_of(name, self._walk, self._walk.objects)
+        try:
+            return copy.deepcopy(twin)
+        except Exception as error:
+            raise self._mismatch(path, f"no copy of {name}: {error}", "one") from error
 
     def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:
         """The live method or partial, or one with the same function and other arguments."""

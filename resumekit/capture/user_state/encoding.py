@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -65,7 +65,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("array", "data", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
-    **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", *NODE_MAPPINGS), 4),
+    **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
 }
 
 # What lies beside the table: the field with its index, and its type.
@@ -120,6 +120,13 @@ class LiveClasses:
         return found
 
 
+def module_of(name: str, walk: Walk, known: Container[str]) -> nn.Module | None:
+    """The first live module of a class, among those at known paths and those saved elsewhere."""
+    modules = (each for path, each in walk.objects.items() if path in known)
+    found = (each for each in chain(modules, walk.foreign.modules) if isinstance(each, nn.Module))
+    return next((each for each in found if is_same_class(name, class_name(each))), None)
+
+
 def _module_of(value: Any) -> str:
     owner = value if kind_of(value) in CODE else type(value)
     return str(value.get("__name__") if type(value) is dict else owner.__module__)
@@ -166,12 +173,16 @@ class Encoder:
         Raises:
             UncapturedError: it cannot be stored.
         """
-        num_nodes, num_data = len(self.nodes), len(self.data)
         self._is_known = is_known
         if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
+        return self._whole(seen.value)
+
+    def _whole(self, value: Any) -> Any:
+        """The encoded value; nothing is left in the table where a part of it cannot be stored."""
+        num_nodes, num_data = len(self.nodes), len(self.data)
         try:
-            return self._value(seen.value)
+            return self._value(value)
         except UncapturedError:
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
@@ -292,12 +303,25 @@ class Encoder:
         if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
         is_known, self._is_known = self._is_known, False  # no launch has what it refers to
-        attributes = {
-            f"{slot.role.value}:{slot.name}": self._value(each)
-            for slot, each in self._attributes_of(kind, value, path)
-        }
+        made_by, attributes = "new", {}
+        for slot, each in self._attributes_of(kind, value, path):
+            try:
+                attributes[f"{slot.role.value}:{slot.name}"] = self._whole(each)
+            except UncapturedError:
+                if kind is not Kind.MODULE or not self._is_in_copies(value, slot.name):
+                    raise
+                made_by = "copy"
         self._is_known = is_known
-        return ["new", path, name, attributes]
+        return [made_by, path, name, attributes]
+
+    def _is_in_copies(self, module: nn.Module, name: str) -> bool:
+        """Whether a copy of a live module of the class has such an attribute.
+
+        Functions that belong to one object, as torchmetrics 1.9 metric.py ``_wrap_update`` makes
+        them, and objects of libraries are made by no other means.
+        """
+        twin = module_of(class_name(module), self._walk, self._known)
+        return twin is not None and type(vars(twin).get(name)) is type(vars(module)[name])
 
     def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[Slot, Any]]:
         """All that makes up a new object; of a module also what torch keeps in it."""
@@ -311,8 +335,10 @@ class Encoder:
             yield seen.slot, seen.value
 
 
-def read_nodes(where: str, state: Mapping[str, Any], values: Iterable[Any]) -> list[Any]:
-    """The table of a saved state, as ``Decoder`` can follow it.
+def read_nodes(
+    where: str, state: Mapping[str, Any], values: Iterable[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The table of a saved state, and what lies beside it, as ``Decoder`` can follow them.
 
     Args:
         where: what errors call the state.
@@ -325,9 +351,8 @@ def read_nodes(where: str, state: Mapping[str, Any], values: Iterable[Any]) -> l
     mismatch = functools.partial(
         StateMismatchError, where, expected="user state", remedy="The checkpoint is damaged"
     )
-    data = state["data"]
     try:
-        nodes = json.loads(state["nodes"])
+        nodes, data = _table_of(state)
     except (ValueError, RecursionError) as error:
         raise mismatch(found=f"no JSON: {error}") from error
     if not isinstance(nodes, list):
@@ -345,7 +370,21 @@ def read_nodes(where: str, state: Mapping[str, Any], values: Iterable[Any]) -> l
             is_index = len(value) == 1 and type(value[0]) is int
             if not is_index or not 0 <= value[0] < len(nodes):
                 raise mismatch(found="a reference to nothing")
-    return nodes
+    return nodes, data
+
+
+def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    if isinstance(state["nodes"], str):
+        return json.loads(state["nodes"]), state["data"]
+    data: list[Any] = []  # a former version kept the content in the nodes
+    nodes = []
+    for node in state["nodes"]:
+        field, _ = _DATA.get(node[0], (None, None)) if node else (None, None)
+        if field is not None and field < len(node):
+            data.append(node[field])
+            node = [*node[:field], len(data) - 1, *node[field + 1 :]]
+        nodes.append(node)
+    return nodes, data
 
 
 def _at(data: Sequence[Any], index: Any, otherwise: Any) -> Any:
@@ -372,7 +411,7 @@ def _is_surrogate(character: str) -> bool:
 def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:
     """What a node is made of; a reference to nothing where that is malformed."""
     kind = node[0]
-    if kind == "new":
+    if kind in ("new", "copy"):
         return node[3].values() if isinstance(node[3], dict) else [[]]
     fields = [_at(data, node[index], node[index]) for index in _REFERENCES.get(kind, ())]
     are_lists = all(isinstance(each, list) for each in fields)

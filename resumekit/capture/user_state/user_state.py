@@ -316,8 +316,10 @@ class UserState(ComponentState):
     # ---------------------------------------------------------------- restoring
 
     def check_state_dict(self, state: Any) -> None:
-        fields = {"slots": list, "nodes": str, "data": list, "first": dict, "lost": list}
-        require_fields(self.key, state, {**fields, "holders": dict})
+        fields = {"slots": list, "first": dict, "lost": list, "holders": dict}
+        is_former = isinstance(state, dict) and isinstance(state.get("nodes"), list)
+        table = {"nodes": list} if is_former else {"nodes": str, "data": list}
+        require_fields(self.key, state, {**fields, **table})
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
@@ -425,8 +427,8 @@ class UserState(ComponentState):
             skips: what needs an object that is not there yet is left out.
         """
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
-        nodes = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
-        decoder = Decoder(self.key, nodes, saved["data"], found, device_of(given))
+        table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
+        decoder = Decoder(self.key, *table, found, device_of(given))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
