@@ -663,6 +663,20 @@ def test_a_step_that_the_scaler_skips_is_seen_by_its_private_name() -> None:
     assert scaler._per_optimizer_states is not before
 
 
+def test_steps_of_an_optimizer_that_takes_over_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(tmp_path, marks=False)
+    opt: Any = sgd(steps.net)
+    with steps.ckpt:
+        for number, x in steps.batches():
+            descend(steps.net, x, opt)
+            if number == 4:
+                opt = torch.optim.ASGD(steps.net.parameters(), lr=0.1)
+    assert steps.ckpt.progress.step == 12
+    assert ".opt: lost (an ASGD that training made" in caplog.text
+
+
 def test_steps_of_optimizers_that_are_not_of_the_run_count_none(tmp_path: Path) -> None:
     steps = Steps(tmp_path, marks=False, transient={"other"})
     opt, other = sgd(steps.net), sgd(network())

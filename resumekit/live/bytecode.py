@@ -398,8 +398,9 @@ def _is_harmless(simulation: Simulation, offset: int) -> bool:
     """Whether an instruction changes nothing that a later step reads."""
     instruction = simulation.instructions[offset]
     if instruction.opname in CALLS:
-        path = split_callee(simulation.popped(offset))[0].path
-        return path[-1:] != () and path[-1] in _LOGGING | _QUERIES
+        callee = split_callee(simulation.popped(offset))[0]
+        is_of_text = not callee.names and callee.text.startswith(("'", '"'))  # "{}".format
+        return is_of_text or (callee.path != () and callee.path[-1] in _LOGGING | _QUERIES)
     accesses = list_accesses(instruction)
     is_load = bool(accesses) and all(access == "load" for access, _ in accesses)
     return is_load or instruction.opname in _HARMLESS

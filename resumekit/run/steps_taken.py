@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from resumekit.capture import OptimizerState, ScalerState
+from resumekit.capture import OptimizerState, ScalerState, trained_parameters
 from resumekit.state import StateComponent
 
 
@@ -26,12 +28,14 @@ class StepsTaken:
         self._watched: list[Any] = []
         self._scalers: list[Any] = []
         self._hooks: list[Any] = []
+        self._trained: set[int] = set()  # ids of the parameters that the watched optimizers train
         self.forget()
 
     def watch(self, components: Iterable[StateComponent]) -> None:
         """Watches the optimizers and the gradient scalers of a run, each once.
 
-        A step of an optimizer inside another one counts as the outer one's. A step that a scaler
+        A step of an optimizer inside another one counts as the outer one's, that of one which
+        trains the same parameters, as in a second phase, as a step of any. A step that a scaler
         skips is one too, unless all optimizers have to step.
         """
         for state in (each.stateful for each in components):
@@ -40,6 +44,11 @@ class StepsTaken:
             if isinstance(state, ScalerState) and not _is_in(state.scaler, self._scalers):
                 self._scalers.append(state.scaler)
                 self._updates.append(_last_update(state.scaler))
+        if self._watched and not self._trained:
+            hook = register_optimizer_step_post_hook(partial(_note_other, ref(self)))
+            self._hooks.append(hook)
+            finalize(self, hook.remove)
+        self._trained = {id(each) for each in trained_parameters(self._watched)}
 
     def _watch_optimizer(self, optimizer: Any) -> None:
         if _is_in(optimizer, self._watched):
@@ -61,11 +70,11 @@ class StepsTaken:
             return bool(self._has_stepped) and all(self._has_stepped)
         now = map(_last_update, self._scalers)
         has_updated = (new is not old for new, old in zip(now, self._updates, strict=True))
-        return any(self._has_stepped) or any(has_updated)
+        return self._other_has_stepped or any(self._has_stepped) or any(has_updated)
 
     def forget(self) -> None:
         """The steps taken so far are counted."""
-        self._has_stepped = [False] * len(self._watched)
+        self._has_stepped, self._other_has_stepped = [False] * len(self._watched), False
         self._updates = [*map(_last_update, self._scalers)]
         self._num_of_engine = 0 if self._engine is None else self._engine.global_steps
 
@@ -76,6 +85,19 @@ class StepsTaken:
 
     def _note(self, number: int, *_: Any) -> None:
         self._has_stepped[number] = True
+
+    def note_other(self, optimizer: Any) -> None:
+        """An optimizer has stepped; it counts where it trains what a watched one trains."""
+        trained = trained_parameters([optimizer])
+        if not self._other_has_stepped and any(id(each) in self._trained for each in trained):
+            self._other_has_stepped = True
+
+
+def _note_other(steps: ReferenceType[StepsTaken], optimizer: Any, *_: Any) -> None:
+    """Runs after each step of any optimizer in this process; keeps no run alive."""
+    found = steps()
+    if found is not None:
+        found.note_other(optimizer)
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -179,9 +179,9 @@ class Wrapping(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
         self.log = logging.getLogger("x")
-        self.double = functools.wraps(self.double)(lambda: self.weight * 2)  # type: ignore[method-assign]
+        self.bound = functools.wraps(self.twice)(lambda: self.weight * 2)
 
-    def double(self) -> torch.Tensor:
+    def twice(self) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_saved_of_a_new_module_is_that_of_a_copy(
     live.restore_now()
     again.net.weight.data.add_(1.0)
     assert again.net.weight.tolist() == [4.0, 4.0]
-    assert best.net.double().tolist() == [6.0, 6.0]
+    assert best.net.bound().tolist() == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("name", ["forward", "-1", ""])

@@ -559,3 +559,31 @@ def test_a_table_of_a_former_version_is_read() -> None:
     live.restore_now()
     assert (old.weights.tolist(), old.names, old.box.tolist()) == ([1, 1], ["b", 3], [1, 1])
     assert old.again is old.names
+
+
+def test_an_object_keeps_its_path_when_a_shorter_one_leads_to_it(stored: Any) -> None:
+    def made() -> tuple[Holder, UserState]:
+        script = Holder(inner=Holder(net=nn.Linear(2, 2)), alias=None)
+        return script, user_state(script=script)
+
+    script, saved = made()
+    script.inner.net.weight.data.fill_(2.0)
+    script.alias = script.inner.net
+    assert saved.findings() == ()
+    assert paths(saved) == {"script.alias", "script.inner.net.weight"}
+    again, live = made()
+    passed_on(saved, live, stored)
+    assert again.alias is again.inner.net
+    assert again.inner.net.weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
+def test_an_optimizer_that_training_makes_is_reported(kind: Any) -> None:
+    net = nn.Linear(2, 2)
+    script = Holder(optimizer=torch.optim.SGD(net.parameters(), 0.1))
+    given = [net, script.optimizer]
+    state = UserState({"script": script}, key=KEY, foreign=lambda: given)
+    script.optimizer = kind(net.parameters(), 0.2)
+    (line,) = state.findings()
+    assert (line.key, line.fidelity) == ("script.optimizer", Fidelity.LOST)
+    assert "no launch can make" in line.reason

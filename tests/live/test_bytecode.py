@@ -549,6 +549,9 @@ def test_a_count_that_is_only_logged_is_recognised():
                 log.info("step %d", i)
             if (i + 1) % 10 == 0 and loss:
                 bar.set_postfix(step=i, loss=loss)
+            if i % log.interval == 0:
+                print("{} of {}: {:.6f}".format(i * len(batch), len(bar.data), loss.item()))  # noqa: UP032  programs do
+                print("%d" % i, ", ".join([str(i)]))  # noqa: UP031
         return loss
 
     def unused(batches):

@@ -313,7 +313,7 @@ def contents(
         yield from _with_values(_slots_of_function(owner))
     elif kind is Kind.CLASS:
         yield from _of_class(owner)
-    elif isinstance(owner, _OF_TORCH):
+    elif isinstance(owner, OF_TORCH):
         yield from _with_values(_slots_of_torch(owner, is_saved=is_saved))
     elif owner is not holder.value and _is_simple(class_of(owner)):  # most objects
         for name, value in vars(owner).items():
@@ -369,7 +369,7 @@ def _of_class(kind: type) -> Iterator[tuple[Slot, Any]]:
 
 
 # What torch keeps in these, their components save; the position of a loader is part of the data.
-_OF_TORCH = (Optimizer, LRScheduler, DataLoader)
+OF_TORCH = (Optimizer, LRScheduler, DataLoader)
 _OF_LOADER = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator"})
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.attributes import Role, Slot, without_wrappers
+from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
 from resumekit.capture.user_state.digests import UncapturedError
 from resumekit.capture.user_state.value_types import (
     CODE,
@@ -139,9 +139,13 @@ def class_name_of(kind: type) -> str:
 
 @functools.cache
 def can_be_made(kind: type) -> bool:
-    """Whether an object of a class of the user's is its attributes: no code runs to make it."""
+    """Whether an object of a class of the user's is its attributes: no code runs to make it.
+
+    An optimizer, a schedule or a loader has more than is read of it.
+    """
     maker: Any = kind.__new__
-    return maker is object.__new__ and not hasattr(kind, "__del__")
+    is_plain = maker is object.__new__ and not hasattr(kind, "__del__")
+    return is_plain and not issubclass(kind, OF_TORCH)
 
 
 class Encoder:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 from torch import nn
 
@@ -40,6 +41,7 @@ from resumekit.capture.user_state.walk import (
     Seen,
     Walk,
     over_limit,
+    paths_of,
     trained_parameters,
     walk,
 )
@@ -114,6 +116,7 @@ class UserState(ComponentState):
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
+        self._paths: dict[int, tuple[str, ReferenceType[Any]]] = {}  # of what the script made
         self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
         self._submodules: dict[str, dict[str, str]] = {}  # as they were just before the first batch
@@ -185,6 +188,7 @@ class UserState(ComponentState):
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = copy.deepcopy(each.value)
         self._known = {**found.kinds(), **self._known}
+        self._paths.update(paths_of(found.objects))
         self._unsaved_from_start |= found.unsaved()
         return found
 
@@ -280,7 +284,7 @@ class UserState(ComponentState):
     def comparable_state(self) -> dict[str, Any]:
         """The digests of what differs, without floats: some are read from a clock."""
         changed = self._changed(self._walk())
-        found = walk(self._holders, self._scope, ignore_floats=True)
+        found = walk(self._holders, self._scope, ignore_floats=True, paths=self._paths)
         return {path: str(found.seen[path].digest) for path in changed if path in found.seen}
 
     def findings(self) -> tuple[CaptureLine, ...]:
@@ -469,7 +473,7 @@ class UserState(ComponentState):
     # ---------------------------------------------------------------- helpers
 
     def _walk(self) -> Walk:
-        found = walk(self._holders, self._scope, too_large=self._too_large)
+        found = walk(self._holders, self._scope, too_large=self._too_large, paths=self._paths)
         self.objects, self.code = found.objects, found.code.values()
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 import xxhash
@@ -211,12 +212,23 @@ class Walk:
         return found
 
 
+Paths = Mapping[int, tuple[str, ReferenceType[Any]]]  # of objects, by id
+
+
+def paths_of(objects: Mapping[str, Any]) -> Iterator[tuple[int, tuple[str, ReferenceType[Any]]]]:
+    """The path of each object that a weak reference can have."""
+    for path, each in objects.items():
+        if class_of(each).__weakrefoffset__:
+            yield id(each), (path, ref(each))
+
+
 def walk(
     holders: Mapping[str, Holder],
     scope: Scope,
     *,
     ignore_floats: bool = False,
     too_large: Mapping[str, int] | None = None,
+    paths: Paths | None = None,
 ) -> Walk:
     """Finds and digests the user state that is reachable from the root objects.
 
@@ -227,8 +239,9 @@ def walk(
         scope: what is left out.
         ignore_floats: digest each Python float as the same one: some are read from a clock.
         too_large: the ids of values of too many objects, which are not looked at again, by path.
+        paths: that objects have had; they keep them, where a shorter way leads to them now.
     """
-    walker = _Walker(holders, scope, too_large or {}, ignore_floats=ignore_floats)
+    walker = _Walker(holders, scope, too_large or {}, paths or {}, ignore_floats=ignore_floats)
     found = walker.run()
     vars(walker).clear()  # it and its digests refer to each other, and to all that was found
     return found
@@ -267,10 +280,11 @@ class _Walker:
         holders: Mapping[str, Holder],
         scope: Scope,
         too_large: Mapping[str, int],
+        former: Paths,
         *,
         ignore_floats: bool,
     ) -> None:
-        self._scope, self._too_large = scope, too_large
+        self._scope, self._too_large, self._former = scope, too_large, former
         self._foreign = Foreign(scope.foreign(), holders.values())
         self._found = Walk(self._foreign)
         self._is_of_library = False  # the object whose slots are looked at
@@ -390,6 +404,9 @@ class _Walker:
         return self._add(path, value, self._holder)
 
     def _add(self, path: str, value: Any, holder: Holder) -> str:
+        former, reference = self._former.get(id(value), (path, None))
+        if reference is not None and reference() is value:
+            path = former
         while path in self._found.objects:
             path += "'"
         self._found.paths[id(value)] = path
