@@ -62,15 +62,11 @@ def in_a_class() -> Any:
 def in_a_default() -> Any:
     """The default of an argument."""
 
-    def change(loss: float, losses: list[float] = [1.0]) -> None:  # noqa: B006  that is the form
-        losses.append(loss)
-        weight.losses = losses
+    def change(loss: float | None, losses: list[float] = [1.0]) -> float:  # noqa: B006  the form
+        losses += [] if loss is None else [loss]
+        return sum(losses) / len(losses)
 
-    def weight() -> float:
-        return sum(weight.losses) / len(weight.losses)
-
-    weight.losses = [1.0]
-    return weight, change
+    return lambda: change(None), change
 
 
 def in_a_partial() -> Any:
@@ -128,11 +124,12 @@ def in_an_object() -> Any:
 def in_a_module() -> Any:
     """A buffer of a module that nothing trains."""
     norm = nn.BatchNorm1d(1, affine=False)
+    mean: Any = norm.running_mean
 
     def change(loss: float) -> None:
         norm(torch.tensor([[loss], [2 * loss]]))
 
-    return lambda: 0.5 + float(norm.running_mean), change
+    return lambda: 0.5 + float(mean), change
 
 
 FORMS: dict[str, Form] = {name: form for name, form in globals().items() if name.startswith("in_a")}

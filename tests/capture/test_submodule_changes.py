@@ -147,10 +147,13 @@ def test_a_module_without_parameters_is_replaced_and_removed_again(
     assert not lost(live)
 
 
-def test_a_copy_of_a_model_that_training_makes_is_made_again(stored: Any) -> None:
+@pytest.mark.parametrize("begins_with_it", [False, True])
+def test_a_copy_of_a_model_that_training_makes_is_made_again(
+    begins_with_it: bool, stored: Any
+) -> None:
     def made() -> tuple[nn.Module, Any, UserState]:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Flatten())
-        best = Criterion(None)
+        best = Criterion(model if begins_with_it else None)
         return model, best, UserState({"it": best}, key="attributes", foreign=lambda: [model])
 
     model, best, saved = made()

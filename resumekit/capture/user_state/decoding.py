@@ -37,6 +37,16 @@ from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
 
+# The nodes that may replace a live value of these kinds.
+_REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
+    Kind.GENERATOR: ("generator",),
+    Kind.STATEFUL: ("stateful",),
+    Kind.MODULE: ("object", "new", "copy"),
+    Kind.CALL: ("call",),
+    Kind.FUNCTION: ("live",),
+    Kind.CLASS: ("live",),
+}
+
 
 class Decoder:
     """Makes live values of encoded ones, in the live objects where they can hold them.
@@ -46,7 +56,7 @@ class Decoder:
     Args:
         where: what errors call the state.
         nodes: the table, from ``read_nodes``.
-        data: what lies beside it.
+        data: what is next to it.
         walk: of the live objects.
         device: where tensors are made that were on a device.
     """
@@ -113,10 +123,9 @@ class Decoder:
     def _require_compatible(self, path: str, encoded: Any, live: Any) -> None:
         saved = self._nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
         kind = kind_of(live)
-        needed = {Kind.GENERATOR: "generator", Kind.STATEFUL: "stateful", Kind.MODULE: "object"}
-        needed |= {Kind.CALL: "call", Kind.FUNCTION: "live", Kind.CLASS: "live"}
-        is_same = needed.get(kind, saved) == saved
-        if not is_same or (kind is Kind.LEAF and saved not in ("tensor", "live")):
+        if (kind in _REPLACEABLE_BY and saved not in _REPLACEABLE_BY[kind]) or (
+            kind is Kind.LEAF and saved not in ("tensor", "live")
+        ):
             expected = f"what can hold {saved}, as when the checkpoint was written"
             raise self._mismatch(path, describe(live), expected)
 

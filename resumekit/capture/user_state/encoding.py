@@ -3,7 +3,7 @@
 Every container, tensor, array and object becomes a node of one flat table, and a value that refers
 to it is ``[index]``: aliases and cycles stay what they were. What JSON has stands for itself. The
 table is one text: thousands of nodes take milliseconds. What is no text, as a tensor, is in a list
-beside it, and the node has its index. No class is looked up by a name from the file alone: see
+next to it, and the node has its index. No class is looked up by a name from the file alone: see
 ``LiveClasses``.
 """
 
@@ -68,7 +68,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
 }
 
-# What lies beside the table: the field with its index, and its type.
+# What is next to the table: the field with its index, and its type.
 _DATA: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("tensor", "parameter"), (1, torch.Tensor)),
     "array": (1, np.ndarray),
@@ -77,7 +77,7 @@ _DATA: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("generator", "stateful"), (2, object)),
 }
 _MAX_INT = 1 << 63
-_MAX_NUMBERS = 1024  # in the text; longer lists lie beside it
+_MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 
 # The fields that are lists of references or plain values, or the index of a list of numbers.
 _REFERENCES = {
@@ -202,7 +202,7 @@ class Encoder:
             self.nodes[index] = self._node(kind_of(value), value)
         return [index]
 
-    def _beside(self, value: Any) -> int:
+    def _next_to(self, value: Any) -> int:
         """The index of what is no text."""
         self.data.append(value)
         return len(self.data) - 1
@@ -225,15 +225,15 @@ class Encoder:
                 raise UncapturedError(f"a tensor of layout {value.layout}")
             is_on_device = value.device.type != "cpu"
             name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
-            return [name, self._beside(value.detach()), is_on_device, value.requires_grad]
+            return [name, self._next_to(value.detach()), is_on_device, value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
-            return ["array", self._beside(value)]
+            return ["array", self._next_to(value)]
         if kind is Kind.ARRAY and value.dtype == object:
             return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
-            return ["generator", class_name(value), self._beside(generator_state(value))]
+            return ["generator", class_name(value), self._next_to(generator_state(value))]
         if kind is Kind.STATEFUL and value not in self._foreign:
-            return ["stateful", class_name(value), self._beside(value.state_dict())]
+            return ["stateful", class_name(value), self._next_to(value.state_dict())]
         if self._is_known and (kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor):
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
@@ -248,12 +248,12 @@ class Encoder:
             arguments = value.__reduce__()[1]
             return ["constant", type(value).__name__, self._items(arguments)]
         if kind is Kind.BUFFER:
-            return ["buffer", getattr(value, "typecode", ""), self._beside(bytes(value))]
+            return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
         if isinstance(value, Enum):
             return ["enum", class_name(value), value.name]
         is_number = isinstance(value, np.generic) and not value.dtype.hasobject
         if is_number or type(value) in SCALARS:
-            return ["data", self._beside(value)]
+            return ["data", self._next_to(value)]
         if type(value) not in TORCH_CONSTANTS:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
         name = {torch.dtype: "dtype", torch.device: "device"}.get(type(value), "size")
@@ -280,7 +280,7 @@ class Encoder:
     def _items(self, values: Iterable[Any]) -> list[Any] | int:
         items = list(values)
         if len(items) > _MAX_NUMBERS and {*map(type, items)} <= {int, float}:
-            return self._beside(items)
+            return self._next_to(items)
         return [self._value(each) for each in items]
 
     def _item(self, key: Any, value: Any) -> Any:
@@ -342,11 +342,11 @@ class Encoder:
 def read_nodes(
     where: str, state: Mapping[str, Any], values: Iterable[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The table of a saved state, and what lies beside it, as ``Decoder`` can follow them.
+    """The table of a saved state, and what is next to it, as ``Decoder`` can follow them.
 
     Args:
         where: what errors call the state.
-        state: has the text under ``nodes``, and what lies beside it under ``data``.
+        state: has the text under ``nodes``, and what is next to it under ``data``.
         values: that refer to the table.
 
     Raises:

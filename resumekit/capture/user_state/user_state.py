@@ -71,7 +71,7 @@ class _Changes(NamedTuple):
     Args:
         found: the walk that saw it.
         nodes: the table that the values refer to, as text.
-        data: what lies beside it.
+        data: what is next to it.
         values: the encoded values, by path.
         problems: why others that differ cannot be saved, by path.
     """
