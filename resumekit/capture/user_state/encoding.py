@@ -251,8 +251,7 @@ class Encoder:
             return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
         if isinstance(value, Enum):
             return ["enum", class_name(value), value.name]
-        is_number = isinstance(value, np.generic) and not value.dtype.hasobject
-        if is_number or type(value) in SCALARS:
+        if type(value) in SCALARS or _is_number(value):
             return ["data", self._next_to(value)]
         if type(value) not in TORCH_CONSTANTS:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
@@ -406,6 +405,10 @@ def _is_text(value: Any) -> bool:
     if kind is str:
         return bool(value.isascii()) or not any(map(_is_surrogate, value))
     return kind is bool or value is None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.generic) and not value.dtype.hasobject
 
 
 def _is_surrogate(character: str) -> bool:
