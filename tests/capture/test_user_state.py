@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import random
@@ -587,3 +588,12 @@ def test_an_optimizer_that_training_makes_is_reported(kind: Any) -> None:
     (line,) = state.findings()
     assert (line.key, line.fidelity) == ("script.optimizer", Fidelity.LOST)
     assert "no launch can make" in line.reason
+
+
+def test_paths_of_objects_that_have_gone_are_forgotten() -> None:
+    state = user_state()
+    for _ in range(5):
+        state.add({"it": Holder(part=Holder())})
+    gc.collect()
+    state.add({"other": Holder()})
+    assert sorted(path for path, _ in state._paths.values()) == ["it", "it.part", "other"]

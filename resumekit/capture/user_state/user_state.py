@@ -188,7 +188,8 @@ class UserState(ComponentState):
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = copy.deepcopy(each.value)
         self._known = {**found.kinds(), **self._known}
-        self._paths.update(paths_of(found.objects))
+        alive = {each: path for each, path in self._paths.items() if path[1]() is not None}
+        self._paths = {**alive, **paths_of(found.objects)}
         self._unsaved_from_start |= found.unsaved()
         return found
 

@@ -215,11 +215,13 @@ class Walk:
 Paths = Mapping[int, tuple[str, ReferenceType[Any]]]  # of objects, by id
 
 
-def paths_of(objects: Mapping[str, Any]) -> Iterator[tuple[int, tuple[str, ReferenceType[Any]]]]:
+def paths_of(objects: Mapping[str, Any]) -> Paths:
     """The path of each object that a weak reference can have."""
-    for path, each in objects.items():
-        if class_of(each).__weakrefoffset__:
-            yield id(each), (path, ref(each))
+    return {
+        id(each): (path, ref(each))
+        for path, each in objects.items()
+        if class_of(each).__weakrefoffset__
+    }
 
 
 def walk(
