@@ -29,6 +29,7 @@ from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, read_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import (
+    SCALARS,
     Kind,
     is_code,
     is_library,
@@ -186,12 +187,18 @@ class UserState(ComponentState):
             if is_script or self.is_large(each) or is_code(each.value):
                 self._first[path] = each.digest
                 if each.is_plain and _is_small(each.value):
-                    self._made[path] = copy.deepcopy(each.value)
+                    self._made[path] = self._kept(each.value)
         self._known = {**found.kinds(), **self._known}
         alive = {each: path for each, path in self._paths.items() if path[1]() is not None}
         self._paths = {**alive, **paths_of(found.objects)}
         self._unsaved_from_start |= found.unsaved()
         return found
+
+    def _kept(self, value: Any) -> Any:
+        """A plain value as it is now; of containers that are never set back only that they were."""
+        if self._grows:
+            return value if type(value) in SCALARS else ...
+        return copy.deepcopy(value)
 
     def is_large(self, seen: Seen) -> bool:
         """Whether a value takes much of what may be saved."""
