@@ -40,7 +40,7 @@ _CLOCKS = frozenset({"perf_counter", "monotonic", "time", "process_time", "threa
 _COUNTERS = frozenset({("enumerate",), ("zip",), ("itertools", "islice"), ("islice",)})
 _LOGGING = frozenset(
     {
-        *("print", "log", "debug", "info", "warning", "error", "critical"),
+        *("print", "flush", "log", "debug", "info", "warning", "error", "critical"),
         *("set_description", "set_postfix", "set_postfix_str"),
         *("add_scalar", "add_scalars", "log_metrics", "log_dict"),
     }

@@ -547,6 +547,7 @@ def test_a_count_that_is_only_logged_is_recognised():
             if i % 100 == 0:
                 print(f"{i}: {loss:.3f}")
                 log.info("step %d", i)
+                sys.stdout.flush()
             if (i + 1) % 10 == 0 and loss:
                 bar.set_postfix(step=i, loss=loss)
             if i % log.interval == 0:

@@ -378,7 +378,7 @@ def read_nodes(
 
 def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     if isinstance(state["nodes"], str):
-        return json.loads(state["nodes"]), state["data"]
+        return json.loads(state["nodes"] or "[]"), state["data"]
     data: list[Any] = []  # a former version kept the content in the nodes
     nodes = []
     for node in state["nodes"]:

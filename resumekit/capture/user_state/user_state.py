@@ -259,7 +259,7 @@ class UserState(ComponentState):
             problems[path] = Problem(
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
-        nodes = json.dumps(encoder.nodes, separators=(",", ":"))
+        nodes = json.dumps(encoder.nodes, separators=(",", ":")) if encoder.nodes else ""
         return _Changes(found, nodes, encoder.data, values, problems)
 
     def _changed(self, found: Walk) -> list[str]:

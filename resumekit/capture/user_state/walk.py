@@ -216,11 +216,11 @@ Paths = Mapping[int, tuple[str, ReferenceType[Any]]]  # of objects, by id
 
 
 def paths_of(objects: Mapping[str, Any]) -> Paths:
-    """The path of each object that a weak reference can have."""
+    """The path of each object that a weak reference can have; code is named by its module."""
     return {
         id(each): (path, ref(each))
         for path, each in objects.items()
-        if class_of(each).__weakrefoffset__
+        if class_of(each).__weakrefoffset__ and kind_of(each) not in CODE
     }
 
 

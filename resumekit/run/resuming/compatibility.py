@@ -139,7 +139,7 @@ def is_empty(state: Any) -> bool:
     """Whether there is nothing in a state, however its containers are nested."""
     if isinstance(state, Mapping):
         return all(map(is_empty, state.values()))
-    return isinstance(state, (list, tuple)) and not state
+    return isinstance(state, (list, tuple, str)) and not state
 
 
 # Settings that a restored state brings with it, by their names in the fingerprint: the options of
