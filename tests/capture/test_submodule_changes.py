@@ -213,6 +213,26 @@ def test_what_cannot_be_saved_of_a_new_module_is_that_of_a_copy(
     assert best.net.bound().tolist() == [6.0, 6.0]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "of_twin"),
+    [
+        ("position", iter([1, 2]), iter([1, 2])),
+        ("api_key", "hidden", "hidden"),
+        ("kinds", {int, list}, {int, dict}),
+        ("kinds", [iter([1])], [iter([1])]),
+    ],
+)
+def test_state_of_a_new_module_that_cannot_be_saved_is_none_of_a_copy(
+    name: str, value: Any, of_twin: Any
+) -> None:
+    best, twin, new = Criterion(None), Wrapping(), Wrapping()
+    saved = UserState({"it": best}, key="attributes", foreign=lambda: [twin])
+    setattr(twin, name, of_twin)
+    setattr(new, name, value)
+    best.net = new
+    assert set(lost(saved)) == {"it.net"}
+
+
 @pytest.mark.parametrize("name", ["forward", "-1", ""])
 def test_names_of_modules_are_numbers(name: str) -> None:
     state = UserState({"it": Tracker()}, key="attributes")

@@ -283,7 +283,7 @@ class Decoder:
         twin = module_of(name, self._walk, self._walk.objects)
         try:
             return copy.deepcopy(twin)
-        except Exception as error:
+        except Exception as error:  # the user's __deepcopy__ raises anything
             raise self._mismatch(path, f"no copy of {name}: {error}", "one") from error
 
     def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:

@@ -321,15 +321,23 @@ class Encoder:
         """Whether a copy of a live module of the class has such an attribute.
 
         Functions that belong to one object, as torchmetrics 1.9 metric.py ``_wrap_update`` makes
-        them, and objects of libraries are made by no other means.
+        them, and what is no state are made by no other means. All else has to be saved.
         """
-        twin = module_of(class_name(module), self._walk, self._known)
-        return twin is not None and type(vars(twin).get(name)) is type(vars(module)[name])
+        value, twin = vars(module)[name], module_of(class_name(module), self._walk, self._known)
+        there = None if twin is None else vars(twin).get(name)
+        if type(there) is not type(value):
+            return False
+        if kind_of(value) is Kind.CONTAINER:  # of functions: the same ones
+            return [*map(id, _items_of(value))] == [*map(id, _items_of(there))]
+        is_leaf = kind_of(value) is Kind.LEAF and not isinstance(value, torch.Tensor)
+        return is_leaf or kind_of(value) in CODE
 
     def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[Slot, Any]]:
         """All that makes up a new object; of a module also what torch keeps in it."""
         if kind is Kind.MODULE:
             for name, each in vars(value).items():
+                if is_secret(name, each):
+                    raise UncapturedError(f"it holds {name!r}, which looks like a secret")
                 yield Slot(value, Role.ATTRIBUTE, name), each
             return
         for seen in self._walk.by_owner[path]:
@@ -405,6 +413,10 @@ def _is_text(value: Any) -> bool:
     if kind is str:
         return bool(value.isascii()) or not any(map(_is_surrogate, value))
     return kind is bool or value is None
+
+
+def _items_of(container: Any) -> Iterable[Any]:
+    return chain(container, container.values()) if isinstance(container, dict) else container
 
 
 def _is_number(value: Any) -> bool:
