@@ -35,9 +35,9 @@ MAX_OBJECTS = 50_000  # that are walked, and that are digested one by one in a v
 TOO_MANY = f"more than {MAX_OBJECTS:,} objects"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
-_REPRESENTED = frozenset({bool, int, float, str, type(None)})
+_NUMBERS = frozenset({bool, int, float, complex, type(None)})
 _NESTED = frozenset({list, tuple, dict})
-_MAX_REPR = 64  # elements of a container whose digest is its repr
+_MAX_REPR = 64  # elements of a container whose digest is its repr, characters of a text in it
 _MIN_ROWS = 64  # shorter sequences are digested value by value
 
 
@@ -102,13 +102,9 @@ class Content:
         self.num_objects = 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
-            self.is_plain = type(value) in SCALARS
-            return number_digest(value, ignore_floats=self._ignore_floats)
-        met: set[int] = set()
-        if not self._ignore_floats and _is_short_and_plain(value, met):
-            text = repr(value)
-            self._left -= _OBJECT_BYTES * len(met) + len(text)
-            return type(value).__name__, text
+            self.is_plain = False
+            ignored = self._ignore_floats and isinstance(value, np.floating)
+            return "float" if ignored else (type(value).__name__, repr(value))
         before = self._left, self._left_memory
         hasher = xxhash.xxh3_128()
         try:
@@ -302,35 +298,47 @@ class Content:
             raise OverLimitError
 
 
-def _is_short_and_plain(value: Any, met: set[int]) -> bool:
-    """Whether it is a container of a few numbers, texts and such containers: its repr says it all.
+def plain_digest(value: Any, *, ignore_floats: bool) -> Any:
+    """What is equal for equal numbers, and for containers of a few plain values: their repr.
 
     Args:
-        value: any value.
-        met: the ids of the containers in it, to which it is added; no two may be one.
+        value: the value.
+        ignore_floats: see ``walk``; then containers have no such digest.
+
+    Returns:
+        The digest; None for any other value.
     """
     kind = type(value)
-    if kind not in _NESTED or len(value) + len(met) > _MAX_REPR or id(value) in met:
-        return False
-    met.add(id(value))
-    values = (*value, *value.values()) if kind is dict else value
-    others = {*map(type, values)} - _REPRESENTED
-    return not others or (
-        others <= _NESTED
-        and all(_is_short_and_plain(each, met) for each in values if type(each) in _NESTED)
-    )
+    if kind in _NESTED:
+        is_plain = not ignore_floats and _is_short_and_plain(value, kind, set())
+        return (kind.__name__, repr(value)) if is_plain else None
+    if ignore_floats and kind is float:
+        return "float"
+    return (kind.__name__, repr(value)) if kind in _NUMBERS else None
 
 
-def number_digest(value: Any, *, ignore_floats: bool) -> Any:
-    """What is equal for equal scalars that are no text.
+def _is_short_and_plain(value: Any, kind: Any, met: set[int]) -> bool:
+    """Whether it is a container of a few numbers, short texts and such containers.
 
     Args:
-        value: the scalar.
-        ignore_floats: see ``walk``.
+        value: the container.
+        kind: its class.
+        met: the ids of the containers in it, to which it is added; no two may be one.
     """
-    if ignore_floats and isinstance(value, (float, np.floating)):
-        return "float"
-    return type(value).__name__, repr(value)
+    if len(value) + len(met) > _MAX_REPR or id(value) in met:
+        return False
+    met.add(id(value))
+    for each in (*value, *value.values()) if kind is dict else value:
+        inner = type(each)
+        if inner is str:
+            is_short = len(each) <= _MAX_REPR
+        else:
+            is_short = inner in _NUMBERS or (
+                inner in _NESTED and _is_short_and_plain(each, inner, met)
+            )
+        if not is_short:
+            return False
+    return True
 
 
 _INDICES = {

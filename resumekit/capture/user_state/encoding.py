@@ -309,7 +309,7 @@ class Encoder:
         made_by, attributes = "new", {}
         for slot, each in self._attributes_of(kind, value, path):
             try:
-                attributes[f"{slot.role.value}:{slot.name}"] = self._whole(each)
+                attributes[slot.role + ":" + slot.name] = self._whole(each)
             except UncapturedError:
                 if kind is not Kind.MODULE or not self._is_in_copies(value, slot.name):
                     raise

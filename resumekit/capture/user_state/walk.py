@@ -34,7 +34,7 @@ from resumekit.capture.user_state.digests import (
     Content,
     OverLimitError,
     UncapturedError,
-    number_digest,
+    plain_digest,
     size_of,
 )
 from resumekit.capture.user_state.value_types import (
@@ -52,9 +52,6 @@ from resumekit.capture.user_state.value_types import (
 )
 from resumekit.live import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
-
-# None of these is a secret, or entered, or large.
-_NUMBERS = frozenset({bool, int, float, complex, type(None)})
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 
@@ -156,6 +153,8 @@ class Scope:
 
     def leaves_out(self, slot: Slot, path: str) -> bool:
         """Whether the user has named this slot of an object that is not named."""
+        if not self.transient:
+            return False
         may_be = slot.name in self._last_parts or slot.role is Role.REQUIRES_GRAD
         return may_be and self.is_transient(path)
 
@@ -290,6 +289,8 @@ class _Walker:
         self._foreign = Foreign(scope.foreign(), holders.values())
         self._found = Walk(self._foreign)
         self._is_of_library = False  # the object whose slots are looked at
+        self._left_out: Collection[str] = ()  # its attributes that a framework's adapter saves
+        self._data_only: Collection[str] = ()  # those whose plain values are no state
         self._num_of_libraries = 0  # objects
         self._num_digested = 0  # values in them
         self._used: set[tuple[int, tuple[str, ...]]] = set()  # the globals that were looked at
@@ -317,14 +318,16 @@ class _Walker:
             self._is_of_library = _is_of_library(value)
             in_component = id(value) in self._foreign.of_components
             is_saved = value in self._foreign and not self._holder.lacks_state
-            bookkeeping = _bookkeeping_of(value)
+            self._left_out, self._data_only = (), ()
             if isinstance(value, nn.Module):
+                self._left_out = attributes_set_by(_LIGHTNING, type(value))
                 for name, each in submodules(value):
                     self.path_of(each, f"{path}.{name}")
+            elif top_package(class_of(value)) not in LIBRARIES:
+                self._data_only = attributes_set_by(LIBRARIES, class_of(value))
             slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
             for slot, content in slots:
-                if slot.name not in bookkeeping or slot.role is not Role.ATTRIBUTE:
-                    self._look_at(slot, content, path)
+                self._look_at(slot, content, path)
                 if slot.role is Role.MODULES:
                     self._found.listed.update(f"{path}.{name}" for name in content)
             self._follow(value, path)
@@ -418,28 +421,21 @@ class _Walker:
         self._waiting.append((path, value, holder))
         return path
 
-    def _is_data_only(self, slot: Slot) -> bool:
-        """Whether plain values are no state: those that library code sets, caches and counters."""
-        if self._holder.data_only:
-            return True
-        if slot.role is not Role.ATTRIBUTE or isinstance(slot.owner, nn.Module):
-            return False
-        kind = class_of(slot.owner)
-        is_derived = top_package(kind) not in LIBRARIES
-        return is_derived and slot.name in attributes_set_by(LIBRARIES, kind)
-
     def _look_at(self, slot: Slot, value: Any, owner: str) -> None:
-        path = slot.label(owner)
-        if self._scope.transient and self._scope.leaves_out(slot, path):
+        path, name = slot.label(owner), slot.name
+        is_left_out = name in self._left_out and slot.role is Role.ATTRIBUTE
+        if is_left_out or is_secret(name, value) or self._scope.leaves_out(slot, path):
             return
-        if type(value) in _NUMBERS:  # most of them
-            if not self._is_data_only(slot):
-                number = number_digest(value, ignore_floats=self._ignores_floats)
-                self._found.seen[path] = Seen(slot, owner, value, number, True, False, None)
-        elif not is_secret(slot.name, value):
-            self._look_into(value, slot, path, owner)
+        # Plain values that library code sets are caches and counters.
+        data_only = name in self._data_only and slot.role is Role.ATTRIBUTE
+        data_only = data_only or self._holder.data_only
+        digest = plain_digest(value, ignore_floats=self._ignores_floats)  # of most of them
+        if digest is None:
+            self._look_into(value, slot, path, owner, data_only=data_only)
+        elif not data_only:
+            self._found.seen[path] = Seen(slot, owner, value, digest, True, False, None)
 
-    def _look_into(self, value: Any, slot: Slot, path: str, owner: str) -> None:
+    def _look_into(self, value: Any, slot: Slot, path: str, owner: str, *, data_only: bool) -> None:
         if self._is_ignored(value) or self._is_beyond_budget:
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
@@ -456,7 +452,7 @@ class _Walker:
         except UncapturedError as error:
             problem = Problem(str(error))
         self._num_digested += content.num_objects if self._is_of_library else 0
-        if problem or not (content.is_plain and self._is_data_only(slot)):
+        if problem or not (content.is_plain and data_only):
             size = before - content.num_left + content.num_skipped
             seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size)
             self._found.seen[path] = seen
@@ -495,13 +491,6 @@ def _is_of_library(value: Any) -> bool:
 def _is_stateless(code: Any) -> bool:
     """Whether a class or a function is of a library; a decorator of one may keep a function."""
     return is_library(code) and not getattr(code, "__closure__", None)
-
-
-def _bookkeeping_of(owner: Any) -> Collection[str]:
-    """What a framework keeps in the user's modules; its adapter saves what counts."""
-    if not isinstance(owner, nn.Module):
-        return ()
-    return attributes_set_by(_LIGHTNING, class_of(owner))
 
 
 class Foreign:
