@@ -107,6 +107,17 @@ def arguments_of_a_partial() -> Callable[[], list[float]]:
     return functools.partial(step, [])
 
 
+def method_of_a_class_in_a_partial() -> Callable[[], list[float]]:
+    rows: list[float] = []
+    append = functools.partial(list.append, rows)
+
+    def step() -> list[float]:
+        append(len(append.args[0]) + 7.0)
+        return list(append.args[0])
+
+    return step
+
+
 def decorated() -> Callable[[], list[float]]:
     inner = closure()
 
@@ -156,6 +167,7 @@ MAKERS = [
     attribute,
     class_attribute,
     arguments_of_a_partial,
+    method_of_a_class_in_a_partial,
     decorated,
     method_of_a_list,
     hook_of_a_module,

@@ -135,6 +135,7 @@ _HANDLE_BASES = frozenset({"torch.cuda.streams.Stream", "torch.cuda.streams.Even
 _NO_STATE = (
     *(types.ModuleType, io.IOBase, weakref.ReferenceType, inspect.Signature, BaseException),
     *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
+    *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
 )
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
