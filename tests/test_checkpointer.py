@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from failpoints import failing
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer as BaseCheckpointer
@@ -684,11 +686,55 @@ def test_extras_are_restored_in_place(tmp_path: Path) -> None:
 
 
 def test_a_value_that_cannot_be_stored_is_refused_by_path_before_any_write(tmp_path: Path) -> None:
-    job = Job(tmp_path, extras={"hook": {"on_step": lambda: None}})
+    extras: dict[str, Any] = {}
+
+    class Late(Job):
+        def on_batch(self, batch: Any) -> None:
+            super().on_batch(batch)
+            extras["hook"] = {"on_step": lambda: None}
+
+    job = Late(tmp_path, extras=extras)
     with pytest.raises(UnsupportedValueError, match="on_step"):
         job.train()
     assert steps(tmp_path) == []
     assert list((tmp_path / ".staging").iterdir()) == []
+
+
+HOLDERS = ("optimizer['param_groups'][0]", "lr_scheduler['state']", "extras['values']")
+
+
+def job_with(directory: Path, where: str, value: Any, **options: Any) -> tuple[Job, dict[str, Any]]:
+    """A job with a value in one of the holders, and the holder."""
+    extras: dict[str, Any] = {}
+    job = Job(directory, extras=extras, make_scheduler=lambda each: StepLR(each, 2), **options)
+    holders = (job.optimizer.param_groups[0], vars(job.scheduler), extras)
+    holder = holders[HOLDERS.index(where)]
+    holder["given"] = value
+    return job, holder
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+def test_what_no_save_can_store_is_refused_before_the_first_batch(
+    tmp_path: Path, where: str
+) -> None:
+    job, _ = job_with(tmp_path, where, [object()])
+    path = re.escape(f"{where}['given'][0]: an object of class")
+    with pytest.raises(UnsupportedValueError, match=f"^{path}"):
+        job.train()
+    assert job.losses == []
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.device("cpu"), torch.Size([2])])
+def test_a_constant_of_torch_is_restored_unless_its_component_is_excluded(
+    tmp_path: Path, where: str, value: Any
+) -> None:
+    job_with(tmp_path, where, value)[0].train(stop_after=5)
+    for excluded, expected in (({where.split("[")[0]}, None), (set[str](), value)):
+        resumed, holder = job_with(tmp_path, where, None, exclude=excluded)
+        resumed.checkpointer.resume()
+        resumed.checkpointer.close()
+        assert holder["given"] == expected
 
 
 def test_a_failing_save_raises_or_by_policy_warns_and_trains_on(

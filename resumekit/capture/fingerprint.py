@@ -120,7 +120,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Differ
 
 
 def plain(value: Any) -> Any:
-    """A JSON value: tensors as numbers, objects as the name of their type."""
+    """A JSON value: tensors as numbers, dtypes as text, other objects as the name of their type."""
     if isinstance(value, torch.Tensor):
         return plain(value.tolist()) if value.numel() <= 16 else f"<Tensor {tuple(value.shape)}>"
     if isinstance(value, np.generic):
@@ -129,6 +129,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value.value if isinstance(value, Enum) else value
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -28,13 +28,23 @@ from resumekit.run.loop_variables import LoopVariables
 from resumekit.run.options import Options
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
-from resumekit.state import CaptureLine, SharingPattern, Slot, StateComponent, check_components
+from resumekit.serialization import encode_local
+from resumekit.state import (
+    CaptureLine,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    Stateful,
+    check_components,
+)
 
 T = TypeVar("T")
 
 # The user states that follow functions, classes and globals: of a loop of the user's, which is the
 # first of them, or of a framework's.
 _LEADERS = (Slot.VARIABLES.value, f"{Slot.CALLBACKS.value}/attributes")
+# The slots whose states the script's constructors determine, but for their tensors and numbers.
+_BUILT = (Slot.OPTIMIZER.value, Slot.LR_SCHEDULER.value)
 
 
 def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
@@ -134,6 +144,20 @@ class RunComponents:
         self.all = check_components([*components, *added, *self._core])
         for leader in (each for each in self._user_states() if each.key in _LEADERS):
             leader.lead(_roots_of(components), weakly(self._code_of_others, []))
+
+    def check_storable(self) -> None:
+        """Checks that a save can store what the script has built: optimizers, schedulers, extras.
+
+        The states of objects in extras are left to the save: some streams begin when asked for one.
+
+        Raises:
+            UnsupportedValueError: a value cannot be stored; names its path.
+        """
+        given = {k: each for k, each in self._extras.items() if not isinstance(each, Stateful)}
+        encode_local(Slot.EXTRAS.value, {"values": given})
+        for each in self.all:
+            if each.slot in _BUILT and each.sharing_pattern is not SharingPattern.SHARDED:
+                encode_local(each.key, each.state.state_dict())
 
     def add_late(self, world: World) -> bool:
         """Adds the components of state that came into being after the start. Collective.

@@ -262,7 +262,8 @@ class Run:
         )
 
     def _start(self) -> ResumeReport:
-        """A fresh start, perhaps with the weights of another run."""
+        """A fresh start, perhaps with the weights of another run. Collective."""
+        self.world.on_first(self._components.check_storable)
         found, self._initial = self._initial, None
         if found is None:
             return ResumeReport(resumed=False)

@@ -10,13 +10,19 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
-from resumekit.serialization.dtypes import ELEMENT_TYPES, ElementType, dtype_from_json
+from resumekit.serialization.dtypes import (
+    ELEMENT_TYPES,
+    TORCH_CONSTANTS,
+    ElementType,
+    dtype_from_json,
+)
 from resumekit.serialization.leaves import dense_strides, flat_bytes, retyped
 from resumekit.serialization.limits import (
     FACTORIES,
@@ -161,6 +167,11 @@ class Decoder:
             self._arrays[key] = _ndarray(checked_shape(shape), dtype, buffer, order)
         return self._arrays[key]
 
+    def _constant(self, name: Any, _: int) -> Any:
+        if typed(str, name) in TORCH_CONSTANTS:
+            return TORCH_CONSTANTS[name]
+        return known_element(name, where=self._where).dtype  # raises: this torch has none
+
     def _tensor(self, body: Any, _: int) -> torch.Tensor:
         if not isinstance(body, dict):
             return self._named(body)
@@ -203,6 +214,9 @@ class Decoder:
         "$numpy_str": lambda self, body, depth: np.str_(typed(str, self._decode(body, depth))),
         "$numpy_bytes": lambda _, body, depth: np.bytes_(_bytes(body, depth)),
         "$array": _array,
+        "$torch": _constant,
+        "$device": lambda _, body, depth: _device(body, depth),
+        "$size": lambda _, body, depth: torch.Size(typed(int, each) for each in typed(list, body)),
         "$tensor": _tensor,
     }
 
@@ -256,7 +270,7 @@ def known_element(name: Any, *, where: str) -> ElementType:
     if element.torch_dtype is None:
         raise FormatVersionError(
             where,
-            found=f"a tensor of type {name}, which torch {torch.__version__} does not have",
+            found=f"the type {name}, which torch {torch.__version__} does not have",
             remedy="Install the torch that wrote the checkpoint, or a newer one",
         )
     return element
@@ -280,6 +294,14 @@ def _str(body: Any, _: int) -> str:
 
 def _bytes(body: Any, _: int) -> bytes:
     return bytes.fromhex(typed(str, body))
+
+
+def _device(body: Any, _: int) -> torch.device:
+    with suppress(RuntimeError):
+        found = torch.device(typed(str, body))
+        if str(found) == body:  # torch 2.13 takes "cuda:999" as another index
+            return found
+    raise ValueError(f"the device {body[:80]!r}")
 
 
 def _scalar(body: Any, _: int) -> Any:

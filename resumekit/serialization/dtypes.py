@@ -1,7 +1,7 @@
-"""The element types a tensor in a payload may have, by name.
+"""The element types a tensor in a payload may have, and other constants of torch, by name.
 
-The list is part of the format: a name that is not in it is damage, a name that is in it but that
-the running torch does not have needs a newer torch.
+The list of element types is part of the format: a name that is not in it is damage, a name that is
+in it but that the running torch does not have needs a newer torch.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ _TYPES = (
 )
 
 ELEMENT_TYPES: dict[str, ElementType] = {item.name: item for item in _TYPES}
+
+
+# The values of these types that this torch has, by the name that ``str`` gives: a name in a file is
+# looked up here and nowhere else.
+TORCH_CONSTANTS = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+}
 
 
 _BY_DTYPE = {item.torch_dtype: item for item in _TYPES}

@@ -17,6 +17,8 @@ Everything else is an object with one key that begins with ``$``:
 ``$namedtuple``   the type's name, the names of the fields, the elements
 ``$scalar``       a numpy scalar: dtype, hexadecimal bytes; ``$numpy_str``, ``$numpy_bytes``
 ``$array``        a numpy array: dtype, shape, ``"C"`` or ``"F"``, the name of its bytes
+``$torch``        a dtype, a layout or a memory format of torch, by name
+``$device``       a ``torch.device``, as text; ``$size``: the numbers of a ``torch.Size``
 ``$tensor``       the name of a tensor, or a view of one: of, dtype, shape, strides, offset in bytes
 ================  =====================================================================
 
@@ -125,6 +127,11 @@ class Encoder:
             Counter: lambda *given: {"$counter": self._pairs(*given)},
             defaultdict: self._default_dict,
             np.ndarray: self._array,
+            torch.dtype: _constant,
+            torch.layout: _constant,
+            torch.memory_format: _constant,
+            torch.device: lambda value, *_: {"$device": str(value)},
+            torch.Size: lambda value, *_: {"$size": list(value)},
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
         }
@@ -333,6 +340,10 @@ def _str(value: str, _: StatePath, __: int) -> Any:
     if _has_surrogates(value):  # JSON would join two of them to one character
         return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     return value
+
+
+def _constant(value: Any, _: StatePath, __: int) -> Any:
+    return {"$torch": str(value).removeprefix("torch.")}
 
 
 def _scalar(value: np.generic, path: StatePath) -> Any:

@@ -64,6 +64,12 @@ def test_what_only_one_side_has_is_a_difference() -> None:
     assert (found.name, found.then, found.now) == ("batch_size", None, 4)
 
 
+def test_a_dtype_and_a_device_are_settings() -> None:
+    then, now = run(kind=torch.float32, at=torch.device("cpu")), run(kind=torch.float16, at="cpu")
+    (found,) = differences(then, now)
+    assert (found.name, found.then, found.now) == ("kind", "torch.float32", "torch.float16")
+
+
 def test_versions_and_command_are_there() -> None:
     found = run()
     assert found["versions"]["torch"] == torch.__version__

@@ -26,7 +26,7 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.serialization import decode, read_payload
-from resumekit.serialization.dtypes import ELEMENT_TYPES
+from resumekit.serialization.dtypes import ELEMENT_TYPES, TORCH_CONSTANTS
 from resumekit.serialization.index import Index, Record, header
 from resumekit.storage import BLOCK_BYTES, BlockDigester
 
@@ -241,10 +241,13 @@ def test_an_index_of_a_newer_format_is_not_called_damaged(checkpoints: Any) -> N
 def test_a_dtype_that_this_torch_is_too_old_for_is_not_called_damaged(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = checkpoints.save({"model": torch.zeros(2, dtype=torch.float8_e8m0fnu)})
+    dtype = torch.float8_e8m0fnu
+    steps = [checkpoints.save({"model": value}) for value in (torch.zeros(2, dtype=dtype), dtype)]
     monkeypatch.delattr(torch, "float8_e8m0fnu")
-    with pytest.raises(FormatVersionError, match=r"float8_e8m0fnu, which torch .* does not have"):
-        read_payload(step, "state", 0)
+    monkeypatch.delitem(TORCH_CONSTANTS, "float8_e8m0fnu")
+    for step in steps:
+        with pytest.raises(FormatVersionError, match=r"float8_e8m0fnu, which torch .* does not "):
+            read_payload(step, "state", 0)
 
 
 TEXTS = {
@@ -326,6 +329,13 @@ TREES: dict[str, Any] = {
         {"$array": ["|V2147483647", [1], "C", "bytes"]},
         {"$array": ["|u1", [1] * 65 + [4], "C", "bytes"]}, {"$array": ["|u1", [4], ["C"], "bytes"]},
     ],
+    "torch": [
+        {"$torch": name} for name in ("load", "os", "dtype", "Tensor", "float", "torch.float32", "")
+    ] + [{"$torch": 1}, {"$torch": ["float32"]}, {"$torch": None}, {"$torch": {}}],
+    "device": [
+        {"$device": name} for name in ("gpu", "", "CPU", "cuda:-1", "cuda:999", "cpu\0", "cuda:01")
+    ] + [{"$device": 0}, {"$device": ["cpu"]}, {"$device": None}],
+    "size": [{"$size": 1}, {"$size": [1.0]}, {"$size": [True]}, {"$size": ["1"]}, {"$size": [[1]]}],
     "tensor": [{"$tensor": "none"}, {"$tensor": 1}, {"$tensor": ["float"]}, {"$tensor": {}}],
 }  # fmt: skip
 
@@ -376,8 +386,9 @@ def test_the_trees_above_are_wrong_in_one_point_only() -> None:
     right = [
         {"$blob": "bytes"}, {"$array": ["|u1", [4], "C", "bytes"]}, {"$tensor": VIEW},
         {"$namedtuple": ["A", ["x"], 1]}, {"$deque": [2, 1]}, {"$scalar": ["<f4", "00000000"]},
+        {"$torch": "float32"}, {"$device": "cuda:0"}, {"$size": [1]},
     ]  # fmt: skip
-    assert len(decode(right, _tensors())) == 6
+    assert len(decode(right, _tensors())) == 9
 
 
 def test_keys_made_to_collide_are_refused_before_they_cost_time() -> None:

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "subclass of dict": (MyDict, "MyDict"),
     "UserDict": (UserDict, "UserDict"),
     "subclass of deque": (lambda: type("Sub", (deque,), {})(), "Sub"),
-    "torch.Size": (lambda: torch.Size([1]), "torch.Size"),
+    "torch.finfo": (lambda: torch.finfo(torch.float32), "torch.finfo"),
     "torch.Generator": (torch.Generator, "Generator"),
     "defaultdict with a lambda": (lambda: defaultdict(lambda: 0), "default_factory"),
     "namedtuple with renamed fields": (lambda: Renamed(1, 2), "namedtuple Renamed"),

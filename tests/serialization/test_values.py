@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
@@ -36,6 +37,12 @@ class Level(IntEnum):
 class Mode(str, Enum):
     TRAIN = "train"
 
+
+TORCH_CONSTANTS = [
+    *(torch.float32, torch.bool, torch.complex32, torch.qint8, torch.strided, torch.sparse_coo),
+    *(torch.channels_last, torch.preserve_format, torch.device("cpu"), torch.device("cuda:1")),
+    *(torch.device("meta"), torch.Size([]), torch.Size([2, 0, 3])),
+]
 
 VALUES = {
     "none": None,
@@ -117,6 +124,7 @@ VALUES = {
         np.arange(2, dtype=np.longdouble),
         np.zeros((1,) * 20),
     ],
+    "torch constants": [TORCH_CONSTANTS, dict.fromkeys(TORCH_CONSTANTS, 1), set(TORCH_CONSTANTS)],
 }
 
 
@@ -133,9 +141,18 @@ def test_the_comparison_used_here_sees_small_differences(same: Same) -> None:
         (deque(maxlen=1), deque(maxlen=2)), (defaultdict(int), defaultdict(list)),
         (np.float32(1), np.float64(1)), (np.zeros(2), np.zeros((2, 1))), (complex(0, -0.0), 0j),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (Point(1, 2), (1, 2)), (Point(1, 2), Span(1, 2)),
+        (torch.float16, torch.bfloat16), (torch.float16, "float16"), (torch.Size([1]), (1,)),
+        (torch.device("cuda:0"), torch.device("cuda:1")), (torch.device("cpu"), "cpu"),
         ({1}, {True}), ("a", np.str_("a")), (math.nan, 0.0), ([1], [1, 2]), ({1: 1}, {}),
     ]  # fmt: skip
     assert not [pair for pair in pairs if same(*pair) or same(*reversed(pair))]
+
+
+def test_every_constant_of_torch_is_restored_as_itself(checkpoints: Any) -> None:
+    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    constants = [each for each in vars(torch).values() if isinstance(each, kinds)]
+    found = checkpoints.round_trip(constants)
+    assert all(each is constant for each, constant in zip(found, constants, strict=True))
 
 
 def test_an_enum_is_restored_as_its_value(checkpoints: Any, same: Same) -> None:
@@ -199,11 +216,13 @@ SCALARS = st.one_of(
     st.binary(max_size=5),
     stn.array_dtypes(max_size=2).flatmap(stn.from_dtype),
     stn.scalar_dtypes().flatmap(stn.from_dtype),
+    st.sampled_from(TORCH_CONSTANTS),
+    st.lists(st.integers(0, 2**62), max_size=4).map(torch.Size),
 )
 KEYS = st.recursive(
     st.one_of(
         st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3),
-        st.binary(max_size=3), st.complex_numbers(),
+        st.binary(max_size=3), st.complex_numbers(), st.sampled_from(TORCH_CONSTANTS),
     ),
     lambda keys: st.lists(keys, max_size=3).map(tuple) | st.builds(Point, keys, keys),
     max_leaves=4,
