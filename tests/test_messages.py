@@ -345,6 +345,34 @@ def test_a_setting_that_has_no_effect_is_one_warning_that_says_which_value_is_us
     ]
 
 
+def test_a_rate_that_the_loop_sets_is_none_of_the_settings_when_state_is_added_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(rate: float, leave_after: int) -> list[str]:
+        given = with_rate(rate)
+        optimizer = given["optimizer"]
+        with make(tmp_path, save_every=2, **given) as checkpointer:
+            for _ in checkpointer.batches(loader(40), epochs=1):
+                for parameter in given["model"].parameters():  # the gradients outlive their step
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.add_(1)
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.5 / (checkpointer.progress.step + 1)
+                optimizer.step()
+                checkpointer.step()
+                if checkpointer.progress.step == leave_after:
+                    break
+        newest = max(tmp_path.glob("step-*")) / "manifest.json"
+        assert '"model/gradients"' in newest.read_text()
+        return messages(caplog, logging.WARNING)
+
+    launch(0.5, leave_after=4)
+    assert launch(0.5, leave_after=8) == []
+    (warning,) = launch(0.25, leave_after=12)
+    assert warning.startswith("lr, initial_lr: the script says 0.25, the checkpoint's 0.5 is used")
+
+
 def test_a_setting_of_what_is_excluded_is_the_scripts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -255,11 +255,13 @@ class Run:
         )
         # The manifest holds rank 0's, which says nothing of what other groups have.
         alike = [each for each in self.components if not membership.recorded(each)]
-        self._fingerprint = fingerprint(
+        now = fingerprint(
             world_size=self.world.world_size,
             components=alike,
             record_command=options.record_command,
         )
+        # Of late components only: those of the start are the script's, and training changes them.
+        self._fingerprint = {**now, **self._fingerprint}
 
     def _start(self) -> ResumeReport:
         """A fresh start, perhaps with the weights of another run. Collective."""
