@@ -730,17 +730,34 @@ def test_an_epoch_without_any_step_is_an_error_and_many_batches_a_line(
     net = network()
     opt = sgd(net)
     loader = DataLoader(TensorDataset(torch.ones(50, 3)), batch_size=2)
-    ckpt = Checkpointer(tmp_path)
 
     def train() -> None:
-        with ckpt:
+        with Checkpointer(tmp_path) as ckpt:
             for (x,) in ckpt.batches(loader, epochs=1):
                 net(x).mean().backward()
         opt.step()
 
-    with caplog.at_level(logging.INFO), pytest.raises(LoopError, match="not one call of step"):
+    with (
+        caplog.at_level(logging.INFO, "resumekit"),
+        pytest.raises(LoopError, match="not one call of step"),
+    ):
         train()
     assert sum("no optimizer step in 20 batches" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("begins_at", "steps_every"), [(40, 1), (0, 25), (40, 25)])
+def test_a_loop_that_collects_before_it_trains_lacks_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, begins_at: int, steps_every: int
+) -> None:
+    net = network()
+    opt = sgd(net)
+    loader = DataLoader(TensorDataset(torch.ones(160, 3)), batch_size=2)
+    with caplog.at_level(logging.INFO, "resumekit"), Checkpointer(tmp_path) as ckpt:
+        for number, (x,) in enumerate(ckpt.batches(loader, epochs=1)):
+            if number >= begins_at and (number - begins_at) % steps_every == 0:
+                descend(net, x, opt)
+    assert ckpt.progress.step == len(range(begins_at, 80, steps_every))
+    assert not any("no optimizer step" in line for line in caplog.messages)
 
 
 def test_a_metric_belongs_to_the_step_that_was_just_taken(tmp_path: Path) -> None:

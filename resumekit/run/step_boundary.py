@@ -258,8 +258,10 @@ class StepBoundary:
 
     def _note_batches_without_step(self) -> None:
         self._num_batches_since_step += 1
-        is_late = self._num_batches_since_step > _MANY_BATCHES and self._steps_taken is not None
-        if is_late and "no step" not in self._warned:
+        steps, is_late = self._steps_taken, self._num_batches_since_step > _MANY_BATCHES
+        if steps is None or not is_late or self._run.counters.step or "no step" in self._warned:
+            return
+        if steps.has_gradients:
             self._warned.add("no step")
             question = "is gradient accumulation longer? Otherwise call step()"
             self._run.reporter.log(f"no optimizer step in {_MANY_BATCHES} batches: {question}")

@@ -72,6 +72,12 @@ class StepsTaken:
         has_updated = (new is not old for new, old in zip(now, self._updates, strict=True))
         return self._other_has_stepped or any(self._has_stepped) or any(has_updated)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients to step with: a loop that only collects data has none."""
+        trained = trained_parameters(self._watched)
+        return self._engine is not None or any(each.grad is not None for each in trained)
+
     def forget(self) -> None:
         """The steps taken so far are counted."""
         self._has_stepped, self._other_has_stepped = [False] * len(self._watched), False
