@@ -578,6 +578,15 @@ def test_an_object_keeps_its_path_when_a_shorter_one_leads_to_it(stored: Any) ->
     assert again.inner.net.weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
+@pytest.mark.parametrize("is_saved_elsewhere", [True, False])
+def test_a_short_dict_that_is_saved_elsewhere_is_left_out(*, is_saved_elsewhere: bool) -> None:
+    counts = {"steps": 0}
+    script = Holder(counts=counts)
+    state = user_state(*([counts] if is_saved_elsewhere else []), script=script)
+    counts["steps"] += 1
+    assert paths(state) == (set() if is_saved_elsewhere else {"script.counts"})
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
 def test_an_optimizer_that_training_makes_is_reported(kind: Any) -> None:
     net = nn.Linear(2, 2)

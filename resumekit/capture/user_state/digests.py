@@ -36,7 +36,7 @@ TOO_MANY = f"more than {MAX_OBJECTS:,} objects"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
-_NESTED = frozenset({list, tuple, dict})
+NESTED = frozenset({list, tuple, dict})
 _MAX_REPR = 64  # elements of a container whose digest is its repr, characters of a text in it
 _MIN_ROWS = 64  # shorter sequences are digested value by value
 
@@ -309,7 +309,7 @@ def plain_digest(value: Any, *, ignore_floats: bool) -> Any:
         The digest; None for any other value.
     """
     kind = type(value)
-    if kind in _NESTED:
+    if kind in NESTED:
         is_plain = not ignore_floats and _is_short_and_plain(value, kind, set())
         return (kind.__name__, repr(value)) if is_plain else None
     if ignore_floats and kind is float:
@@ -334,7 +334,7 @@ def _is_short_and_plain(value: Any, kind: Any, met: set[int]) -> bool:
             is_short = len(each) <= _MAX_REPR
         else:
             is_short = inner in _NUMBERS or (
-                inner in _NESTED and _is_short_and_plain(each, inner, met)
+                inner in NESTED and _is_short_and_plain(each, inner, met)
             )
         if not is_short:
             return False

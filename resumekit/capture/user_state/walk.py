@@ -30,6 +30,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.digests import (
     MAX_OBJECTS,
+    NESTED,
     TOO_MANY,
     Content,
     OverLimitError,
@@ -430,7 +431,8 @@ class _Walker:
         data_only = name in self._data_only and slot.role is Role.ATTRIBUTE
         data_only = data_only or self._holder.data_only
         digest = plain_digest(value, ignore_floats=self._ignores_floats)  # of most of them
-        if digest is None:
+        is_foreign = type(value) in NESTED and value in self._foreign
+        if digest is None or is_foreign:
             self._look_into(value, slot, path, owner, data_only=data_only)
         elif not data_only:
             self._found.seen[path] = Seen(slot, owner, value, digest, True, False, None)
