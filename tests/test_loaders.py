@@ -25,10 +25,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.data import stateful
+from resumekit.data.map_style import MapSource
 from resumekit.data.seeking import RecordingSampler
+from resumekit.data.stateful import StatefulSource
+from resumekit.data.stream_objects import ObjectsAtStart
 from resumekit.errors import ConfigurationError, DataPositionError, InexactError, LoopError
 
 
@@ -851,6 +855,7 @@ def test_without_the_saved_order_the_same_check_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RecordingSampler, "drawn_order", lambda self: None)
+    monkeypatch.setattr(MapSource, "follow_objects", lambda self, follow: None)
     with pytest.raises(DataPositionError, match="another order"):
         assert_kills_are_survived(loss_weighted, tmp_path)
 
@@ -877,6 +882,290 @@ def test_a_run_that_saves_draws_what_one_that_does_not_save_draws(
     never = launch(loop, tmp_path / "never", save_at=range(0))
     assert saves.seen == never.seen
     assert saves.weights() == never.weights()
+
+
+# ---------------------------------------------------------------- orders that last for many epochs
+
+
+class Spending(Sampler[Any]):
+    """Draws batches as it goes, of an order that lasts for several epochs."""
+
+    def __init__(self, length: int) -> None:
+        self.order = list(range(length))
+        self.used = self.num_given = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        order, first = self.order, self.num_given  # the order is shuffled in place
+        for _ in range(5):
+            position = self.used + first % 3 + int(np.random.choice(2))
+            self.num_given += 1
+            yield order[position : position + 2]
+            self.used += 2
+            if self.used > 6:
+                np.random.shuffle(order)
+                self.used = 0
+
+
+class SpendingOneByOne(Spending):
+    """The same, of single indices; it refers to the dataset."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(len(data))
+        self.data = data
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in super().__iter__():
+            yield from batch
+
+
+def spending(training: Training, **workers: Any) -> None:
+    data = DataLoader(Noisy(12), batch_sampler=Spending(12), **workers)
+    for batch in training.checkpointer.batches(data, epochs=4):
+        training.on(batch)
+
+
+def spending_with_workers(training: Training) -> None:
+    spending(training, num_workers=2)
+
+
+def spending_one_by_one(training: Training) -> None:
+    noisy = Noisy(12)
+    data = DataLoader(noisy, batch_sampler=BatchSampler(SpendingOneByOne(noisy), 2, True))
+    for batch in training.checkpointer.batches(data, epochs=4):
+        training.on(batch)
+
+
+def spending_and_set_back(training: Training) -> None:
+    """Training gives an attribute the value that the script made; the next epoch depends on it."""
+    sampler = Spending(12)
+    data = DataLoader(Noisy(12), batch_sampler=sampler)
+    for batch in training.checkpointer.batches(data, epochs=4):
+        training.on(batch)
+        if training.checkpointer.progress.batch < 4:
+            sampler.num_given = 0
+
+
+SPENDING = [spending, spending_one_by_one, spending_and_set_back]
+
+
+@pytest.mark.parametrize("loop", SPENDING, ids=lambda loop: loop.__name__)
+def test_a_sampler_that_keeps_its_state_is_set_to_the_start_of_the_epoch(
+    tmp_path: Path, loop: Loop
+) -> None:
+    assert_kills_are_survived(loop, tmp_path)
+    launch(loop, tmp_path / "strict", strict=True)
+
+
+def test_a_sampler_that_keeps_its_state_continues_exactly_with_workers(tmp_path: Path) -> None:
+    assert_kills_are_survived(spending_with_workers, tmp_path, num_wait=2)
+
+
+def test_without_the_samplers_at_the_start_of_the_epoch_the_same_check_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MapSource, "follow_objects", lambda self, follow: None)
+    with pytest.raises(InexactError, match="Spending gives another order"):
+        launch(spending, tmp_path / "strict", strict=True)
+    with pytest.raises(DataPositionError, match="another order"):
+        assert_kills_are_survived(spending, tmp_path / "killed")
+
+
+def test_without_the_values_at_the_safe_point_the_same_check_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectsAtStart, "set_back", lambda self: None)
+    with pytest.raises(AssertionError):
+        assert_kills_are_survived(spending_and_set_back, tmp_path)
+
+
+class SpendingAnIterator(Spending):
+    """A part of its state cannot be saved."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.indices = iter(range(10**6))
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(5):
+            first = next(self.indices) % 10
+            yield [first, first + int(np.random.choice(2))]
+
+
+class SpendingWithState(Spending):
+    """User state leaves out objects that have a state of their own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": [*self.order], "used": self.used, "num_given": self.num_given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.used, self.num_given = state["order"], state["used"], state["num_given"]
+
+
+def spending_an_iterator(training: Training) -> None:
+    data = DataLoader(Noisy(12), batch_sampler=SpendingAnIterator(12))
+    for batch in training.checkpointer.batches(data, epochs=4):
+        training.on(batch)
+
+
+def spending_with_state(training: Training) -> None:
+    data = DataLoader(Noisy(12), batch_sampler=SpendingWithState(12))
+    for batch in training.checkpointer.batches(data, epochs=4):
+        training.on(batch)
+
+
+def spending_rebuilt(training: Training) -> None:
+    order = [*range(12)]
+    for _ in training.checkpointer.epochs(4):
+        sampler = Spending(12)
+        sampler.order = order
+        data = DataLoader(Noisy(12), batch_sampler=sampler)
+        for batch in training.checkpointer.batches(data):
+            training.on(batch)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [spending_an_iterator, spending_with_state, spending_rebuilt],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_sampler_whose_start_is_not_saved_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: Loop
+) -> None:
+    launch(loop, tmp_path)
+    assert "gives another order when it is drawn again" in caplog.text
+
+
+# ---------------------------------------------------------------- loaders with a state of their own
+
+
+class SeesItsEndAgain:
+    """As torchtext's iterators: from its state at the end of an epoch it gives no batch."""
+
+    length = 4
+
+    def __init__(self) -> None:
+        self.used, self.start, self.is_restored = 0, random.getstate(), False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def draw_order(self) -> list[int]:
+        draws: Any = random
+        if self.is_restored:
+            draws = random.Random()
+            draws.setstate(self.start)
+        else:
+            self.start, self.used = random.getstate(), 0
+        self.is_restored = False
+        return list(draws.sample(range(8), 8))
+
+    def batches(self, order: list[int]) -> Iterator[torch.Tensor]:
+        for number in range(self.length):
+            if self.used <= number:
+                self.used += 1
+                noise = random.random()
+                yield torch.tensor([[float(i), noise] for i in order[2 * number :][:2]])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.batches(self.draw_order())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"used": self.used, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.used, self.start, self.is_restored = state["used"], state["start"], True
+
+
+class DrawsAtOnce(SeesItsEndAgain):
+    """It draws the order when the iterator is made."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.batches(self.draw_order())
+
+
+class StartsOver(DrawsAtOnce):
+    """Its state at the end of an epoch is that before the next one."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["used"] < self.length:
+            super().load_state_dict(state)
+
+
+class OfOneBatch(SeesItsEndAgain):
+    """Each epoch is over when its second batch is asked for."""
+
+    length = 1
+
+
+class ShufflesByItself(SeesItsEndAgain):
+    """It keeps the RNG state for the next epoch, and saves that of the current one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.start
+
+    def draw_order(self) -> list[int]:
+        if not self.is_restored:
+            self.start, self.used = self.current, 0
+        draws = random.Random()
+        draws.setstate(self.start)
+        self.is_restored, order = False, draws.sample(range(8), 8)
+        self.current = draws.getstate()
+        return order
+
+
+class NeverStarts(SeesItsEndAgain):
+    """From its state at the end of an epoch it gives no batch in the next one either."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not (self.is_restored and self.used == self.length):
+            yield from super().__iter__()
+
+
+def over_own_loader(kind: type[SeesItsEndAgain]) -> Loop:
+    def loop(training: Training) -> None:
+        data = kind()
+        for batch in training.checkpointer.batches(data, epochs=3):
+            training.on(batch)
+
+    loop.__name__ = kind.__name__
+    return loop
+
+
+OWN_LOADERS = [SeesItsEndAgain, ShufflesByItself, DrawsAtOnce, StartsOver, OfOneBatch]
+
+
+@pytest.mark.parametrize("kind", OWN_LOADERS, ids=lambda kind: kind.__name__)
+def test_a_loader_with_a_state_of_its_own_continues_exactly(
+    tmp_path: Path, kind: type[SeesItsEndAgain]
+) -> None:
+    loop = over_own_loader(kind)
+    assert_kills_are_survived(loop, tmp_path)
+    launch(loop, tmp_path / "strict", strict=True)
+
+
+def test_without_the_end_that_it_sees_again_the_same_check_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        StatefulSource, "_next_or_end", lambda self: next(self._iterator, stateful._END)
+    )
+    loop = over_own_loader(SeesItsEndAgain)
+    with pytest.raises(InexactError, match="its state at the end of an epoch gives no batch"):
+        launch(loop, tmp_path / "strict", strict=True)
+    with pytest.raises((AssertionError, LoopError)):
+        assert_kills_are_survived(loop, tmp_path / "killed")
+
+
+def test_a_loader_whose_end_gives_no_batch_at_all_is_refused_by_strict(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match="its state at the end of an epoch gives no batch"):
+        launch(over_own_loader(NeverStarts), tmp_path, strict=True)
 
 
 # ---------------------------------------------------------------- loaders that change

@@ -33,13 +33,15 @@ from resumekit.data.loader_introspection import (
     kept_iterators,
     known_length,
     private_generators,
+    samplers_of,
     shallow_copy,
     shared_parts,
     unordered_reason,
 )
 from resumekit.data.resharding import FittedPosition, fit_position
 from resumekit.data.seeking import RecordingSampler, Seek, find_seeker
-from resumekit.data.source import Source
+from resumekit.data.source import Source, user_objects
+from resumekit.data.stream_objects import MakeUserState, ObjectsAtStart
 from resumekit.data.workers import (
     BatchWithNote,
     Padding,
@@ -107,6 +109,8 @@ class MapSource(Source):
         self._workers: dict[int, dict[str, bytes]] = {}
         self._checked = 0  # samples of the order that were drawn again and compared
         self._at_start: Any = None  # a copy of an unknown sampler as it was when the epoch began
+        self._objects: ObjectsAtStart | None = None  # of the sampler
+        self._saved_start: dict[str, Any] | None = None  # what a resume sets them to; None: nothing
         self._unknown = ""  # why the order of the epoch may not be found again
         self._kept = kept_iterators(loader)
         self._copy = shallow_copy(loader)
@@ -116,6 +120,14 @@ class MapSource(Source):
 
     def _new_sampler(self, *recording: Any) -> RecordingSampler:
         return RecordingSampler(*recording)
+
+    def follow_objects(self, follow: MakeUserState) -> None:
+        if self._objects is None and may_draw_lazily(self._sampler.inner):
+            samplers, shared = dict(samplers_of(self.loader)), shared_parts(self.loader)
+            objects = user_objects(self, samplers, shared=shared.keys())
+            # One with state_dict() is not among them.
+            is_complete = len(objects) == len(samplers)
+            self._objects = ObjectsAtStart(follow(objects)) if is_complete else None
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -170,14 +182,27 @@ class MapSource(Source):
             self._attach_worker_states({}, num_padding=0)
         self._samples = self._since = 0
         self._inherited, self.epoch_length = {}, None
-        if self._order_name()["kind"] == UNKNOWN:
-            self._at_start = self._copied_sampler()
+        self._record_start()
         self._iterator = iterate_copy(self._copy, self._kept)
+
+    def _record_start(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Records the samplers as the epoch begins, or sets them to what they were then."""
+        if self._order_name()["kind"] != UNKNOWN:
+            return
+        # Where a loader is built in each epoch, user state may be that of a former sampler.
+        if self._objects is not None and not self.is_rebuilt:
+            self._objects.begin(saved)
+            is_complete = self._objects.is_complete
+            self._saved_start = self._objects.state_dict() if is_complete else None
+        self._at_start = self._copied_sampler(self._sampler.inner)
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
         self._before = pending["before"]
         self._workers = {int(each): state["states"] for each, state in pending["workers"].items()}
+        saved = self._saved_start = pending.get("objects")
+        if saved is not None:
+            self._record_start(saved)
         if self.batch:
             self._samples = pending["samples"]
             seek = Seek(
@@ -198,6 +223,7 @@ class MapSource(Source):
         elif self._workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
             # that the interrupted run's did not draw here.
+            self._record_start()
             seek = Seek(at_iter=self._rng.state_dict())
         else:
             self._begin_fresh()
@@ -208,6 +234,8 @@ class MapSource(Source):
             self._load_rng(self._before)
         self._iterator = iterate_copy(self._copy, self._kept, self.batch)
         self._discard_padding(seek.num_padding)
+        if saved is not None and self._objects is not None:
+            self._objects.set_back()
         self._attach_worker_states({}, num_padding=0)
         if "ahead" in pending:
             # What fetches ahead has seen the end of the epoch before it delivered the last batch.
@@ -305,20 +333,24 @@ class MapSource(Source):
         if not self.begun or self._pending or is_lost or not mark.batch or not self._is_due(mark):
             return
         state = self.state_at(mark)
-        is_saved, at_start = state["order"] is not None, self._at_start
-        if is_saved and at_start is None:
+        is_saved = state["order"] is not None
+        is_from_start = is_saved or "objects" in state
+        if is_from_start and self._at_start is None:
             return  # it was checked, or another process began the epoch
-        self._checked, self._at_start = mark.samples, None
+        self._checked = mark.samples
         kind, before = type(self._sampler.followed.sampler).__name__, self._rng.state_dict()
         remedy = _LET_IT_BE_FOUND if is_saved else _LET_IT_BE_SAVED
         try:
-            self._draw_again(state, at_start if is_saved else self._copied_sampler(self.epoch))
+            given = (self._at_start,) if is_from_start else (self._sampler.inner, self.epoch)
+            self._draw_again(state, self._copied_sampler(*given))
         except DataPositionError:
             self._unknown = f"{kind} gives another order when it is drawn again; {remedy}"
         except Exception as error:  # noqa: BLE001 - the user's sampler, or its copy, raises anything
-            self._unknown = f"{kind} is not drawn again: {error}; {remedy}"
+            self._unknown = f"{kind} is not drawn again: {error!r}; {remedy}"
         finally:
             self._rng.load_state_dict(before)
+            if is_saved:
+                self._at_start = None
 
     def _is_due(self, mark: BatchMark) -> bool:
         """Whether the order is to be compared: one with a name once, others as they are drawn."""
@@ -326,14 +358,14 @@ class MapSource(Source):
             return False
         return mark.samples < _MANY_SAMPLES or mark.samples >= 2 * self._checked
 
-    def _copied_sampler(self, epoch: int | None = None) -> Any:
+    def _copied_sampler(self, inner: Any, epoch: int | None = None) -> Any:
         """A copy of what gives the indices, or the error that it raises.
 
         Args:
+            inner: the live sampler, or an earlier copy.
             epoch: is announced to the copy; a sampler whose end was fetched ahead may be in the
                 next one.
         """
-        inner = self._sampler.inner
         if not may_draw_lazily(inner) and not is_seeded_by_epoch(self._batching.sampler):
             return inner  # torch's own samplers keep nothing
         # The generators are set back afterwards: code may name them in a module.
@@ -410,7 +442,9 @@ class MapSource(Source):
         # What a sampler has drawn since then, for batches that were fetched ahead, it draws again.
         is_drawn = _of_order(mark.generators) == _of_order(self._generator_states())
         order = sampler.drawn_order() if is_drawn else None
+        is_set = order is None and self._saved_start is not None
         return {
+            **({"objects": self._saved_start} if is_set else {}),
             "order_name": sampler.order_name,
             "start": None if batching.has_random_access else dict(sampler.start),
             **self._inherited,

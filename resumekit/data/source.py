@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch.utils.data import IterableDataset, Subset
@@ -299,7 +299,9 @@ class Source(ABC):
 _AHEAD = "ahead"
 
 
-def user_objects(source: Source) -> dict[str, Holder]:
+def user_objects(
+    source: Source, given: Mapping[str, Any] | None = None, *, shared: Collection[int] = ()
+) -> dict[str, Holder]:
     """The objects of user classes in the main process that a loader calls, by name.
 
     An object with ``state_dict`` is saved with the position, as are random generators. What
@@ -307,10 +309,12 @@ def user_objects(source: Source) -> dict[str, Holder]:
 
     Args:
         source: the training loader.
+        given: some of what the loader calls, by name; None for all.
+        shared: the ids of values that are left out.
     """
     loader = source.loader
     itself = loader if isinstance(loader, IterableDataset) else None
-    given = {
+    given = given or {
         "dataset": getattr(loader, "dataset", itself),
         "collate_fn": getattr(loader, "collate_fn", None),
         "sampler": getattr(loader, "sampler", None),
@@ -323,9 +327,11 @@ def user_objects(source: Source) -> dict[str, Holder]:
             value = value.dataset
         value = getattr(value, "__self__", value)
         if is_user_object(value) and not isinstance(value, Stateful):
+            attributes = getattr(value, "__dict__", {}).items()
+            left_out = {each for each, content in attributes if id(content) in shared}
             found[f"{source.name}.{name}"] = Holder(
                 value,
-                left_out=attributes_set_in(value, "set_epoch"),
+                left_out=attributes_set_in(value, "set_epoch") | left_out,
                 has_generators=False,
                 is_read_ahead=source.kind == _AHEAD,
             )

@@ -43,6 +43,7 @@ from resumekit.state import Fidelity
 _NUM_TRIALS = 3
 _MANY_BYTES = 2**28  # of tensors, which a copy of a loader has twice
 _LARGE_BYTES = 2**20  # an array of that size is shared with the copy, which may not write to it
+_END = object()  # in place of a batch
 
 
 class StatefulSource(Source):
@@ -67,6 +68,7 @@ class StatefulSource(Source):
         self._rng = RngState(generators)
         self._start: dict[str, Any] | None = None  # the RNG state when the epoch began
         self._ever_begun = False
+        self._at_end: dict[str, Any] | None = None  # the same after an epoch's end, until it reads
         self._num_trials = 0 if getattr(loader, "num_workers", 0) else num_trials  # still to come
         self._unused: Any = None  # a copy of the loader as the script made it
         self._expected: str | None = None  # the digest of the next batch, as a resume gives it
@@ -98,6 +100,7 @@ class StatefulSource(Source):
         if pending is not None and is_loaded:
             self._load(pending)
         self._start = self._rng.state_dict()
+        self._at_end = self._start if is_loaded and not self.batch else None
         self._iterator = _continued(self._iterated) if is_loaded else iter(self._iterated)
         self._ever_begun = True
 
@@ -134,18 +137,33 @@ class StatefulSource(Source):
         return start
 
     def next_batch(self) -> Any:
-        assert self._iterator is not None
         if self._num_trials and self.batch == 1:
             self._expected = self._try_to_resume()
-        batch = next(self._iterator)
+        batch = self._next_or_end()
         expected, self._expected = self._expected, None
         if expected is not None and expected != _digest(batch):
+            found = "a copy gave another one"
+            if expected == _digest(_END) and not self.batch:
+                found = "its state at the end of an epoch gives no batch"
             self._unknown = (
-                f"the state_dict() of {self._holder} does not restore its next batch: a copy gave "
-                "another one; save in it all that its order is drawn from"
+                f"the state_dict() of {self._holder} does not restore its next batch: {found}; "
+                "save in it all that its order is drawn from"
             )
+        if batch is _END:
+            raise StopIteration
         self.batch += 1
         self.num_samples = first_dimension(batch)
+        return batch
+
+    def _next_or_end(self) -> Any:
+        assert self._iterator is not None
+        at_end, self._at_end = self._at_end, None
+        batch = next(self._iterator, _END)
+        if batch is _END and at_end is not None:
+            # The end of the former epoch once more, as torchtext 0.8 data/iterator.py gives it.
+            self._load_rng(at_end)
+            self._iterator = iter(self._iterated)
+            batch = next(self._iterator, _END)
         return batch
 
     # ---------------------------------------------------------------- tried on a copy
@@ -158,7 +176,7 @@ class StatefulSource(Source):
             self._no_trial(error)
 
     def _try_to_resume(self) -> str | None:
-        """The digest of the batch that a resume at this position gives; None where it fails."""
+        """The digest of what a resume at this position gives first; None where the trial fails."""
         self._num_trials -= 1
         try:
             unused, self._unused = self._unused, None
@@ -181,9 +199,10 @@ class StatefulSource(Source):
             if not self.batch:
                 self.restore_generators()
             self.begin(self.epoch)
-            self.restore_generators()
-            RngState().load_state_dict({**before, "generators": {}})
-            return _digest(self.next_batch())
+            if self.batch:  # a resume sets nothing once it has begun a new epoch
+                self.restore_generators()
+                RngState().load_state_dict({**before, "generators": {}})
+            return _digest(self._next_or_end())
         finally:
             self.close()
             _drop(self._iterated)
@@ -193,7 +212,7 @@ class StatefulSource(Source):
         self._num_trials, self._unused = 0, None
         self._unknown = (
             f"whether the state_dict() of {self._holder} restores its position was not to be "
-            f"tried on a copy: {error}"
+            f"tried on a copy: {error!r}"
         )
 
     def _current_state(self) -> dict[str, Any]:

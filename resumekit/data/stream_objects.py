@@ -1,9 +1,9 @@
-"""The user's objects that a stream reads: their state when the epoch began, and what changes it.
+"""The user's objects that a loader reads: their state when the epoch began, and what changes it.
 
-A resume inside an epoch iterates the stream again from there, so its objects need that state first.
-What they held at the interruption is restored after the used batches, as user state. This is exact
-where only the stream changes the objects, or where it has read all that it needs of them before its
-first sample.
+A resume inside an epoch iterates a stream, or a sampler, again from there, so its objects need that
+state first. What they held at the interruption is restored after the used batches, as user state.
+This is exact where only the stream changes the objects, or where it has read all that it needs of
+them before its first sample.
 """
 
 from __future__ import annotations
@@ -30,25 +30,21 @@ _PLAIN = (bool, int, float, str, type(None))
 _SIZED = (list, dict, set, deque)
 
 
-class StreamObjects:
-    """Records what the objects of a stream hold when an epoch begins, and restores it.
+class ObjectsAtStart:
+    """Records what the objects of a loader hold when an epoch begins, and restores it.
 
     Args:
         state: their user state; its baseline is what the script made.
+
+    Attributes:
+        is_complete: whether nothing of them is missing in what was recorded.
     """
 
     def __init__(self, state: UserState) -> None:
         self._state = state
         self._at_start: dict[str, Any] = {}
         self._first: dict[str, Any] = {}  # digests when the epoch began
-        self._marks: dict[str, Any] | None = None  # None: they are about to be restored
-        self._by_stream: set[str] = set()  # paths of what the stream itself changes
-        self._by_training: set[str] = set()  # in this epoch
-        self._changed: list[str] | None = None  # what was reported of the last batch
-        self._num_batches = 0
-        self._is_first_epoch = True
-        self._read: list[Any] = []  # that the stream still reads after its first batch
-        self._read_digest: int | None = None  # None: it reads the objects, or nobody knows
+        self.is_complete = True
 
     def begin(self, saved: Mapping[str, Any] | None) -> None:
         """An epoch begins: records what differs from what the script made.
@@ -66,7 +62,42 @@ class StreamObjects:
             self._state.restore_now()
         self._state.before_save()
         self._first = self._state.digests()
+        self.is_complete = not self._state.findings()
         self._at_start = copy.deepcopy(self._state.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the objects held when the epoch began, where the script had not made it."""
+        return self._at_start
+
+    def set_back(self) -> None:
+        """Sets plain values to what the script made; user state restores only what differs."""
+        others = [
+            f"{path}.{name}"
+            for path, each in self._state.objects.items()
+            for name, value in getattr(each, "__dict__", {}).items()
+            if type(value) not in _PLAIN
+        ]
+        made = {**self._at_start, "slots": [], "first": {}, "lost": others}
+        self._state.load_state_dict(made)
+        self._state.restore_now()
+
+
+class StreamObjects(ObjectsAtStart):
+    """What the objects of a stream hold when an epoch begins, and who changes them from then on."""
+
+    def __init__(self, state: UserState) -> None:
+        super().__init__(state)
+        self._marks: dict[str, Any] | None = None  # None: they are about to be restored
+        self._by_stream: set[str] = set()  # paths of what the stream itself changes
+        self._by_training: set[str] = set()  # in this epoch
+        self._changed: list[str] | None = None  # what was reported of the last batch
+        self._num_batches = 0
+        self._is_first_epoch = True
+        self._read: list[Any] = []  # that the stream still reads after its first batch
+        self._read_digest: int | None = None  # None: it reads the objects, or nobody knows
+
+    def begin(self, saved: Mapping[str, Any] | None) -> None:
+        super().begin(saved)
         self._by_training = set()
         self._num_batches = 0
         self._changed = None
@@ -108,10 +139,6 @@ class StreamObjects:
             is_read = self._read_digest is None or self._read_digest != self._digest_of_read()
             self._changed = sorted(changed) if is_read else []
         return self._changed or []
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the objects held when the epoch began, where the script had not made it."""
-        return self._at_start
 
     def _digest_of_read(self) -> int | None:
         objects = {id(each) for each in self._state.objects.values()}
