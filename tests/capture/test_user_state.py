@@ -578,6 +578,15 @@ def test_an_object_keeps_its_path_when_a_shorter_one_leads_to_it(stored: Any) ->
     assert again.inner.net.weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
+def test_a_class_whose_module_is_a_property_is_walked() -> None:
+    namespace = {"__module__": property(lambda self: "elsewhere"), "__slots__": ("count",)}
+    script: Any = type("Script", (), namespace)()
+    script.count = 1
+    state = user_state(script=script)
+    script.count = 2
+    assert paths(state) == {"script.count"}
+
+
 @pytest.mark.parametrize("is_saved_elsewhere", [True, False])
 def test_a_short_dict_that_is_saved_elsewhere_is_left_out(*, is_saved_elsewhere: bool) -> None:
     counts = {"steps": 0}

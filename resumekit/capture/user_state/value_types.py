@@ -216,7 +216,7 @@ def _kind_of_class(kind: Any) -> Kind:
         return Kind.ITERATOR
     if names & _HANDLE_BASES:
         return Kind.OPAQUE
-    if issubclass(kind, _NO_STATE) or _is_leaf(kind.__module__):
+    if issubclass(kind, _NO_STATE) or _is_leaf(str(kind.__module__)):
         return Kind.LEAF
     return _kind_of_object(kind)
 
@@ -262,7 +262,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 @functools.cache
 def top_package(kind: type) -> str:
     """The top-level package of the module that defines a class."""
-    return kind.__module__.partition(".")[0]
+    return str(kind.__module__).partition(".")[0]  # a class may have a property of this name
 
 
 def parts_of_call(value: Any) -> list[Any]:
