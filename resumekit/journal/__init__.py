@@ -30,6 +30,7 @@ from resumekit.journal.records import (
     SAVE,
     SAVED,
     STEP,
+    WEIGHTS,
     Has,
     Header,
     Record,
@@ -43,13 +44,14 @@ from resumekit.journal.records import (
 )
 from resumekit.journal.replayed import replayed
 from resumekit.journal.step_values import (
-    LateLosses,
+    LateCopies,
     RandomStates,
     SampleIds,
     learning_rates_digest,
     plain_loss,
     plain_rates,
 )
+from resumekit.journal.weights import WeightSamples
 
 __all__ = [
     "BEGIN",
@@ -60,6 +62,7 @@ __all__ = [
     "SAVE",
     "SAVED",
     "STEP",
+    "WEIGHTS",
     "Attempt",
     "AttemptVerdict",
     "Comparison",
@@ -68,13 +71,14 @@ __all__ = [
     "Has",
     "Header",
     "JournalFile",
-    "LateLosses",
+    "LateCopies",
     "RandomStates",
     "Record",
     "SampleIds",
     "SaveCost",
     "Used",
     "Verdict",
+    "WeightSamples",
     "changes",
     "code_digests",
     "compared",

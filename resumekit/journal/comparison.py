@@ -12,6 +12,7 @@ from resumekit.journal.records import (
     LOSS,
     SAVE,
     STEP,
+    WEIGHTS,
     Has,
     Header,
     Record,
@@ -26,12 +27,13 @@ Word = Literal["identical", "different", "not comparable", "nothing repeated"]
 # The worst first: of several ranks' verdicts it counts.
 WORDS: tuple[Word, ...] = ("different", "not comparable", "identical", "nothing repeated")
 
-STEP_COUNT, SAMPLE_IDS, RANDOM_STATE, LEARNING_RATE, LOSS_VALUE = (
+STEP_COUNT, SAMPLE_IDS, RANDOM_STATE, LEARNING_RATE, LOSS_VALUE, WEIGHT_SAMPLES = (
     "step count",
     "sample ids",
     "random state",
     "learning rate",
     "loss",
+    "weights",
 )
 
 
@@ -41,8 +43,8 @@ class Difference:
 
     Args:
         step: the optimizer step.
-        kind: ``"step count"``, ``"sample ids"``, ``"random state"``, ``"learning rate"`` or
-            ``"loss"``.
+        kind: ``"step count"``, ``"sample ids"``, ``"random state"``, ``"learning rate"``,
+            ``"loss"`` or ``"weights"``.
         then: what the earlier attempt recorded.
         now: what this attempt found.
         source: what recorded it: ``"attempt 3"``.
@@ -63,11 +65,11 @@ class Verdict:
     """What the comparison of the repeated steps of an attempt came to.
 
     Args:
-        word: the verdict.
+        word: the verdict; ``"identical"`` is said of the inputs and of samples of the weights.
         num_steps: the repeated steps that were compared.
-        reason: why they are not comparable, or what differs.
-        loss: why a difference in the loss alone proves nothing, with the largest relative one;
-            empty where the losses are equal.
+        reason: why they are not comparable, what differs, or which of the two was not compared.
+        loss: why a difference in the loss or the weights alone proves nothing, with the largest
+            relative one of the loss; empty where both are equal.
     """
 
     word: Word
@@ -101,6 +103,7 @@ class _Past:
     header: Header
     step: Record | None = None
     loss: float | None = None
+    weights: Record | None = None
     saves: dict[int, list[Record]] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
@@ -110,6 +113,8 @@ class _Past:
                 self.loss = record.loss
         elif record.kind == LOSS:
             self.loss = record.loss
+        elif record.kind == WEIGHTS:
+            self.weights = record
         elif record.kind == SAVE:
             self.saves.setdefault(record.num_samples, []).append(record)
 
@@ -142,6 +147,7 @@ class Comparison:
         self._num_steps = 0
         self._has_begun = False
         self._obstacle = ""
+        self._compared: set[str] = set()  # of what not every step has
         self._loss_obstacle, self._largest = "", 0.0
 
     def _take(self, then: Header, records: Sequence[Record]) -> None:
@@ -195,8 +201,12 @@ class Comparison:
             yield from _of_samples(past.step, now)
             yield from self._of_random_states(past, [past.step], now)
             yield from _of_learning_rates(past.step, now)
+            self._compared.update([SAMPLE_IDS] if past.step.has & now.has & Has.IDS else ())
         elif now.kind == SAVE:
             yield from self._of_random_states(past, past.saves.get(now.num_samples, []), now)
+        elif now.kind == WEIGHTS and past.weights is not None:
+            self._compared.add(WEIGHT_SAMPLES)
+            yield from self._of_weights(past, past.weights, now)
         if now.has & Has.LOSS and past.loss is not None:
             yield from self._of_loss(past, past.loss, now.loss)
 
@@ -221,6 +231,12 @@ class Comparison:
         relative = abs(then - now) / scale if math.isfinite(scale) else math.inf
         self._loss_obstacle, self._largest = obstacle, max(self._largest, relative)
 
+    def _of_weights(self, past: _Past, then: Record, now: Record) -> Iterator[tuple[str, str, str]]:
+        if then.ids != now.ids:
+            self._loss_obstacle = loss_is_comparable(past.header, self._now)
+            if not self._loss_obstacle:
+                yield WEIGHT_SAMPLES, _short(then.ids), _short(now.ids)
+
     @property
     def verdict(self) -> Verdict:
         """The verdict on the steps that were compared so far."""
@@ -230,9 +246,15 @@ class Comparison:
             return Verdict("nothing repeated")
         loss = ""
         if self._loss_obstacle:
-            loss = f"loss differs by up to {self._largest:.1e}, no proof: {self._loss_obstacle}"
-        word: Word = "not comparable" if self._obstacle else "identical"
-        return Verdict(word, self._num_steps, self._obstacle, loss)
+            what = (
+                f"loss differs by up to {self._largest:.1e}" if self._largest else "weights differ"
+            )
+            loss = f"{what}, no proof: {self._loss_obstacle}"
+        if self._obstacle:
+            return Verdict("not comparable", self._num_steps, self._obstacle, loss)
+        missing = [each for each in (SAMPLE_IDS, WEIGHT_SAMPLES) if each not in self._compared]
+        reason = f"{' and '.join(missing)} not compared" if missing else ""
+        return Verdict("identical", self._num_steps, reason, loss)
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:

@@ -33,6 +33,8 @@ LOSS = 3  # the loss of an earlier step, which its device had not computed in ti
 BEGIN = 4  # the attempt records its first step
 SAVED = 5  # training continues after a save; ``lr`` and ``loss`` are seconds, see ``SaveCost``
 END = 6  # the process has closed the run; a killed one has no such record
+# Compared again.
+WEIGHTS = 7  # after a step: ``ids`` is a digest of ``num_samples`` elements, see WeightSamples
 
 
 class Has(IntEnum):
@@ -65,7 +67,7 @@ class Record(NamedTuple):
         epoch: counted from 0.
         num_samples: the samples of this step on this rank.
         has: which fields hold a value.
-        kind: ``STEP``, ``SAVE``, ``LOSS``, ``BEGIN``, ``SAVED`` or ``END``.
+        kind: ``STEP``, ``SAVE``, ``LOSS``, ``BEGIN``, ``SAVED``, ``END`` or ``WEIGHTS``.
     """
 
     step: int

@@ -168,7 +168,7 @@ def plain_rates(groups: Iterable[Mapping[str, Any]]) -> list[float] | None:
     return rates
 
 
-# Losses that no record holds yet; beyond that the oldest ones are given up.
+# Values that no record holds yet; beyond that the oldest ones are given up.
 MAX_WAITING = 256
 
 
@@ -191,8 +191,8 @@ def plain_loss(loss: Any) -> float | None:
         return None
 
 
-class LateLosses:
-    """Losses on CUDA devices, copied to host memory without blocking.
+class LateCopies:
+    """Values on CUDA devices, copied to host memory without blocking.
 
     The copy is queued in the stream of the step, so a tensor that changes later, such as a running
     sum, is read as it was.
@@ -204,26 +204,26 @@ class LateLosses:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, step: int, loss: Any) -> None:
-        """Takes the loss of a step, if it is a number on a CUDA device."""
-        if type(loss) is not torch.Tensor or loss.device.type != "cuda" or loss.numel() != 1:
+    def add(self, step: int, value: Any) -> None:
+        """Takes a value of a step, if it is a tensor on a CUDA device."""
+        if type(value) is not torch.Tensor or value.device.type != "cuda":
             return
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss.detach().reshape(()), non_blocking=True)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value.detach(), non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch 2.13
-        event.record(torch.cuda.current_stream(loss.device))
+        event.record(torch.cuda.current_stream(value.device))
         self._waiting.append((step, host, event))
 
-    def computed(self) -> list[tuple[int, float]]:
-        """The steps and losses that have arrived since the last call, in their order."""
+    def arrived(self) -> list[tuple[int, torch.Tensor]]:
+        """The steps and values that have arrived since the last call, in their order."""
         found = []
         while self._waiting and self._waiting[0][2].query():
             step, host, _ = self._waiting.popleft()
-            found.append((step, float(host)))
+            found.append((step, host))
         return found
 
     def waits_for(self, step: int) -> bool:
-        """Whether the loss of a step up to this one has not arrived."""
+        """Whether a value of a step up to this one has not arrived."""
         return bool(self._waiting) and self._waiting[0][0] <= step
 
     def wait(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from resumekit.data import Feed
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
@@ -22,12 +24,13 @@ from resumekit.journal import (
     Has,
     Header,
     JournalFile,
-    LateLosses,
+    LateCopies,
     RandomStates,
     Record,
     SampleIds,
     SaveCost,
     Used,
+    WeightSamples,
     code_digests,
     compared,
     earlier_use,
@@ -94,7 +97,8 @@ class RunJournal:
         self._random: RandomStates
         self._optimizers: Sequence[Any] = ()
         self._ids = SampleIds()
-        self._late = LateLosses()
+        self._weights = WeightSamples()
+        self._losses = LateCopies()
         self._used = Used()  # since the attempt began
         self._earlier = EarlierUse()  # of an attempt of other geometry
         self._samples: dict[str, Any] = {}  # what their comparison came to
@@ -121,6 +125,7 @@ class RunJournal:
         if header.world_size > MAX_RANKS and header.rank:
             return
         self._random, self._optimizers = random_states, optimizers
+        self._weights = WeightSamples(optimizers)
         self._random_until = step + NUM_AFTER_SAVE - 1
         try:
             self._directory.mkdir(exist_ok=True)
@@ -178,8 +183,8 @@ class RunJournal:
             value = plain_loss(loss)
             if value is not None:
                 has |= _LOSS
-            else:
-                self._late.add(step, loss)
+            elif isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self._losses.add(step, loss)
         record = Record(
             step,
             samples,
@@ -198,7 +203,7 @@ class RunJournal:
         ids.clear()
         if self._comparison is not None:
             self._used.add(record)
-        self._write([*self._computed_losses(), record] if self._late else [record])
+        self._write([*self._late_records(), record, *self._weights.take(step)])
 
     def _random_digests(self, has: int) -> tuple[int, int, int, int]:
         devices = self._random.devices()
@@ -226,7 +231,7 @@ class RunJournal:
                 has=has,
                 kind=SAVE,
             )
-            self._write([*self._computed_losses(), record])
+            self._write([*self._late_records(), record])
         if self._comparison is None or self._file is None:
             return None
         return self._comparison.verdict.as_dict(), self._used
@@ -279,10 +284,11 @@ class RunJournal:
             self._write([cost])
 
     def close(self) -> None:
-        """Records the losses that are still to come, logs the verdict, and closes the file."""
+        """Records what devices have still to deliver, logs the verdict, and closes the file."""
         if self._file is not None:
-            self._late.wait()
-            self._write([*self._computed_losses(), timed(END, self._last_step)], may_raise=False)
+            for each in self._late:
+                each.wait()
+            self._write([*self._late_records(), timed(END, self._last_step)], may_raise=False)
             self._log_verdict()
         self._end()
 
@@ -310,9 +316,16 @@ class RunJournal:
         logger.warning("the journal is off: repeated steps are no longer compared: %s", error)
         self._end()
 
-    def _computed_losses(self) -> list[Record]:
-        computed = self._late.computed()
-        return [Record(step, loss=loss, has=Has.LOSS, kind=LOSS) for step, loss in computed]
+    @property
+    def _late(self) -> Sequence[LateCopies]:
+        return self._losses, self._weights.late
+
+    def _late_records(self) -> list[Record]:
+        if not any(self._late):
+            return []
+        losses = ((step, float(host)) for step, host in self._losses.arrived())
+        found = [Record(step, loss=loss, has=Has.LOSS, kind=LOSS) for step, loss in losses]
+        return [*found, *self._weights.arrived()]
 
     # ---------------------------------------------------------------- comparing
 
@@ -321,8 +334,11 @@ class RunJournal:
         if difference is not None:
             self._is_decided = True
             self._report(difference, may_raise=may_raise)
-        elif record.step > comparison.last_step and not self._late.waits_for(comparison.last_step):
+        elif record.step > comparison.last_step and not self._waits_for(comparison.last_step):
             self._log_verdict()
+
+    def _waits_for(self, step: int) -> bool:
+        return any(each.waits_for(step) for each in self._late)
 
     def _report(self, difference: Difference, *, may_raise: bool) -> None:
         header = self._header

@@ -100,7 +100,7 @@ def test_a_different_resume_is_the_headline(
     run = read_run(tmp_path)
     assert headline(run).tone == "bad"
     assert headline(run).text == "Attempt 2 did not repeat the steps exactly"
-    assert "step 6: loss" in headline(run).detail
+    assert "step 5: weights" in headline(run).detail
 
 
 def test_a_difference_on_another_rank_is_taken_from_the_manifests(stopped_twice: Path) -> None:

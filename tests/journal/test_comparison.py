@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resumekit.journal import LOSS, SAVE, Comparison, Has, Header, Record, worst
+from resumekit.journal import LOSS, SAVE, WEIGHTS, Comparison, Has, Header, Record, worst
 
 CPU = {"device": "cpu", "threads": 2, "deterministic": False, "torch": "2.13"}
 GPU = {**CPU, "device": "cuda (X)"}
@@ -25,6 +25,7 @@ def record(step: int, **values: Any) -> Record:
 
 
 STEPS = [record(step) for step in range(6, 10)]
+WEIGHTS_OF_STEPS = [Record(step, ids=step, num_samples=9, kind=WEIGHTS) for step in range(6, 10)]
 
 
 def test_a_step_count_that_does_not_follow_the_checkpoint_is_a_difference() -> None:
@@ -44,9 +45,35 @@ def compare(
 
 
 def test_equal_steps_are_identical_and_counted() -> None:
-    comparison = compare([*STEPS, record(10), record(11)])
+    past = [*STEPS, *WEIGHTS_OF_STEPS]
+    comparison = compare([*past, record(10), record(11)], past=past)
     assert str(comparison.verdict) == "4 repeated steps: identical"
     assert comparison.last_step == 9
+
+
+@pytest.mark.parametrize(
+    ("has", "weights", "missing"),
+    [
+        (ALL, [], "weights not compared"),
+        (ALL & ~Has.IDS, WEIGHTS_OF_STEPS, "sample ids not compared"),
+        (ALL & ~Has.IDS & ~Has.LOSS, [], "sample ids and weights not compared"),
+    ],
+)
+def test_what_was_not_compared_is_said(has: int, weights: list[Record], missing: str) -> None:
+    past = [*(record(step, has=has) for step in range(6, 10)), *weights]
+    assert str(compare(past, past=past).verdict) == f"4 repeated steps: identical ({missing})"
+
+
+def test_other_weights_are_a_difference_where_they_prove_something() -> None:
+    past = [*STEPS, *WEIGHTS_OF_STEPS]
+    now = [*STEPS, *WEIGHTS_OF_STEPS[:2], WEIGHTS_OF_STEPS[2]._replace(ids=5)]
+    difference = compare(now, past=past).difference
+    assert difference is not None
+    assert (difference.step, difference.kind) == (8, "weights")
+    elsewhere = replace(THEN, environment={**NOW.environment, "threads": 7})
+    comparison = compare(now, past=past, then=elsewhere)
+    assert comparison.difference is None
+    assert "weights differ, no proof: threads 7" in str(comparison.verdict)
 
 
 def test_without_repeated_steps_nothing_is_repeated() -> None:

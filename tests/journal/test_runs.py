@@ -132,8 +132,8 @@ def test_a_kill_after_a_save_leaves_nothing_to_repeat(
     tmp_path.rename(moved)
     (attempt,) = find_attempts(moved / "journal")
     size = attempt.path.stat().st_size
-    # Neither step 4 nor the end was recorded.
-    attempt.path.write_bytes(attempt.path.read_bytes()[: size - 2 * 96])
+    # Neither step 4, nor its weights, nor the end was recorded.
+    attempt.path.write_bytes(attempt.path.read_bytes()[: size - 3 * 96])
     train(moved)
     assert details(moved)["journal"] == {"verdict": "nothing repeated", "num_steps": 0}
     assert not [one for one in messages.records if "repeated step" in one.message]
