@@ -105,10 +105,11 @@ class ResumeCallback(TrainerCallback):
         self._finished_on: Any = None  # the data set of a train() that has finished
         self._num_epochs = 0
         self._in_training = False
+        self._loss: Any = None  # of the batches of the step in progress
         self.attach(trainer)
 
     def attach(self, trainer: Any) -> None:
-        """Replaces four methods of this Trainer object, for which there is no callback event.
+        """Replaces five methods of this Trainer object, for which there is no callback event.
 
         ``_private.py`` lists them with what each is for.
         """
@@ -122,6 +123,7 @@ class ResumeCallback(TrainerCallback):
             (private.COUNT, self._count),
             (private.BEGIN, self._begin),
             (private.RUN_EPOCH, self._run_epoch),
+            (private.TRAINING_STEP, self._training_step),
         ):
             method.write(trainer, partial(replacement, method.of(trainer)))
 
@@ -260,13 +262,20 @@ class ResumeCallback(TrainerCallback):
             self._loop.next_epoch()
         self._best.point()
 
+    def _training_step(self, train_on: Callable[..., Any], *batch: Any, **named: Any) -> Any:
+        """The loss of one batch, which the step adds up."""
+        loss = train_on(*batch, **named)
+        self._loss = loss if self._loss is None else self._loss + loss
+        return loss
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The safe point of the step before has passed."""
         self._best.point()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An optimizer-step boundary."""
-        self._checkpointer.step(loss=private.LOSS_SUM.of(self._trainer))
+        loss, self._loss = self._loss, None
+        self._checkpointer.step(loss=loss)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save that is due here is made after the evaluation."""

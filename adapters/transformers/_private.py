@@ -33,6 +33,8 @@ BEGIN = PrivateName(
 )
 # Skips the batches that were used, and returns when the evaluation at the epoch's end is done.
 RUN_EPOCH = PrivateName("_run_epoch", _TRAINER, (), is_written=True)
+# Gives the loss of one batch, before the Trainer adds it to those since the last line of its log.
+TRAINING_STEP = PrivateName("training_step", _TRAINER, (), is_written=True)
 _OF_RUN_EPOCH = {
     "epoch",
     "train_dataloader",
@@ -129,7 +131,7 @@ def method_faults(trainer: Any) -> Iterator[str]:
     Args:
         trainer: the ``transformers.Trainer``.
     """
-    yield from faults(trainer, (TRAIN, COUNT, BEGIN, RUN_EPOCH))
+    yield from faults(trainer, (TRAIN, COUNT, BEGIN, RUN_EPOCH, TRAINING_STEP))
     yield from faults(trainer.accelerator, (MODELS,))
     if not RUN_EPOCH.fault(trainer):
         missing = _OF_RUN_EPOCH.difference(signature(RUN_EPOCH.of(trainer)).parameters)
