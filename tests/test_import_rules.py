@@ -61,7 +61,7 @@ LAYERS: dict[str, set[str]] = {
     "replay": {"errors", "state", "storage", "journal", "diff", "launcher", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
-        *("serialization", "capture", "data"),
+        *("live", "serialization", "capture", "data"),
     },
     "launcher": {"errors", "replay_plan"},
     "attach": {"errors", "log", "cadence", "storage", "journal", "launcher"},

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import Dataset
+
 from resumekit.adapters.lightning import OF_TUNERS, ResumeCallback
 from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import Callback
@@ -17,6 +20,8 @@ from resumekit.attach import (
     exit_on_usage_error,
     replace_checkpoint,
 )
+from resumekit.distributed import World
+from resumekit.frameworks.training_identity import training_identity
 from resumekit.requirements import check_tested, faults
 
 
@@ -49,7 +54,7 @@ class AttachingCallback(Callback):
                 self._attachment.note_script(each.directory, logs=trainer.is_global_zero)
                 return
         with exit_on_usage_error():
-            directory = self._attachment.next_directory()
+            directory = _directory_of(trainer, pl_module, self._attachment)
             callback = ResumeCallback(directory, **self._attachment.options)
             trainer.callbacks = [*others, callback]
             resume_start = private.RESUME_START
@@ -58,6 +63,22 @@ class AttachingCallback(Callback):
             replaced = partial(_resume_start, resume_start.of(trainer), trainer, directory)
             resume_start.write(trainer, replaced)
             callback.setup(trainer, pl_module, stage)  # Lightning goes through the former list
+
+
+def _directory_of(trainer: Any, module: Any, attachment: Attachment) -> Path:
+    names = ("accumulate_grad_batches", "gradient_clip_val", "precision")
+    attributes = {**_attributes(trainer.datamodule), **_attributes(module)}
+    settings = {**{name: getattr(trainer, name) for name in names}, **attributes}
+    leaves, _ = tree_flatten(private.TRAIN_SOURCE.of(trainer).instance)  # loaders, or their maker
+    datasets = [each.dataset for each in leaves if hasattr(each, "dataset")]
+    datasets += [each for each in attributes.values() if isinstance(each, Dataset)]
+    identity = training_identity(module, datasets, settings)
+    return attachment.directory_of(identity, World.current().on_first)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes and hyperparameters of a module, or of what makes its data."""
+    return {} if value is None else {**vars(value), **dict(getattr(value, "hparams", {}))}
 
 
 def _resume_start(

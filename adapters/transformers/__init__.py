@@ -127,6 +127,19 @@ class ResumeCallback(TrainerCallback):
         ):
             method.write(trainer, partial(replacement, method.of(trainer)))
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether a ``train()`` of this launch has come to its end."""
+        return self._finished_on is not None
+
+    def begin_another(self, directory: Path) -> None:
+        """Lets the next ``train()`` be a run of its own.
+
+        Args:
+            directory: of that run.
+        """
+        self._directory, self._finished_on = run_directory(directory), None
+
     def _check_private_names(self, found: Iterable[str]) -> None:
         warns = self._trainer.args.process_index == 0
         versions = ("transformers", "accelerate", "torch", "trl")

@@ -20,6 +20,8 @@ from resumekit.attach import (
     exit_on_usage_error,
     replace_checkpoint,
 )
+from resumekit.distributed import World
+from resumekit.frameworks.training_identity import training_identity
 
 
 def attach(settings: Any) -> None:
@@ -72,16 +74,24 @@ def _train(
 ) -> Any:
     callback = _callback_of(trainer)
     if callback is None:
-        callback = ResumeCallback(trainer, attachment.next_directory(), **attachment.options)
+        callback = ResumeCallback(trainer, _directory_of(trainer, attachment), **attachment.options)
         trainer.add_callback(callback)
         # A class that overrides train() has called this one, and must not be entered again.
         del vars(trainer)[private.TRAIN.name]
+    elif callback.has_finished:
+        callback.begin_another(_directory_of(trainer, attachment))
     path = _path_of(resume_from_checkpoint, trainer.args)
     if path is not None and path.resolve() != callback._directory.resolve():
         logs = trainer.args.process_index == 0
         argument = "resume_from_checkpoint"
         replace_checkpoint(argument, path, _step_of(path), callback._directory, logs=logs)
     return callback._train(stock_train, None, trial, *rest, **named)
+
+
+def _directory_of(trainer: Any, attachment: Attachment) -> Path:
+    args = trainer.args.to_dict()
+    identity = training_identity(trainer.model, [trainer.train_dataset], args)
+    return attachment.directory_of(identity, World.current().on_first)
 
 
 def _path_of(resume_from_checkpoint: Any, args: Any) -> Path | None:

@@ -6,16 +6,19 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from resumekit.attach.settings import AttachSettings, private_directory, read_settings
+from resumekit.attach.trainings import KnownRuns, Training
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger, show_messages
 
 EXIT_USAGE = 2
+
+OnFirst: TypeAlias = Callable[[Callable[[], Path]], Path]
 
 # Names the process that trains. What that process starts is no part of the training.
 _TRAINING_PROCESS = "PYTHONRESUMEKIT_TRAINS"
@@ -34,7 +37,7 @@ class Attachment:
     def __init__(self, settings: AttachSettings, private: Path) -> None:
         self._settings = settings
         self._private = private
-        self._num_trainers = 0
+        self._runs: KnownRuns | None = None  # on the first rank
 
     @property
     def options(self) -> dict[str, Any]:
@@ -47,14 +50,24 @@ class Attachment:
         """Whether this process may attach: no process that it descends from trains."""
         return os.environ.get(_TRAINING_PROCESS, str(os.getpid())) == str(os.getpid())
 
-    def next_directory(self) -> Path:
-        """The run directory of the next Trainer: that of the command, then ``trainer-2`` in it."""
-        self._num_trainers += 1
-        directory = Path(self._settings.directory)
-        if self._num_trainers > 1:
-            directory /= f"trainer-{self._num_trainers}"
+    def directory_of(self, training: Mapping[str, Any], on_first: OnFirst) -> Path:
+        """The run directory of a training that begins. Collective.
+
+        Args:
+            training: the fields of a ``Training``.
+            on_first: runs a function on the first rank and gives its result to all.
+
+        Raises:
+            ConfigurationError: which run it continues is not known.
+        """
+        directory = on_first(lambda: self._begin(Training(**training)))
         self.note_training(directory)
         return directory
+
+    def _begin(self, training: Training) -> Path:
+        if self._runs is None:
+            self._runs = KnownRuns(Path(self._settings.directory))
+        return self._runs.begin(training)
 
     def note_training(self, directory: Path) -> None:
         """Records that a Trainer trains in this process, for the supervisor.

@@ -80,6 +80,7 @@ from resumekit.capture.user_state import (
     content_digest,
     is_code,
     is_left_out,
+    is_secret,
     label_of,
     trained_parameters,
 )
@@ -136,6 +137,7 @@ __all__ = [
     "is_host_step",
     "is_left_out",
     "is_same",
+    "is_secret",
     "label_of",
     "merge_states",
     "merged_optimizers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from resumekit.storage.commit import Staging
 from resumekit.storage.digest import BLOCK_BYTES, BlockDigester, combine, digest_of_block
-from resumekit.storage.directories import MANIFEST, StepName
+from resumekit.storage.directories import MANIFEST, TRAININGS, StepName
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import FileEntry, FileWriter
 from resumekit.storage.io.file_system import (
@@ -16,7 +16,7 @@ from resumekit.storage.io.file_system import (
 )
 from resumekit.storage.io.host_memory import HostBuffer, address_of, use_huge_pages
 from resumekit.storage.io.threads import ThreadedCalls, num_threads
-from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json
+from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json, seal, unseal
 from resumekit.storage.lineage import (
     LINEAGE,
     ForkOrigin,
@@ -38,6 +38,7 @@ __all__ = [
     "LINEAGE",
     "MANIFEST",
     "MAX_JSON_BYTES",
+    "TRAININGS",
     "BlockDigester",
     "Checkpoint",
     "ComponentRecord",
@@ -74,6 +75,8 @@ __all__ = [
     "lineage_of",
     "num_threads",
     "parse_json",
+    "seal",
     "select_deletions",
+    "unseal",
     "use_huge_pages",
 ]

@@ -18,6 +18,7 @@ OWNER = "owner.json"
 LOCK = ".lock"
 STAGING = ".staging"
 QUARANTINE = "quarantine"
+TRAININGS = "trainings.json"  # of a command that begins several: which has which run
 
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})(?:-r([1-9][0-9]{0,5}))?")
 _MAX_NAME_BYTES = 255  # of one part, on every common file system

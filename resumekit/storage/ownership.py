@@ -43,6 +43,7 @@ from resumekit.storage.directories import (
     OWNER,
     QUARANTINE,
     STAGING,
+    TRAININGS,
     StepName,
     read_small,
     write_small,
@@ -279,10 +280,10 @@ def is_unused(file_system: FileSystem, directory: Path) -> bool:
         entries = file_system.list(directory)
     except FileNotFoundError:
         return True
-    return {entry.name for entry in entries} <= {OWNER, LOCK, STAGING}
+    return {entry.name for entry in entries} <= {OWNER, LOCK, STAGING, TRAININGS}
 
 
-_OF_A_RUN = frozenset({OWNER, LOCK, STAGING, QUARANTINE})
+_OF_A_RUN = frozenset({OWNER, LOCK, STAGING, QUARANTINE, TRAININGS})
 _NUM_NAMED = 3
 
 

@@ -97,14 +97,15 @@ def train(directory: Path, *, until: int, changed: bool = False) -> None:
         changed: the weights are others after the resume.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    last = nn.Linear(5, 3)
+    model = nn.Sequential(nn.Linear(6, 5), last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     checkpointer = Checkpointer(directory, model=model, optimizer=optimizer, save_every=4)
     try:
         with checkpointer:
             for inputs in checkpointer.batches([torch.randn(4, 6) for _ in range(9)], epochs=1):
                 if changed:
-                    model[1].bias.data[2] += 1e-6
+                    last.bias.data[2] += 1e-6
                 model(inputs).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

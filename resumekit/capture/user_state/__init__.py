@@ -14,6 +14,7 @@ from resumekit.capture.user_state.value_types import (
     attributes_set_in,
     is_code,
     is_left_out,
+    is_secret,
     is_user_object,
 )
 from resumekit.capture.user_state.walk import Seen, Walk, content_digest, trained_parameters
@@ -30,6 +31,7 @@ __all__ = [
     "content_digest",
     "is_code",
     "is_left_out",
+    "is_secret",
     "is_user_object",
     "label_of",
     "trained_parameters",

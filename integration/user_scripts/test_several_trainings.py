@@ -1,0 +1,113 @@
+"""``resumekit run`` on programs that train several times: each training continues its own run.
+
+They are compared by the weights that the programs themselves write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from official_scripts import MODULE
+from several_trainings import KILL_AT, MARKER, PROGRAMS
+
+SCRIPT = Path(__file__).with_name("several_trainings.py")
+FRAMEWORKS = ["trainer", "lightning"]
+KILLED = ["1:57", "2:57", "2:end"]  # in the step after a save, or between two trainings
+SAMPLE = {
+    ("left_folds", "trainer", "2:57"),
+    ("left_folds", "lightning", "2:end"),
+    ("finetuning", "lightning", "2:57"),
+}
+
+
+def launch(directory: Path, *words: str, expected: int = 0, **variables: str) -> str:
+    done = subprocess.run(
+        [*words, sys.executable, str(SCRIPT), *arguments_of(directory)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == expected, done.stdout[-3000:]
+    return done.stdout
+
+
+def arguments_of(directory: Path) -> list[str]:
+    program, framework = directory.name.split("-")
+    return [program, framework, "--out", str(directory / "out")]
+
+
+def run(directory: Path, killed_at: str, *options: str, expected: int = 0) -> str:
+    """What ``resumekit run`` and the program write; it is killed once, and launched again."""
+    words = (*MODULE, "resumekit.cli", "run", "--dir", str(directory / "run"), *options)
+    variables = {KILL_AT: killed_at, MARKER: str(directory / "killed")}
+    return launch(directory, *words, "--save-every", "5", "--", expected=expected, **variables)
+
+
+def results(directory: Path) -> Mapping[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "out" / "results.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of a program without resumekit; each is run once."""
+    known: dict[str, Mapping[str, Any]] = {}
+
+    def found(name: str) -> Mapping[str, Any]:
+        if name not in known:
+            directory = tmp_path_factory.mktemp("alone") / name
+            directory.mkdir()
+            launch(directory)
+            known[name] = results(directory)
+        return known[name]
+
+    return found
+
+
+CASES = [
+    pytest.param(*case, id="-".join(case), marks=() if case in SAMPLE else (pytest.mark.full,))
+    for case in ((p, f, k) for p in PROGRAMS for f in FRAMEWORKS for k in KILLED)
+]
+
+
+@pytest.mark.parametrize(("program", "framework", "killed_at"), CASES)
+def test_each_training_continues_its_own_run(
+    tmp_path: Path, uninterrupted: Any, program: str, framework: str, killed_at: str
+) -> None:
+    directory = tmp_path / f"{program}-{framework}"
+    directory.mkdir()
+    output = run(directory, killed_at)
+    assert (directory / "killed").exists()
+    assert ("resuming at step 5 from" in output) == (killed_at != "2:end")
+    assert results(directory) == uninterrupted(directory.name)
+
+
+def test_by_its_order_alone_a_fold_continues_the_run_of_another_one(
+    tmp_path: Path, uninterrupted: Any
+) -> None:
+    directory = tmp_path / "left_folds-trainer"
+    directory.mkdir()
+    run(directory, "2:57", "--max-restarts", "0", expected=128 + 9)
+    (directory / "run" / "trainings.json").unlink()
+    run(directory, "2:57")
+    assert results(directory) != uninterrupted(directory.name)
+
+
+def test_an_interrupted_run_that_no_training_fits_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "left_rates-lightning"
+    directory.mkdir()
+    run(directory, "2:57", "--max-restarts", "0", expected=128 + 9)
+    (directory / "out" / "results.json").write_text('{"rate 0.2": {}, "rate 0.05": {}}')
+    output = run(directory, "2:57", "--max-restarts", "0", expected=2)
+    assert "none of the interrupted runs: 2 (rate: was 0.05, now 0.01)" in " ".join(output.split())
+    assert "Traceback" not in output
