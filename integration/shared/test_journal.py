@@ -17,6 +17,7 @@ from resumekit.testing.trace_checks import worst_verdict
 PRELOAD = ALL
 
 AVERAGED = "an average of the weights reaches no loss"
+LOGGED = "sums that the log reads, and no training step"
 REPORTED = "a metric of evaluations reaches no training step"
 COUNTED = "counters that no training step reads"
 DIVIDED_OUT = "gradients are divided by the scale that they were multiplied with"
@@ -26,7 +27,7 @@ NONE = "not used by this suite"
 
 COMMON = {
     "model": "loss",
-    "optimizer": "loss",
+    "optimizer": "weights",
     "lr_scheduler": "learning rate",
     "grad_scaler": DIVIDED_OUT,
     "ema": AVERAGED,
@@ -43,9 +44,9 @@ CALLBACKS: dict[str, dict[str, str]] = {
         "callbacks/Curriculum-0": COUNTED,
     },
     "test_transformers_exact.TestTransformers": {
-        "grad_scaler": "loss",
+        "grad_scaler": "weights",
         "callbacks/trainer_state": COUNTED,
-        "callbacks/trainer": "loss",
+        "callbacks/trainer": LOGGED,
         "callbacks/EarlyStoppingCallback-0": REPORTED,
     },
     "test_lightning_exact.TestLightning": {
@@ -60,7 +61,7 @@ CALLBACKS: dict[str, dict[str, str]] = {
         "callbacks/deepspeed": COUNTED,
     },
 }
-CLASSES = ("step count", "sample ids", "random state", "learning rate", "loss")
+CLASSES = ("step count", "sample ids", "random state", "learning rate", "loss", "weights")
 TABLES = {
     name: {key: row for key, row in {**COMMON, **rows}.items() if row != NONE}
     for name, rows in CALLBACKS.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from small_trainer import attach, make_trainer, stop_at
 from transformers import Trainer
 
 from resumekit.journal import STEP, find_attempts, verdicts
+
+
+@pytest.fixture(autouse=True)
+def _a_program_with_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of a test worker has none, and nothing equals what ran in a shell before."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
 
 
 def train(directory: Path, *, stop: int | None = None, **arguments: Any) -> list[float]:
