@@ -13,10 +13,12 @@ import dis
 import gc
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
+
+from torch import nn
 
 from resumekit.capture import Holder, UserState, content_digest
 
@@ -93,6 +95,7 @@ class StreamObjects(ObjectsAtStart):
         self._changed: list[str] | None = None  # what was reported of the last batch
         self._num_batches = 0
         self._is_first_epoch = True
+        self._models: list[str] = []  # trained ones that the stream may use, by class
         self._read: list[Any] = []  # that the stream still reads after its first batch
         self._read_digest: int | None = None  # None: it reads the objects, or nobody knows
 
@@ -121,7 +124,9 @@ class StreamObjects(ObjectsAtStart):
                 self._by_stream |= _difference(self._first, self._state.digests())
                 self._is_first_epoch = False
             has_changed = bool(self._by_training)  # after the epoch began, before the first read
-            self._read = [] if has_changed else still_readable(iterator)
+            read = still_readable(iterator)
+            self._models = sorted(set(_trained_models(read)))
+            self._read = [] if has_changed else read
             self._read_digest = None if has_changed else self._digest_of_read()
             if self._read_digest is None:
                 self._read = []  # nothing is to live longer because of this
@@ -137,7 +142,7 @@ class StreamObjects(ObjectsAtStart):
             changed = self._by_training & now.keys()
             changed |= _difference(self._first, now) - self._by_stream
             is_read = self._read_digest is None or self._read_digest != self._digest_of_read()
-            self._changed = sorted(changed) if is_read else []
+            self._changed = [*self._models, *(sorted(changed) if is_read else ())]
         return self._changed or []
 
     def _digest_of_read(self) -> int | None:
@@ -158,6 +163,14 @@ class StreamObjects(ObjectsAtStart):
             for name, value in getattr(each, "__dict__", {}).items():
                 marks[f"{path}.{name}"] = _mark(value)
         return marks
+
+
+def _trained_models(values: Iterable[Any]) -> Iterator[str]:
+    """The classes of the modules with gradients among some objects and their attributes."""
+    for value in values:
+        for each in (value, *getattr(value, "__dict__", {}).values()):
+            if isinstance(each, nn.Module) and any(p.requires_grad for p in each.parameters()):
+                yield type(each).__name__
 
 
 def _mark(value: Any) -> Any:

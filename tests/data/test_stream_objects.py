@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.adapters.torch import Checkpointer
@@ -280,3 +281,37 @@ def test_a_stream_that_only_changes_itself_is_not_reported(
 
 def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [each for each in capsys.readouterr().err.splitlines() if ": WARNING: " in each]
+
+
+class Rollout(IterableDataset[torch.Tensor]):
+    """Gives what a model makes of its last sample, with the weights of that moment.
+
+    Args:
+        model: of the policy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        sample = torch.ones(1)
+        for _ in range(SIZE):
+            with torch.no_grad():
+                sample = self.model(sample)
+            yield sample
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_stream_that_uses_the_trained_model_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_trained: bool
+) -> None:
+    model, frozen = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(Rollout(model if is_trained else frozen), batch_size=2)
+    checkpointer = Checkpointer(tmp_path, model=model, optimizer=optimizer, save_every=3)
+    for batch in checkpointer.batches(loader, epochs=1):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        checkpointer.step()
+    told = "training changes Linear while the stream may read it"
+    assert any(told in line for line in warnings_in(capsys)) == is_trained
