@@ -265,7 +265,7 @@ class Run:
 
     def _start(self) -> ResumeReport:
         """A fresh start, perhaps with the weights of another run. Collective."""
-        self.world.on_first(self._components.check_storable)
+        self.world.everywhere(self._components.check_storable)  # a state may be gathered
         found, self._initial = self._initial, None
         if found is None:
             return ResumeReport(resumed=False)
