@@ -36,7 +36,7 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.state import SharingPattern, StateComponent
+from resumekit.state import ComponentState, SharingPattern, StateComponent
 from resumekit.storage import Store
 from resumekit.tracing import rng_digests
 
@@ -101,6 +101,19 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.count = state["count"]
+
+
+def _unlike_any_hook(self: Any, path: str, *, mode: str) -> list[str]:
+    return [path, mode]
+
+
+# A user's object with methods named like every hook of the library, and of another signature.
+HOOKS = {name for name in vars(ComponentState) if not name.startswith("_")}
+Everyday: Any = type(
+    "Everyday",
+    (Counter,),
+    dict.fromkeys(HOOKS - {"state_dict", "load_state_dict"}, _unlike_any_hook),
+)
 
 
 class CrashError(Exception):
@@ -274,7 +287,7 @@ def test_an_extra_slot_is_refused_and_excluded(tmp_path: Path) -> None:
     Job(tmp_path, exclude={"ema"}).train()
 
 
-class Counts:
+class Counts(ComponentState):
     def __init__(self) -> None:
         self.count = 7
 
@@ -351,6 +364,36 @@ def test_what_belongs_to_the_framework_in_use_is_needed(tmp_path: Path) -> None:
         pytest.raises(StateMismatchError, match="has no callbacks/batch_count"),
     ):
         checkpointer.resume()
+
+
+@pytest.mark.parametrize("option", ["extras", "ema"])
+def test_methods_of_a_users_object_that_are_named_like_hooks_are_not_called(
+    tmp_path: Path, option: str
+) -> None:
+    def job(given: Any) -> Job:
+        options: dict[str, Any] = {option: {"given": given}}
+        return Job(tmp_path, **options)
+
+    first, second = Everyday(), Everyday()
+    first.count = 7
+    job(first).train(stop_after=3)
+    job(second).train()
+    assert second.count == 7
+
+
+def test_methods_of_a_component_that_are_named_like_hooks_are_not_called(tmp_path: Path) -> None:
+    def checkpointer(given: Any) -> BaseCheckpointer:
+        model = StateComponent("model", ModelState(nn.Linear(1, 1)))
+        component = StateComponent("callbacks/given", given, SharingPattern.PER_RANK)
+        return BaseCheckpointer(tmp_path, components=[model, component])
+
+    first, second = Everyday(), Everyday()
+    first.count = 7
+    with checkpointer(first) as running:
+        running.save()
+    with checkpointer(second) as resumed:
+        resumed.resume()
+    assert second.count == 7
 
 
 class Noted:

@@ -25,12 +25,13 @@ from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate import Checkpointer
 from resumekit.distributed import WorldChange
+from resumekit.state import ComponentState
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8
 
 
-class Curriculum:
+class Curriculum(ComponentState):
     """A user's object of the kind that is given to ``register_for_checkpointing``."""
 
     def __init__(self) -> None:

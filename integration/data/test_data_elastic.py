@@ -23,6 +23,7 @@ from resumekit.data import DistributedResumableSampler
 from resumekit.distributed import WorldChange
 from resumekit.prove import CHECKPOINT, STEP, read_trace
 from resumekit.prove.trace_records import RESUMED
+from resumekit.state import ComponentState
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH
@@ -43,7 +44,7 @@ class OwnSum:
         self.total = state["total"]
 
 
-class SharedSum(OwnSum):
+class SharedSum(OwnSum, ComponentState):
     """The same, and no share of it is lost with a rank."""
 
     def resplit_state_dict(

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import resumekit
 from resumekit import SharingPattern, StateComponent, cadence
 from resumekit.adapters.torch import Checkpointer
+from resumekit.state import ComponentState
 
 SILENT_SECONDS = 4
 
@@ -148,7 +149,7 @@ def save_and_lose(
     checkpointer.close()
 
 
-class Slow:
+class Slow(ComponentState):
     """A state that one rank takes long to give."""
 
     def __init__(self, seconds: float) -> None:

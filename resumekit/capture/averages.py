@@ -93,10 +93,10 @@ class ObjectState(ComponentState):
         self, states: Mapping[int, Any], change: WorldChange
     ) -> tuple[dict[str, Any], Iterable[str]] | None:
         """Calls the object's own method; None if it has none."""
-        method = getattr(self.given, "resplit_state_dict", None)
-        if method is None or self.weights is not None:
+        if not isinstance(self.given, ComponentState) or self.weights is not None:
             return None
-        resplit = method({rank: each["opaque"] for rank, each in states.items()}, change)
+        opaque = {rank: each["opaque"] for rank, each in states.items()}
+        resplit = self.given.resplit_state_dict(opaque, change)
         if resplit is None:
             return None
         state, messages = resplit

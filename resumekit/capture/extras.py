@@ -62,8 +62,8 @@ class Extras(ComponentState):
                 mismatches.append(
                     Mismatch(repr(name), "the state of an object in the checkpoint", found)
                 )
-            elif (check := getattr(live, "check_state_dict", None)) is not None:
-                check(saved)
+            elif isinstance(live, ComponentState):
+                live.check_state_dict(saved)
         for name, live in self.live.items():
             if isinstance(live, Stateful) and name not in state["objects"]:
                 found = "a plain value" if name in state["values"] else "not in the checkpoint"

@@ -86,7 +86,7 @@ def fingerprint(
 
     Args:
         world_size: the number of ranks.
-        components: the run's state; a stateful with a method ``fingerprint()`` adds its own.
+        components: the run's state; each adds its own ``fingerprint()``.
         settings: more to compare; a value under a key ``"horizon"`` is the length of the run.
         record_command: whether the command line is part of it; secrets in it are ``***``.
     """

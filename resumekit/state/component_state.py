@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Stateful(Protocol):
     """Any object with ``state_dict`` and ``load_state_dict``.
 
-    It may have optional methods of ``ComponentState``, whose base class it need not inherit:
-    ``check_state_dict``, ``resplit_state_dict``, ``comparable_state`` and the others.
+    No other method of it is called, whatever its name: the optional methods need the base class
+    ``ComponentState``.
     """
 
     def state_dict(self) -> Any: ...
@@ -27,8 +27,7 @@ class Stateful(Protocol):
 class ComponentState:
     """Base class of the state of one component: two methods to write, the others have defaults.
 
-    A user's object may have these methods without the base class. An object that inherits it lets a
-    type checker find a misspelt one.
+    The library calls the optional methods of objects that inherit it, and of no others.
     """
 
     def state_dict(self) -> Any:
@@ -103,7 +102,7 @@ class ComponentState:
 
     def live_objects(self) -> Iterable[Any]:
         """The user's objects whose state this is; no other component saves them again."""
-        return ()
+        return (self,)
 
     def live_tensors(self, state: Any) -> Iterable[tuple[Any, Any]]:
         """Each tensor of a saved state with the live one that ``load_state_dict`` copies it into.
@@ -215,42 +214,11 @@ class ComponentState:
         return {}
 
 
-# The optional methods that an object of the user may have without the base class.
-_DUCK_TYPED = frozenset(
-    {
-        "after_resume",
-        "after_rng_restore",
-        "before_save",
-        "check_state_dict",
-        "comparable_state",
-        "findings",
-        "fingerprint",
-        "first_rank_only",
-        "frozen",
-        "join",
-        "merge_state_dicts",
-        "outline",
-        "pairs",
-        "part_of",
-        "replicated_state",
-        "resplit_state_dict",
-        "start_fresh",
-    }
-)
-
-
 class _Wrapped(ComponentState):
-    """An object without the base class: the optional methods are its own where it has them."""
+    """An object without the base class; the optional methods have their defaults."""
 
     def __init__(self, stateful: Stateful) -> None:
         self._stateful = stateful
-        for name in _DUCK_TYPED:
-            hook = getattr(stateful, name, None)
-            if callable(hook):
-                setattr(self, name, hook)
-
-    def overrides(self, hook: Callable[..., Any]) -> bool:
-        return hook.__name__ in vars(self)
 
     def state_dict(self) -> Any:
         return self._stateful.state_dict()
@@ -260,15 +228,6 @@ class _Wrapped(ComponentState):
 
     def live_objects(self) -> Iterable[Any]:
         return (self._stateful,)
-
-    @property
-    def fidelity(self) -> tuple[Fidelity, str] | None:
-        found = getattr(self._stateful, "fidelity", None)
-        return found if isinstance(found, tuple) else None
-
-    @property
-    def requires_equal_batches(self) -> bool:
-        return bool(getattr(self._stateful, "requires_equal_batches", False))
 
 
 def with_hooks(stateful: Stateful) -> ComponentState:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from resumekit.capture import ObjectState
 from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
+from resumekit.state import ComponentState
 
 
 def net() -> nn.Module:
@@ -128,7 +129,7 @@ def test_an_object_of_ones_own_is_stored_as_it_gives_itself(stored: Any) -> None
     assert live.given.shadow["weight"].tolist() == [1, 1]
 
 
-class Summed(Shadow):
+class Summed(Shadow, ComponentState):
     """One that knows what becomes of it when the ranks change."""
 
     def resplit_state_dict(self, states: Any, change: WorldChange) -> tuple[dict[str, Any], Any]:
@@ -149,6 +150,8 @@ def test_what_an_object_makes_of_other_ranks_states_is_asked_of_it() -> None:
     live.load_state_dict(state)
     assert live.given.shadow["weight"].tolist() == [3, 3]
     assert messages == ["summed up"]
+    everyday = type("Everyday", (Shadow,), {"resplit_state_dict": lambda self, ratio: ratio})
+    assert ObjectState(everyday()).resplit_state_dict(states, change) is None
     assert ObjectState(Shadow()).resplit_state_dict(states, change) is None
     assert ObjectState(net()).resplit_state_dict(states, change) is None
 

@@ -16,6 +16,7 @@ import torch
 from resumekit.capture import AttributeState, Extras
 from resumekit.capture.extras import KnownObjects
 from resumekit.errors import StateMismatchError, UnsupportedValueError
+from resumekit.state import ComponentState
 
 
 class Phase:
@@ -29,7 +30,7 @@ class Phase:
         self.number = state["number"]
 
 
-class Picky(Phase):
+class Picky(Phase, ComponentState):
     def check_state_dict(self, state: dict[str, int]) -> None:
         if state["number"] < 0:
             raise StateMismatchError("picky", found="a negative number")

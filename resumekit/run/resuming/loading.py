@@ -370,7 +370,7 @@ def _resplit(
             component.key,
             found=f"one state for each of {change.former_world_size} {noun}, and "
             f"{change.world_size} of them in this run",
-            expected="a method resplit_state_dict, which reshards these states",
+            expected="a ComponentState whose resplit_state_dict reshards these states",
             remedy=f"Launch with {change.former_world_size} {noun}, or pass "
             f"exclude={{{component.key!r}}} to keep its live state",
         )
