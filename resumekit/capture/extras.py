@@ -22,15 +22,18 @@ from resumekit.capture.restore import (
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.state import ComponentState, Stateful
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic)
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(Tensor, np.ndarray, np.generic),
+)
 
 
 class Extras(ComponentState):
     """The state of a live dict: plain values, and objects with ``state_dict``.
 
-    Objects, and lists, dicts, sets, deques and tensors that can hold the saved value, are restored
-    in place, because other code may refer to them. Other values are replaced under their key; a
-    value that only the checkpoint has is added.
+    Objects, and lists, dicts, sets, deques, bytearrays and tensors that can hold the saved value,
+    are restored in place, because other code may refer to them. Other values are replaced under
+    their key; a value that only the checkpoint has is added.
 
     Args:
         live: the user's dict, read at each save and written at a load.
@@ -92,7 +95,7 @@ def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
     if isinstance(saved, Tensor):
         return restore(live if isinstance(live, Tensor) else None, saved)
     value = restore(None, saved)
-    if type(live) is not type(saved) or not isinstance(live, (dict, set, list, deque)):
+    if type(live) is not type(saved) or not isinstance(live, (dict, set, list, deque, bytearray)):
         return value
     live.clear()
     if isinstance(live, (dict, set)):

@@ -139,12 +139,19 @@ class Decoder:
         described, name = typed(list, body)
         if described not in ("<i8", "<f8"):
             raise ValueError(f"numbers of the dtype {str(described)[:80]!r}")
-        # Lists are copies: named a thousand times, a small file would fill the memory.
-        if name in self._spent:
-            raise ValueError(f"the numbers {str(name)[:80]!r} are there twice")
-        numbers: list[Any] = np.frombuffer(self._bytes_of(name), described).tolist()
-        self._spent.add(name)
+        numbers: list[Any] = np.frombuffer(self._bytes_to_copy(name), described).tolist()
         return numbers
+
+    def _bytearray(self, name: Any, _: int) -> bytearray:
+        return bytearray(self._bytes_to_copy(name))
+
+    def _bytes_to_copy(self, name: Any) -> memoryview:
+        # Named a thousand times, a small file would fill the memory.
+        found = self._bytes_of(name)
+        if name in self._spent:
+            raise ValueError(f"the bytes {str(name)[:80]!r} are there twice")
+        self._spent.add(name)
+        return found
 
     def _bytes_of(self, name: Any) -> memoryview:
         tensor = self._named(name)
@@ -201,6 +208,7 @@ class Decoder:
         "$str": lambda _, body, depth: _str(body, depth),
         "$bytes": lambda _, body, depth: _bytes(body, depth),
         "$blob": _blob,
+        "$bytearray": _bytearray,
         "$numbers": _numbers,
         "$tuple": lambda self, body, depth: tuple(self._items(body, depth)),
         "$set": _set,
@@ -249,8 +257,8 @@ def references(tree: Any) -> Iterator[tuple[str, bool]]:
         for key, item in tree.items():
             if key == "$tensor" and isinstance(item, dict):
                 yield str(item.get("of")), True
-            elif key in ("$tensor", "$blob"):
-                yield str(item), key == "$blob"
+            elif key in ("$tensor", "$blob", "$bytearray"):
+                yield str(item), key != "$tensor"
             elif key in ("$array", "$numbers") and isinstance(item, list):
                 yield str(item[-1:] and item[-1]), True
             else:

@@ -9,6 +9,7 @@ Everything else is an object with one key that begins with ``$``:
 ``$complex``      its real and imaginary part
 ``$str``          a string that holds surrogates, hexadecimal UTF-8
 ``$bytes``        bytes, hexadecimal; long ones are in the data file: ``$blob``, by name
+``$bytearray``    a bytearray: the name of its bytes
 ``$numbers``      a long list of nothing but 64-bit ints or of floats: dtype, the name of its bytes
 ``$tuple``        the elements; ``$set`` likewise, in a fixed order
 ``$dict``         alternating keys and values; ``$ordered_dict`` and ``$counter`` likewise
@@ -118,6 +119,7 @@ class Encoder:
             complex: _complex,
             str: _str,
             bytes: self._bytes,
+            bytearray: self._bytearray,
             list: self._list,
             tuple: lambda value, path, depth: {"$tuple": self._items(value, path, depth + 1)},
             set: self._set,
@@ -185,6 +187,10 @@ class Encoder:
         if len(value) <= _MAX_INLINE_BYTES:
             return {"$bytes": value.hex()}
         return {"$blob": self._leaf(bytes_leaf(value), path)}
+
+    def _bytearray(self, value: bytearray, path: StatePath, _: int) -> Any:
+        # A copy: the training may change it, and cannot resize it while a view of it exists.
+        return {"$bytearray": self._leaf(bytes_leaf(bytes(value)), path)}
 
     def _leaf(self, leaf: Leaf, path: StatePath) -> str:
         name = self._name(path)

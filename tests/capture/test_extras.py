@@ -51,6 +51,7 @@ PLAIN: dict[Any, Any] = {
     "table": {"a": {"b": (1, 2)}},
     "mean": torch.ones(2),
     "array": np.arange(3),
+    "buffer": bytearray(b"abc"),
 }
 
 
@@ -76,6 +77,7 @@ def test_objects_containers_and_tensors_that_others_hold_are_filled_in_place(sto
         "ordered": OrderedDict(),
         "table": {},
         "mean": torch.zeros(2),
+        "buffer": bytearray(b"9"),
     }
     saved_state: dict[str, Any] = dict(live)
     Extras(live).load_state_dict(saved)

@@ -283,6 +283,11 @@ TREES: dict[str, Any] = {
     "str": [{"$str": "ff"}, {"$str": 1}],
     "bytes": [{"$bytes": "0"}, {"$bytes": "0g"}, {"$bytes": 5}],
     "blob": [{"$blob": "none"}, {"$blob": "float"}, {"$blob": ["bytes"]}, {"$blob": 1}],
+    "bytearray": [
+        {"$bytearray": "none"}, {"$bytearray": "float"}, {"$bytearray": 1},
+        {"$bytearray": {"$bytes": "00"}}, {"$set": [{"$bytearray": "bytes"}]},
+        [{"$bytearray": "bytes"}] * 2,
+    ],
     "tuple": [{"$tuple": 1}, {"$tuple": {}}],
     "set": [
         {"$set": [[]]}, {"$set": [1, 1]}, {"$set": [1, True]}, {"$set": [{"$tensor": "float"}]},
@@ -386,9 +391,9 @@ def test_the_trees_above_are_wrong_in_one_point_only() -> None:
     right = [
         {"$blob": "bytes"}, {"$array": ["|u1", [4], "C", "bytes"]}, {"$tensor": VIEW},
         {"$namedtuple": ["A", ["x"], 1]}, {"$deque": [2, 1]}, {"$scalar": ["<f4", "00000000"]},
-        {"$torch": "float32"}, {"$device": "cuda:0"}, {"$size": [1]},
+        {"$torch": "float32"}, {"$device": "cuda:0"}, {"$size": [1]}, {"$bytearray": "bytes"},
     ]  # fmt: skip
-    assert len(decode(right, _tensors())) == 9
+    assert len(decode(right, _tensors())) == 10
 
 
 def test_keys_made_to_collide_are_refused_before_they_cost_time() -> None:

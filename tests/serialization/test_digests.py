@@ -67,6 +67,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a float for an int": ("model.step", _put(3.0, "model", "step")),
     "a member of a set": ("names", _put({"b", "a", (1, 3)}, "names")),
     "an empty dict for an empty list": ("empty", _put({}, "empty")),
+    "a bytearray for bytes": ("bytes", _put(bytearray(b"x" * 3000), "bytes")),
     "the last byte": ("bytes", _put(b"x" * 2999 + b"y", "bytes")),
     "an element of an array": ("array", _put(9, "array", (1, 2))),
     "a number in a long list": ("order", _put(0, "order", 1999)),

@@ -94,6 +94,7 @@ def containers() -> dict[str, Any]:
         "list": [1, [2, [3.5, None]], "a"],
         "long list": list(range(2000)),
         "bytes": bytes(range(256)) * 20,
+        "bytearray": bytearray(range(256)) * 20,
         "dict": {"a": {"b": [1]}, 3: {"c": (4, [5])}},
         "ordered": OrderedDict(b=[1], a={}),
         "default": defaultdict(list, {"a": [1, 2]}),
@@ -125,6 +126,8 @@ def change(value: Any) -> None:
             change(item)
         value.clear()
         value["changed"] = 1
+    elif isinstance(value, bytearray):
+        value[:] = b"changed"
     elif isinstance(value, list | deque | set | tuple):
         for item in value:
             change(item)

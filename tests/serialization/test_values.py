@@ -54,6 +54,7 @@ VALUES = {
     "complex": [1 + 2j, complex(-0.0, math.inf), complex(math.nan, -0.0)],
     "strings": ["", "naïve 😀", '\0\n"\\', "$tensor", "\ud800", "\ud83d\ude00", "x" * 10_000],
     "bytes": [b"", b"\0\xff", bytes(range(256)) * 100],
+    "bytearray": [bytearray(), bytearray(b"\0\xff"), bytearray(range(256)) * 100],
     "list": [[], [[]], [1, "a"]],
     "long lists of numbers": [
         list(range(2000)),
@@ -143,7 +144,8 @@ def test_the_comparison_used_here_sees_small_differences(same: Same) -> None:
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (Point(1, 2), (1, 2)), (Point(1, 2), Span(1, 2)),
         (torch.float16, torch.bfloat16), (torch.float16, "float16"), (torch.Size([1]), (1,)),
         (torch.device("cuda:0"), torch.device("cuda:1")), (torch.device("cpu"), "cpu"),
-        ({1}, {True}), ("a", np.str_("a")), (math.nan, 0.0), ([1], [1, 2]), ({1: 1}, {}),
+        ({1}, {True}), ("a", np.str_("a")),
+        (b"a", bytearray(b"a")), (math.nan, 0.0), ([1], [1, 2]), ({1: 1}, {}),
     ]  # fmt: skip
     assert not [pair for pair in pairs if same(*pair) or same(*reversed(pair))]
 
@@ -238,6 +240,7 @@ def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.lists(values, max_size=4),
         st.lists(values, max_size=4).map(tuple),
         st.lists(values, max_size=4).map(deque),
+        st.binary(max_size=5).map(bytearray),
         st.sets(KEYS, max_size=4),
         dicts,
         st.dictionaries(st.text(max_size=3), values, max_size=4),
