@@ -338,10 +338,64 @@ def test_a_setting_that_has_no_effect_is_one_warning_that_says_which_value_is_us
     assert [group["lr"] for group in given["optimizer"].param_groups] == [5e-05] * 2
     assert given["lr_scheduler"].gamma == 0.5
     assert messages(caplog, logging.WARNING) == [
-        "lr, initial_lr: the script says 0.01, the checkpoint's 5e-05 is used; "
+        "learning rate: the script says 0.01, the checkpoint's 5e-05 is used; "
         "exclude={'optimizer'} uses the script's, with a fresh optimizer",
         "gamma: the script says 0.25, the checkpoint's 0.5 is used; "
         "exclude={'lr_scheduler'} uses the script's, with a fresh lr_scheduler",
+    ]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_learning_rate_that_has_no_effect_is_named_once_whatever_was_computed_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_groups: int
+) -> None:
+    def scheduled(rate: float, decay: float = 0.0, end: float = 1e4) -> dict[str, Any]:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_groups)))
+        groups = [{"params": list(part.parameters())} for part in model]
+        optimizer = torch.optim.SGD(groups, rate, momentum=0.9, weight_decay=decay)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, rate, total_steps=20, final_div_factor=end
+        )
+        return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def warnings(**given: Any) -> list[str]:
+        caplog.clear()
+        make(tmp_path, **given).resume()
+        return messages(caplog, logging.WARNING)
+
+    interrupted(tmp_path, **scheduled(0.1))
+    rest = "exclude={'optimizer'} uses the script's, with a fresh optimizer"
+    rate = f"learning rate: the script says 0.2, the checkpoint's 0.1 is used; {rest}"
+    decay = f"weight_decay: the script says 0.3, the checkpoint's 0.0 is used; {rest}"
+    assert warnings(**scheduled(0.1)) == []
+    assert warnings(**scheduled(0.2)) == [rate]
+    assert warnings(**scheduled(0.2, decay=0.3)) == [rate, decay]
+    (end,) = warnings(**scheduled(0.1, end=1e3))
+    assert end.startswith("min_lr: the script says ")
+
+
+def test_the_learning_rates_of_two_optimizers_and_of_their_groups_are_distinguished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def given(*rates: float) -> dict[str, Any]:
+        nets = {"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}
+        groups = [
+            {"params": [each], "lr": lr}
+            for each, lr in zip(nets["a"].parameters(), rates, strict=False)
+        ]
+        optimizers = {
+            "a": torch.optim.SGD(groups),
+            "b": torch.optim.SGD(nets["b"].parameters(), rates[2]),
+        }
+        return {"model": nets, "optimizer": optimizers}
+
+    interrupted(tmp_path, **given(0.1, 0.2, 0.3))
+    caplog.clear()
+    make(tmp_path, **given(0.4, 0.5, 0.6)).resume()
+    begins = [line.partition(";")[0] for line in messages(caplog, logging.WARNING)]
+    assert begins == [
+        "a learning rate: the script says 0.4, 0.5, the checkpoint's 0.1, 0.2 is used",
+        "b learning rate: the script says 0.6, the checkpoint's 0.3 is used",
     ]
 
 
@@ -370,7 +424,7 @@ def test_a_rate_that_the_loop_sets_is_none_of_the_settings_when_state_is_added_l
     launch(0.5, leave_after=4)
     assert launch(0.5, leave_after=8) == []
     (warning,) = launch(0.25, leave_after=12)
-    assert warning.startswith("lr, initial_lr: the script says 0.25, the checkpoint's 0.5 is used")
+    assert warning.startswith("learning rate: the script says 0.25, the checkpoint's 0.5 is used")
 
 
 def test_a_setting_of_what_is_excluded_is_the_scripts(

@@ -165,8 +165,10 @@ def test_another_learning_rate_is_reported_and_the_saved_one_is_used(
     launch(tmp_path, Used(), stop=17, learning_rate=0.01)
     trainer = launch(tmp_path, Used(), learning_rate=0.02)
     assert learning_rates(trainer) == learning_rates(whole)
-    ignored = "learning_rate: the script says 0.02, the checkpoint's 0.01 is used"
-    assert ignored in capfd.readouterr().err
+    ignored = "learning rate: the script says 0.02, the checkpoint's 0.01 is used"
+    logged = capfd.readouterr().err
+    assert ignored in logged
+    assert logged.count("the script says") == 1
 
 
 def test_another_data_seed_inside_an_epoch_is_refused_with_the_former_one(tmp_path: Path) -> None:

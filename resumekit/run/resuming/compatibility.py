@@ -153,6 +153,9 @@ _IN_OPTIMIZER = re.compile(
     r"callbacks/trainer_state\.(learning_rate|weight_decay)"
     r"|callbacks/deepspeed\.config\.optimizer\.params\..*"
 )
+# One learning rate under its names; the first one that differs is what the user has set.
+# torch 2.13 lr_scheduler.py LRScheduler, OneCycleLR and CyclicLR compute the other ones from it.
+_RATES = ("learning_rate", "max_lr", "initial_lr", "lr", "base_lrs", "min_lr")
 # Argument of a Trainer that only begins the random state.
 _SEED = "callbacks/trainer_state.seed"
 
@@ -195,8 +198,7 @@ def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[lis
         Warnings: settings of the script that have no effect, because the checkpoint's are used.
         Notes: settings of the script that are used, and versions.
     """
-    ignored: dict[tuple[str, str], list[str]] = {}
-    seeds, versions, used = [], [], []
+    ignored, seeds, versions, used = list[Difference](), [], [], []
     for each in changed:
         if each.name.startswith(_VERSIONS):
             versions.append(f"{each.name.removeprefix(_VERSIONS)} was {each.then}, is {each.now}")
@@ -206,7 +208,7 @@ def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[lis
             used_instead = "the checkpoint's random state is used"
             seeds.append(f"seed: was {each.then}, the script says {each.now}, {used_instead}")
         elif _is_restored(each.name, options):
-            ignored.setdefault((_short(each.then), _short(each.now)), []).append(each.name)
+            ignored.append(each)
         else:
             before, now = _short(each.then), _short(each.now)
             used.append(f"{each.name}: was {before} in the checkpoint, the script's {now} is used")
@@ -214,8 +216,11 @@ def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[lis
     return [*_ignored(ignored), *seeds], notes
 
 
-def _ignored(found: dict[tuple[str, str], list[str]]) -> Iterable[str]:
-    for (then, now), names in found.items():
+def _ignored(found: Iterable[Difference]) -> Iterable[str]:
+    by_values: dict[tuple[str, str], list[str]] = {}
+    for each in _with_one_rate(found):
+        by_values.setdefault((_short(each.then), _short(each.now)), []).append(each.name)
+    for (then, now), names in by_values.items():
         settings = ", ".join(dict.fromkeys(_setting(name) for name in names))
         match = next(filter(None, map(_RESTORED.match, names)), None)
         slot = Slot.OPTIMIZER.value if match is None else match["slot"] or match["other"]
@@ -223,6 +228,32 @@ def _ignored(found: dict[tuple[str, str], list[str]]) -> Iterable[str]:
             f"{settings}: the script says {now}, the checkpoint's {then} is used; "
             f"exclude={{{slot!r}}} uses the script's, with a fresh {slot}"
         )
+
+
+def _with_one_rate(found: Iterable[Difference]) -> list[Difference]:
+    """The differences; those of the learning rate of an optimizer are one, and come first."""
+    rates: dict[str, dict[str, list[Difference]]] = {}
+    others = []
+    for each in found:
+        key, _, name = each.name.partition(".")
+        leaf = name.rpartition(".")[2].partition("[")[0]
+        if leaf in _RATES:
+            slot, _, owner = key.partition("/")
+            owner = "" if slot == Slot.CALLBACKS.value else owner
+            rates.setdefault(owner, {}).setdefault(leaf, []).append(each)
+        else:
+            others.append(each)
+    merged = []
+    for owner, by_leaf in rates.items():
+        leaf = min(by_leaf, key=_RATES.index)
+        if leaf == "min_lr":  # nothing but the end of the schedule was changed
+            others += by_leaf[leaf]
+            continue
+        values = dict.fromkeys((str(each.then), str(each.now)) for each in by_leaf[leaf])
+        then, now = (", ".join(side) for side in zip(*values, strict=True))
+        name = f"{Slot.OPTIMIZER.value}/{owner}.learning rate"
+        merged.append(Difference(name, then, now, Severity.REPORTED))
+    return merged + others
 
 
 def _is_restored(name: str, options: Options) -> bool:
