@@ -170,7 +170,7 @@ class Checkpointer(StepBoundary):
         if self._loop == "epochs":
             raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
         unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
-        self._enter("batches", {unit: whole_number(unit, count, 1)})
+        self._enter("batches", {unit: whole_number(unit, count, 1)}, loader)
         feed = self._run.position.feed(loader, name)
         self._lead(feed)
         return Batches(self, feed, epochs=epochs, steps=steps)

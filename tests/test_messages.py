@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
-from resumekit.errors import ConfigurationError, DeclarationError, DirectoryInUseError, LoopError
+from resumekit.errors import (
+    ConfigurationError,
+    DeclarationError,
+    DirectoryInUseError,
+    DriftError,
+    LoopError,
+)
 from resumekit.log import logger
 from resumekit.state import StateComponent
 
@@ -439,6 +445,38 @@ def test_a_setting_of_what_is_excluded_is_the_scripts(
     assert not [line for level, line in records if level == logging.WARNING]
     used = "optimizer.param_groups[0].lr: was 5e-05 in the checkpoint, the script's 0.01 is used"
     assert (logging.INFO, used) in records
+
+
+def one_cycle(steps: int) -> dict[str, Any]:
+    given = with_rate(0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(given["optimizer"], 0.1, total_steps=steps)
+    return {**given, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "epochs", "steps", "found"),
+    [
+        (4, 1, 10, "batch_size: was 2, now 4, expected"),
+        (2, 3, 60, "epochs: was 1, now 3, expected"),
+        (4, 2, 40, "epochs: was 1, now 2; batch_size: was 2, now 4, expected"),
+        (2, 1, 40, "lr_scheduler.horizon._schedule_phases[0].end_step: was "),
+    ],
+)
+def test_a_schedule_that_a_changed_setting_makes_another_one_is_refused_with_the_setting(
+    tmp_path: Path, batch_size: int, epochs: int, steps: int, found: str
+) -> None:
+    def run(batch_size: int, epochs: int, steps: int) -> None:
+        data: DataLoader[Any] = DataLoader([0.0] * 40, batch_size=batch_size)  # type: ignore[arg-type]
+        with make(tmp_path, save_every=1, **one_cycle(steps)) as checkpointer:
+            for _ in checkpointer.batches(data, epochs=epochs):
+                checkpointer.step()
+                if checkpointer.progress.step == 3:
+                    break
+
+    run(2, 1, 20)
+    with pytest.raises(DriftError) as refusal:
+        run(batch_size, epochs, steps)
+    assert str(refusal.value).removeprefix("horizon: ").startswith(found)
 
 
 def test_a_longer_schedule_that_is_allowed_is_the_scripts(

@@ -39,7 +39,7 @@ from resumekit.adapters.transformers.arguments import (
     saves_each_epoch,
     with_defaults,
 )
-from resumekit.adapters.transformers.components import trainer_components
+from resumekit.adapters.transformers.components import trainer_components, trainer_settings
 from resumekit.adapters.transformers.user_state import changed_settings, user_state
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class ResumeCallback(TrainerCallback):
         )
         if loop.horizon not in ({}, plan.horizon(counts)):
             counts = plan.changed(by_steps=args.max_steps > 0)
-        loop.accept_horizon(**plan.horizon(counts))
+        loop.accept_horizon(trainer_settings(self._trainer), **plan.horizon(counts))
         self._num_epochs = counts.num_train_epochs
         return counts
 

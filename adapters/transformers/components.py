@@ -104,9 +104,20 @@ class _Sums(AttributeState):
         return state
 
 
+_TRAINER_STATE = f"{_CALLBACKS}/trainer_state"
+
+
+def trainer_settings(trainer: Any) -> dict[str, Any]:
+    """What people change between two launches, under its key in the fingerprint."""
+    data = trainer.train_dataset
+    length = len(data) if hasattr(data, "__len__") else None
+    settings = {name: getattr(trainer.args, name) for name in _SETTINGS}
+    return {_TRAINER_STATE: {**settings, "samples": length}}
+
+
 class _TrainerState(_SameOnAllRanks):
     def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
-        super().__init__(trainer.state, private.STATE, key=f"{_CALLBACKS}/trainer_state")
+        super().__init__(trainer.state, private.STATE, key=_TRAINER_STATE)
         self._trainer = trainer
         self._progress = progress
 
@@ -119,10 +130,8 @@ class _TrainerState(_SameOnAllRanks):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that people change between two launches."""
-        data = self._trainer.train_dataset
-        length = len(data) if hasattr(data, "__len__") else None
-        settings = {name: getattr(self._trainer.args, name) for name in _SETTINGS}
-        return {**settings, "samples": length}
+        settings: dict[str, Any] = trainer_settings(self._trainer)[_TRAINER_STATE]
+        return settings
 
     def comparable_state(self) -> dict[str, Any]:
         state = self.state_dict()

@@ -18,6 +18,7 @@ from resumekit.data.position import (
     Feed,
     epoch_usage,
     open_source,
+    saved_batch_size,
 )
 from resumekit.data.prefetching import PrefetchedLoader, WrappedSource
 from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
@@ -45,6 +46,7 @@ __all__ = [
     "is_seeded_by_epoch",
     "open_source",
     "samplers_of",
+    "saved_batch_size",
     "stateful_generators",
     "user_objects",
 ]

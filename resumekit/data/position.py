@@ -286,6 +286,13 @@ def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | Non
     return EpochUsage(num_used, None if per_epoch is None else per_epoch - num_used)
 
 
+def saved_batch_size(state: Mapping[str, Any]) -> int | None:
+    """The batch size of a run's one loader in a checkpoint's position, if it has one."""
+    position = state.get(DEFAULT_NAME, {})
+    found: int | None = position.get("inner", position).get("geometry", {}).get("batch_size")
+    return found
+
+
 def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:
     """What follows a loader by its indices; None where there are none to see."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,16 +98,19 @@ class FrameworkLoop:
         """How far the interrupted run was to go; empty where there was none."""
         return self._checkpointer._run.counters.horizon
 
-    def accept_horizon(self, **horizon: int) -> None:
+    def accept_horizon(
+        self, settings: Mapping[str, Any] = MappingProxyType({}), /, **horizon: int
+    ) -> None:
         """Takes how far the run is to go, where it was not known yet when the loop was made.
 
         Args:
+            settings: what that follows from, under their keys in the fingerprint of this run.
             **horizon: ``steps``, ``epochs`` or both.
 
         Raises:
             DriftError: the interrupted run had another horizon.
         """
-        self._checkpointer._run.accept_horizon(horizon)
+        self._checkpointer._run.accept_horizon(horizon, settings)
 
     def under_way(self, loader: Any) -> EpochUsage:
         """The epoch that the run continues in, before anything is restored. Changes nothing.

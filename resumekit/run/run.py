@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from resumekit.capture import fingerprint, gradient_keys
-from resumekit.data import EpochUsage, Feed, epoch_usage
+from resumekit.capture import differences, fingerprint, gradient_keys
+from resumekit.data import EpochUsage, Feed, epoch_usage, saved_batch_size
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import RandomStates
 from resumekit.log import show_messages
@@ -27,6 +28,7 @@ from resumekit.run.resuming.compatibility import (
     changed_horizon,
     frameworks_in,
     frameworks_of,
+    horizon_causes,
 )
 from resumekit.run.resuming.finder import Finder, Found, open_store
 from resumekit.run.resuming.load_buffer import LoadBuffer
@@ -101,6 +103,7 @@ class Run:
         self._parent: Manifest | None = None  # of the checkpoint that this attempt resumes from
         self._fresh: tuple[str, ...] = ()  # components that it lacks
         self._fingerprint: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}  # the horizon and the batch size of the loop that began
 
     @property
     def components(self) -> tuple[StateComponent, ...]:
@@ -191,9 +194,15 @@ class Run:
                 self._log_start()
         return self._report
 
-    def enter(self) -> None:
-        """Resumes as a loop begins: from here on the script's changes are not kept. Collective."""
+    def enter(self, horizon: Mapping[str, int], loader: Any) -> None:
+        """Resumes as a loop begins: from here on the script's changes are not kept. Collective.
+
+        Args:
+            horizon: of the loop.
+            loader: of the loop, where it is known.
+        """
         is_new = self._report is None
+        self._asked = {**horizon, "batch_size": getattr(loader, "batch_size", None)}
         self.resume()
         if self._restored is not None:
             self._restored.enter(is_new=is_new)
@@ -280,7 +289,11 @@ class Run:
 
     def _load(self, found: Found) -> ResumeReport:
         loading = self._loading(found)
-        report = loading.resume(self._fingerprint, self.reporter)
+        size = saved_batch_size(found.states.get(Slot.DATA.value) or {})
+        then = {**self.counters.horizon, "batch_size": size}
+        asked = {key: value for key, value in self._asked.items() if then.get(key) and value}
+        causes = horizon_causes(differences({key: then[key] for key in asked}, asked))
+        report = loading.resume(self._fingerprint, self.reporter, causes=causes)
         self._fresh = report.fresh
         self._components.gradients_resumed(found.states.keys())
         self._replicas.check_after_resume()
@@ -329,8 +342,14 @@ class Run:
         self.reporter.announce()
         self.rng.begin(feed, epoch, self.restore_random)
 
-    def accept_horizon(self, horizon: dict[str, int]) -> None:
+    def accept_horizon(
+        self, horizon: dict[str, int], settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Takes the loop's horizon.
+
+        Args:
+            horizon: in steps, in epochs or in both.
+            settings: of the fingerprint of this run, what the horizon follows from.
 
         Raises:
             DriftError: the interrupted run had another one, and no policy allows it.
@@ -338,7 +357,10 @@ class Run:
         self.world.require_equal(HORIZON, horizon)
         then, allowed = self.counters.horizon, HORIZON in self.options.allow_changes
         elsewhere = self._is_from_elsewhere
-        change = changed_horizon(then, horizon, allowed=allowed, elsewhere=elsewhere)
+        saved = {} if self._parent is None else self._parent.fingerprint
+        common = {key: saved[key] for key in settings if key in saved}
+        causes = horizon_causes(differences(common, settings))
+        change = changed_horizon(then, horizon, allowed=allowed, elsewhere=elsewhere, causes=causes)
         if change:
             self.reporter.log(change)
             self.counters.finished = None

@@ -166,7 +166,7 @@ class StepBoundary:
 
     # ---------------------------------------------------------------- the loops begin and end
 
-    def _enter(self, loop: str, horizon: dict[str, int]) -> None:
+    def _enter(self, loop: str, horizon: dict[str, int], loader: Any = None) -> None:
         """The outermost loop begins."""
         if self._loop is not None and self.finished is not None:
             raise LoopError(
@@ -178,7 +178,7 @@ class StepBoundary:
             raise LoopError(
                 f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
             )
-        self._run.enter()
+        self._run.enter(horizon, loader)
         self._run.accept_horizon(horizon)
         self._begin_loop(loop)
 
@@ -217,7 +217,7 @@ class StepBoundary:
         self, loader: Any, name: str | None = None, *, repeat: bool = False
     ) -> Batches:
         """The rest of an epoch of a loader."""
-        self._run.enter()
+        self._run.enter({}, loader)
         return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:

@@ -164,10 +164,33 @@ _LAUNCH = ("command", "git", "world_size")
 _VERSIONS = "versions."
 
 
+# Settings that the length of a run follows from, of a Trainer and of a loop.
+_CAUSES = frozenset(
+    {"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"}
+    | {"batch_size", "epochs", "steps"}
+)
+
+
+def horizon_causes(changed: Iterable[Difference]) -> list[str]:
+    """What the user has changed so that the horizon is another one, if that is known."""
+    named = ((each.name.rpartition(".")[2], each) for each in changed if each.then is not None)
+    return [f"{name}: was {each.then}, now {each.now}" for name, each in named if name in _CAUSES]
+
+
 def accept_drift(
-    changed: Sequence[Difference], components: Sequence[StateComponent], options: Options
+    changed: Sequence[Difference],
+    components: Sequence[StateComponent],
+    options: Options,
+    *,
+    causes: Sequence[str],
 ) -> None:
     """Refuses a changed horizon; where it is allowed, schedulers keep the live one.
+
+    Args:
+        changed: what differs between the run that saved and this one.
+        components: of this run.
+        options: of this run.
+        causes: what of the loop was changed.
 
     Raises:
         DriftError: what the learning rate was planned for has changed.
@@ -185,7 +208,7 @@ def accept_drift(
     elif refused:
         raise DriftError(
             "horizon",
-            found="; ".join(str(each) for each in refused),
+            found="; ".join([*horizon_causes(changed), *causes] or map(str, refused)),
             expected="the horizon that the learning rate was planned for",
             remedy="Restore it, or pass allow_changes={'horizon'}",
         )
@@ -281,7 +304,12 @@ HORIZON = "horizon"
 
 
 def changed_horizon(
-    then: Mapping[str, int], now: Mapping[str, int], *, allowed: bool, elsewhere: bool
+    then: Mapping[str, int],
+    now: Mapping[str, int],
+    *,
+    allowed: bool,
+    elsewhere: bool,
+    causes: Sequence[str],
 ) -> str:
     """The message about a horizon that changed; empty where it did not.
 
@@ -291,6 +319,7 @@ def changed_horizon(
         allowed: whether the user allows it to change.
         elsewhere: another framework may have written the checkpoint. Frameworks count in steps, in
             epochs or in both: what both count must agree.
+        causes: changed settings that it follows from, if known.
 
     Raises:
         DriftError: it changed, and is not allowed to.
@@ -302,7 +331,7 @@ def changed_horizon(
     if not allowed:
         raise DriftError(
             HORIZON,
-            found=_words(now),
+            found="; ".join(causes) or _words(now),
             expected=f"{_words(then)}, as in the checkpoint",
             remedy="Restore it, or pass allow_changes={'horizon'}",
         )

@@ -81,12 +81,15 @@ class Loading:
     membership: ComponentGroups
     sources: StateOrigins
 
-    def resume(self, live: Mapping[str, Any], reporter: Reporter) -> ResumeReport:
+    def resume(
+        self, live: Mapping[str, Any], reporter: Reporter, *, causes: Sequence[str] = ()
+    ) -> ResumeReport:
         """Takes over all but the random state and the progress. Collective.
 
         Args:
             live: the fingerprint of this run.
             reporter: logs what has changed, and what is not restored exactly.
+            causes: what of the loop was changed that its length follows from.
 
         Raises:
             ConfigurationError: ``randomness`` was another.
@@ -96,7 +99,7 @@ class Loading:
             IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
         """
         found, manifest = self.found, self.found.manifest
-        fit = self._fit(live)
+        fit = self._fit(live, causes)
         reporter.take_history(manifest)
         changes = (*self._rename(), *self._divide())
         reporter.log_changes(changes)
@@ -122,11 +125,12 @@ class Loading:
             rejected=found.rejected,
         )
 
-    def _fit(self, live: Mapping[str, Any]) -> Fit:
+    def _fit(self, live: Mapping[str, Any], causes: Sequence[str]) -> Fit:
         """Holds the checkpoint against the run, and leaves out the components that this run lacks.
 
         Args:
             live: the fingerprint of this run.
+            causes: see ``resume``.
 
         Raises:
             ConfigurationError: ``randomness`` was another.
@@ -140,7 +144,7 @@ class Loading:
         others = of_other_frameworks(manifest, components)
         then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
         changed = differences(then, live)
-        accept_drift(changed, components, options)
+        accept_drift(changed, components, options, causes=causes)
         regrouped = regrouped_buffers(manifest, components, self.membership)
         fresh = check_fit(
             manifest,
