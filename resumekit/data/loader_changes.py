@@ -17,7 +17,12 @@ from resumekit.data.epoch_order import (
     SEEDED,
     SEEDED_BY_EPOCH,
 )
-from resumekit.data.loader_introspection import DATASET_PREFIXES, initial_seed
+from resumekit.data.loader_introspection import (
+    DATASET_PREFIXES,
+    initial_seed,
+    private_generators,
+    samplers_of,
+)
 from resumekit.errors import DataPositionError
 
 # A position that came from a job with another number of ranks carries both numbers under this key.
@@ -56,19 +61,30 @@ def followed_changes(
         yield _line(where, "order", _order(before), _order(sampler), state["epoch"])
 
 
-def unused_seeds(saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> Iterator[str]:
+def unused_seeds(
+    saved: Mapping[str, Any], loader: Any, live: Mapping[str, Any], where: str, *, epoch: int
+) -> Iterator[str]:
     """A line for each torch generator whose seed differs; its restored state is used.
 
     Args:
         saved: the states of the loader's generators in the checkpoint, by name.
+        loader: the loader.
         live: the generators, before they are restored.
         where: the loader's name.
+        epoch: the last one that was begun.
     """
+    # sentence-transformers 5 sampler.py SetEpochMixin: the seed of an epoch is seed + epoch.
+    by_epoch = {
+        id(each)
+        for _, sampler in samplers_of(loader)
+        if callable(getattr(sampler, "set_epoch", None))
+        for each in private_generators(sampler).values()
+    }
     for name, generator in live.items():
         state = saved.get(name)
         if isinstance(generator, torch.Generator) and isinstance(state, torch.Tensor):
             then, now = initial_seed(state, generator), generator.initial_seed()
-            if then != now:
+            if then != now and not (id(generator) in by_epoch and then - now == epoch):
                 yield (
                     f"{where}: seed of {name}: the script says {now}, the checkpoint's {then} is "
                     "used; exclude={'data'} starts the data again with the script's"

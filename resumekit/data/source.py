@@ -250,7 +250,10 @@ class Source(ABC):
         self._generators = {
             n: each for n, each in saved if n in self.private and n not in recreated
         }
-        self.changes += tuple(unused_seeds(self._generators, self.private, self.name))
+        begun = self.epoch if within else self.epoch - 1
+        self.changes += tuple(
+            unused_seeds(self._generators, self.loader, self.private, self.name, epoch=begun)
+        )
 
     def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         """A checkpoint's position in the geometry of this loader.

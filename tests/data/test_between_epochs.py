@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DataPositionError
@@ -42,7 +45,7 @@ def launch(directory: Path, data: Any, *, stop: int | None = None, **options: An
             for (batch,) in checkpointer.batches(data):
                 used.append(batch.tolist())
                 checkpointer.step()
-                if stop is not None and stop < 4 and checkpointer.progress.step == stop:
+                if stop is not None and stop % 4 and checkpointer.progress.step == stop:
                     checkpointer.close()
                     return used
     return used
@@ -107,6 +110,45 @@ def test_another_seed_of_a_generator_is_reported_and_the_checkpoints_is_used(
     assert (
         "the script says 2, the checkpoint's 1 is used; exclude={'data'}" in capsys.readouterr().err
     )
+
+
+class SeededByEpoch(BatchSampler):
+    """As in sentence-transformers: each epoch seeds the generator of the sampler."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        yield from torch.randperm(8, generator=self.generator).view(4, 2).tolist()
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_a_generator_that_set_epoch_decides_on_is_no_message(
+    tmp_path: Path, stop: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seeded(seed: int) -> Any:
+        data = TensorDataset(torch.arange(8.0))
+        return DataLoader(data, batch_sampler=SeededByEpoch(seed))
+
+    whole = launch(tmp_path / "whole", seeded(42))
+    launch(tmp_path / "run", seeded(42), stop=stop)
+    copytree(tmp_path / "run", tmp_path / "changed")
+    capsys.readouterr()
+    assert launch(tmp_path / "run", seeded(42)) == whole[stop:]
+    assert "WARNING" not in (logged := capsys.readouterr().err), logged
+    assert "seed" not in logged
+    with suppress(DataPositionError):  # inside an epoch the order is another one
+        launch(tmp_path / "changed", seeded(52))
+    if stop == 4:
+        assert "the script says 52, the checkpoint's 42 is used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [2, 4])
