@@ -153,14 +153,14 @@ def drawn_rates(train: Train, done: dict[str, Any]) -> None:
 
 
 def left_repetitions(train: Train, done: dict[str, Any]) -> None:
-    """The same training three times; only the variable of the loop tells them apart."""
+    """The same training three times; only the variable of the loop differs."""
     for repetition in range(3):
         if f"repetition {repetition}" not in done:
             train(f"repetition {repetition}", Samples(0), 0.05, None)
 
 
 def finetuning(train: Train, done: dict[str, Any]) -> None:
-    """A pretraining, and two trainings that go on with its weights."""
+    """A pretraining, and two trainings that continue with its weights."""
     net = train("pretraining", Samples(0), 0.05, None)
     for seed in (1, 2):
         net = train(f"finetuning {seed}", Subset(Samples(seed), range(32)), 0.01, net)

@@ -56,7 +56,7 @@ def test_an_interrupted_run_of_several_is_never_left_out_silently() -> None:
         chosen(training(data="e"), 3, known(*FOLDS, over=2, taken=(1, 2)))
 
 
-def test_runs_that_are_alike_are_told_apart_by_the_variables_of_the_loop() -> None:
+def test_the_variables_of_the_loop_distinguish_runs_that_are_alike() -> None:
     runs = known(training(fold="0"), training(fold="1"), training(fold="2"), over=3)
     assert chosen(training(fold="2"), 1, runs) == 3
     assert chosen(training(fold="0"), 1, runs) == 1

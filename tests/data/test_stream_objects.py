@@ -313,5 +313,5 @@ def test_a_stream_that_uses_the_trained_model_is_reported(
         model(batch).square().mean().backward()
         optimizer.step()
         checkpointer.step()
-    told = "training changes Linear while the stream may read it"
-    assert any(told in line for line in warnings_in(capsys)) == is_trained
+    reported = "training changes Linear while the stream may read it"
+    assert any(reported in line for line in warnings_in(capsys)) == is_trained
