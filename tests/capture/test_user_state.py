@@ -6,11 +6,12 @@ import gc
 import io
 import json
 import random
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -429,7 +430,6 @@ def test_what_nothing_can_read_is_reported_by_path(tmp_path: Path, value: str) -
 
 def test_what_ordinary_scripts_keep_is_no_finding(tmp_path: Path) -> None:
     import logging
-    import threading
     import time
 
     one = Holder(
@@ -576,6 +576,51 @@ def test_an_object_keeps_its_path_when_a_shorter_one_leads_to_it(stored: Any) ->
     passed_on(saved, live, stored)
     assert again.alias is again.inner.net
     assert again.inner.net.weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+class Opened:
+    """An object that no copy can be made of."""
+
+    def __init__(self) -> None:
+        self.module, self.lock = threading, threading.Lock()
+
+    def default(self) -> int:
+        return 0
+
+
+class Uncopied(NamedTuple):
+    step: int
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("no copy")
+
+
+def ordered_with_an_attribute() -> Any:
+    made = OrderedDict(step=1)
+    made.module = threading  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Opened(),
+        [Opened()],
+        {"module": threading, "lock": threading.Lock()},
+        defaultdict(Opened().default, step=1),
+        [defaultdict(Opened().default)],
+        Uncopied(1),
+        {"last": [Uncopied(1)]},
+        ordered_with_an_attribute(),
+    ],
+)
+def test_what_cannot_be_copied_is_no_obstacle(value: Any, stored: Any) -> None:
+    running, live = Holder(value=value, count=0), Holder(value=value, count=0)
+    saved, again = user_state(one=running), user_state(one=live)
+    running.count = 1
+    passed_on(saved, again, stored)
+    assert live.count == 1
+    assert again.findings() == ()
 
 
 def test_a_class_whose_module_is_a_property_is_walked() -> None:

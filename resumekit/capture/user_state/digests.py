@@ -6,6 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Container
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -174,13 +175,16 @@ class Content:
         self._spend(_OBJECT_BYTES)
         if not issubclass(kind, tuple) and self._is_met(hasher, value):
             return
+        factory = getattr(value, "default_factory", None)
+        if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or _is_bound(factory):
+            self.is_plain = False  # a deep copy would copy more than the elements
         hasher.update(struct.pack("<q", len(value)))
         if kind is deque:
             hasher.update(repr(value.maxlen).encode())
         if kind in SETS:
             self._set(hasher, value)
         elif kind in MAPPINGS:
-            hasher.update(repr(getattr(value, "default_factory", None)).encode())
+            hasher.update(repr(factory).encode())
             for key, each in value.items():
                 self.feed(hasher, key, path)
                 self.feed(hasher, each, f"{path}[{key!r}]")
@@ -296,6 +300,10 @@ class Content:
         self._left_memory -= num_bytes
         if self._left_memory < 0:
             raise OverLimitError
+
+
+def _is_bound(factory: Any) -> bool:
+    return not isinstance(factory, (type, FunctionType, type(None)))
 
 
 def plain_digest(value: Any, *, ignore_floats: bool) -> Any:

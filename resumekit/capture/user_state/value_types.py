@@ -107,7 +107,7 @@ MACHINERY = word_set(
     """
     _io _queue _thread asyncio boto3 botocore concurrent ctypes functools h5py importlib inspect io
     lmdb mmap multiprocessing paramiko pathlib pyarrow queue re requests select shelve
-    socket sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
+    socket sqlalchemy sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
     """
 )
 _LEAVES = ENGINES | REPORTING | MACHINERY
