@@ -17,6 +17,9 @@ RUN = "run"
 # Its leaf when a launch continues from none of the run's weights.
 WEIGHTS = "weights"
 
+# Every kill point is right after a step or a checkpoint, or at a random time after a step.
+_NOT_TRIED = "kills inside saves: not tried"
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -135,12 +138,13 @@ class Verdict:
             done = f"{self.num_steps} steps, {self.num_resumes} resume{plural}"
             if self.tolerance is not None:
                 within = f"EQUAL WITHIN {self.tolerance:g}{attached}"
-                return f"{within}: {done}; weights are not compared"
+                return f"{within}: {done}; weights are not compared; {_NOT_TRIED}"
             equal = f"EXACT{attached}: {done}, every bit equal"
             if self.with_resumekit:
                 equal += " to the uninterrupted run without it"
             names = ", ".join(name for name in self.own_values if not _is_generator(name))
-            return f"{equal} (each run has its own constant {names})" if names else equal
+            constants = f" (each run has its own constant {names})" if names else ""
+            return f"{equal}{constants}; {_NOT_TRIED}"
         if not self.is_reproducible:
             return (
                 f"NOT REPRODUCIBLE: {self.divergence}. The two runs differ before the first kill; "

@@ -43,7 +43,7 @@ def run_prove(tmp_path: Path) -> Prove:
 def test_an_exact_run_is_the_headline_with_each_kill_in_the_chart(run_prove: Prove) -> None:
     page = run_prove(code=0)
     text = text_of(page)
-    assert "EXACT 12 steps, 2 resumes, every bit equal" in text
+    assert "EXACT 12 steps, 2 resumes, every bit equal; kills inside saves: not tried" in text
     assert page.count("<title>killed after step") == 2
     assert "<title>launch 2 resumed at step 6</title>" in page
     assert "First differences" not in text

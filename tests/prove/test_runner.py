@@ -102,6 +102,7 @@ def test_every_kill_hits_and_the_answer_is_written_as_json(tmp_path: Path) -> No
     assert (tmp_path / "runs" / "killed" / "trace" / "launch-00003").is_dir()
     text = text_of(result)
     assert "EXACT: 12 steps" in text
+    assert "every bit equal; kills inside saves: not tried" in text
     assert text.count("SIGKILL after step") == 3
 
 
