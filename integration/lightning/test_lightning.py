@@ -850,10 +850,8 @@ def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
     fit(rest, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
     if left_out:  # the negative control: the time starts at zero
         assert rest.seconds > 1.4
-        assert rest.seconds_before < 0.5
     else:
         assert rest.seconds_before > 0.8
-        assert rest.seconds < 0.7 + 0.3  # 0.5 are left, and a busy machine may be late
     again = Recorder()
     fit(again, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
     assert again.losses == []

@@ -36,7 +36,7 @@ def test_a_disagreement_is_reported_on_every_rank(kit: Kit, about: str) -> None:
 def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit) -> None:
     began = time.monotonic()
     run = kit.run_again(kit.new_run(Cell(disagree, {"about": "silence"}, world_size=2)))
-    assert SILENT_SECONDS < time.monotonic() - began < 40
+    assert SILENT_SECONDS < time.monotonic() - began < 120
     assert "RankLostError: the ranks: one of them does not answer" in logs(run)[0]
 
 

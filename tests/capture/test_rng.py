@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -189,20 +187,6 @@ def test_cuda_devices_continue(stored: Any) -> None:
     expected = torch.randn(4, device="cuda").tolist()
     assert RngState().load_state_dict(saved) == ()
     assert torch.randn(4, device="cuda").tolist() == expected
-
-
-def test_the_state_of_a_process_costs_little_more_than_numpys_own() -> None:
-    # NumPy's costs most of it: 624 words that it copies one by one. The least of many short
-    # rounds in turn, in CPU time, is what a busy machine leaves undisturbed.
-    def seconds(call: Callable[[], Any]) -> float:
-        return timeit.timeit(call, number=20, timer=time.process_time)
-
-    state = RngState()
-    rounds = [
-        (seconds(state.state_dict), seconds(lambda: np.random.get_state(legacy=False)))
-        for _ in range(25)
-    ]
-    assert min(ours for ours, _ in rounds) < 4 * min(alone for _, alone in rounds)
 
 
 GENERATORS: dict[str, Any] = {

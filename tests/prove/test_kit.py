@@ -197,13 +197,11 @@ def test_a_function_that_fails_is_a_typed_error_with_its_traceback(kit: Kit) -> 
 
 
 def test_a_function_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
-    began = time.monotonic()
     with (
         Kit(tmp_path, preload=(), timeout_seconds=0.5) as impatient,
         pytest.raises(CommandTimeoutError, match="took longer than"),
     ):
         impatient.run_uninterrupted(Cell(sleep))
-    assert time.monotonic() - began < 20
 
 
 def test_forked_runs_do_not_share_the_random_state_of_the_server(kit: Kit) -> None:

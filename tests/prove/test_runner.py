@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -204,10 +203,8 @@ def test_a_process_that_does_not_kill_itself_is_killed_soon_after_the_point() ->
 
 def test_a_launcher_goes_with_the_process_that_came_to_the_point() -> None:
     words = f"{sys.executable} {SCRIPTS / 'tiny_job.py'} {{dir}} || sleep 60"
-    began = time.monotonic()
     result = prove(["sh", "-c", words], at=("step:5",), timeout_seconds=30)
     assert result.trials[0].outcome is Outcome.EXACT, text_of(result)
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.full  # another test starts torchrun, too
@@ -369,10 +366,8 @@ def test_a_command_that_saves_nothing_before_its_end_is_reported() -> None:
 
 
 def test_a_command_that_hangs_is_killed_and_reported() -> None:
-    began = time.monotonic()
     with pytest.raises(CommandTimeoutError, match="did not end within 1 seconds"):
         tiny("--hang-at", "5", timeout_seconds=1)
-    assert time.monotonic() - began < 20
 
 
 def test_a_command_that_ends_before_a_kill_is_reported(tmp_path: Path) -> None:
