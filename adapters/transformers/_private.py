@@ -106,10 +106,6 @@ STATE = (
 # transformers 5.23 trainer_callback.py TrainerState.compute_steps: computed from the arguments.
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
-# transformers 5.23 trainer_utils.py speed_metrics, trainer.py evaluation_loop: read from a clock.
-# The last is TRL's.
-CLOCK_SUFFIXES = ("_runtime", "_per_second", "_model_preparation_time", "step_time")
-
 # transformers 5.23 trainer.py, trl 1.16 grpo_trainer.py, rloo_trainer.py: user code that is called.
 CALLED = (
     "compute_loss_func",

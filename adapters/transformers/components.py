@@ -31,7 +31,7 @@ from resumekit.capture import (
 )
 from resumekit.distributed import WorldChange
 from resumekit.frameworks.accelerate import accelerator_components
-from resumekit.state import Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.state import CLOCK_SUFFIXES, Fidelity, SharingPattern, Slot, StateComponent
 
 _WEIGHTS = "rank-00000.safetensors"
 _FROZEN_WEIGHTS = "rank-00000.frozen.safetensors"
@@ -140,7 +140,7 @@ class _TrainerState(_SameOnAllRanks):
         is_own = saves_by_itself(self._trainer.args)
         state["best_model_checkpoint"] = Path(best).name if best and is_own else None
         state["log_history"] = [
-            {key: value for key, value in line.items() if not key.endswith(private.CLOCK_SUFFIXES)}
+            {key: value for key, value in line.items() if not key.endswith(CLOCK_SUFFIXES)}
             for line in state["log_history"]
         ]
         return state

@@ -12,12 +12,16 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from small_trainer import STEPS_PER_EPOCH, attach, interrupted, make_trainer
+from small_trainer import STEPS_PER_EPOCH, attach, interrupted, make_trainer, stop_at
+from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from transformers_workloads import NUM_BLOCKS, Blocks
 
 from resumekit.adapters.transformers import ResumeCallback
+from resumekit.diff import compare_checkpoints
 from resumekit.errors import ConfigurationError
+from resumekit.storage import StepName, Store
 
 END = 2 * STEPS_PER_EPOCH
 EVALUATED: dict[str, Any] = {
@@ -215,6 +219,27 @@ def test_a_best_checkpoint_of_its_own_that_is_gone_is_forgotten(tmp_path: Path) 
     trainer.train()
     assert trainer.state.global_step == END
     assert trainer.state.best_model_checkpoint is None
+
+
+@pytest.mark.parametrize("num_evaluated", [NUM_BLOCKS, NUM_BLOCKS - 1])
+def test_a_comparison_of_two_runs_leaves_out_times_and_no_metrics(
+    tmp_path: Path, num_evaluated: int
+) -> None:
+    for name, num in (("a", NUM_BLOCKS), ("b", num_evaluated)):
+        directory = tmp_path / name
+        directory.mkdir()
+        trainer = make_trainer(directory, eval_strategy="steps", eval_steps=5)
+        trainer.eval_dataset = Subset(Blocks(augment=False), range(num))
+        attach(trainer, directory, save_every=12)
+        with stop_at(trainer, 13):
+            trainer.train()
+    stores = [Store(tmp_path / name / "run") for name in ("a", "b")]
+    found = compare_checkpoints(*(store.open_step(StepName(12)) for store in stores))
+    assert found.is_equal == (num_evaluated == NUM_BLOCKS), found.verdict
+    assert found.verdict.endswith("; 6 times in logs are not compared")
+    differing = [each for each in found.components if not each.is_equal]
+    names = [value.name for each in differing for value in each.values]
+    assert all(name.endswith("].eval_loss") for name in names), names
 
 
 # What is relied on that transformers does not document. One that fails here has moved.

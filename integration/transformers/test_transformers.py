@@ -28,7 +28,6 @@ from transformers_workloads import BATCH_SIZE, NUM_BLOCKS, Blocks
 
 from resumekit.adapters.transformers import ResumeCallback
 from resumekit.adapters.transformers._private import (
-    CLOCK_SUFFIXES,
     STATE,
     attribute_faults,
     method_faults,
@@ -36,6 +35,7 @@ from resumekit.adapters.transformers._private import (
 from resumekit.adapters.transformers.arguments import Counts
 from resumekit.data.epoch_order import may_draw_lazily
 from resumekit.errors import ConfigurationError, InexactError
+from resumekit.state import CLOCK_SUFFIXES
 
 
 @pytest.mark.quick("0")

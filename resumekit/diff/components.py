@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from resumekit.diff.leaves import Leaves, are_equal, is_tensor, named_leaves, sh
 from resumekit.diff.result import ComponentDifference, ValueDifference
 from resumekit.diff.tensors import TensorPair, compare_tensors
 from resumekit.serialization import Source, StoredState, index_name, open_state
-from resumekit.state import SharingPattern, Slot
+from resumekit.state import CLOCK_SUFFIXES, SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
 
 _OF_THE_JOB = frozenset(
@@ -21,6 +22,7 @@ _OF_THE_JOB = frozenset(
 
 # Of the component ``variables``: the lines and constants of the script, which are no state.
 _OF_SCRIPT = "script."
+_INDEX = re.compile(r"(\[\d+\])+$")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Side:
     def writers(self) -> tuple[int, ...]:
         """The ranks that wrote a state each; 0 where there is one for the job."""
         return (0,) if self._is_of_job else self.record.writers
+
+    def is_from_clock(self, name: str) -> bool:
+        """Whether a leaf is a time in the log of a framework, which differs in equal runs."""
+        is_of_framework = self.record.key in self.step.manifest.details.get("frameworks", {})
+        return is_of_framework and _INDEX.sub("", name).endswith(CLOCK_SUFFIXES)
 
     @property
     def _is_of_job(self) -> bool:
@@ -80,7 +87,11 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         CheckpointError: damage, or an I/O error.
         StateMismatchError: groups of ranks have different values under one name.
     """
-    mine, theirs = first.leaves(second.writers), second.leaves(first.writers)
+    every = first.leaves(second.writers), second.leaves(first.writers)
+    mine, theirs = (
+        {name: leaf for name, leaf in leaves.items() if not side.is_from_clock(name)}
+        for side, leaves in zip((first, second), every, strict=True)
+    )
     common = [name for name in mine if name in theirs]
     pairs = [
         TensorPair(name, (mine[name], theirs[name]))
@@ -92,6 +103,7 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         first.record.key,
         num_tensors=len(pairs),
         num_values=len(values),
+        num_from_clock=len(every[0]) - len(mine),
         tensors=tuple(compare_tensors(pairs)),
         values=tuple(compare_values(mine, theirs)),
         only_first=tuple(_without_partner(first, second, mine, theirs)),

@@ -116,6 +116,7 @@ class ComponentDifference:
         only_in: ``"first"`` or ``"second"``; None where both have it.
         num_tensors: compared.
         num_values: compared.
+        num_from_clock: values of the first checkpoint that were read from a clock; not compared.
         tensors: those that differ, the largest difference first.
         values: those that differ.
         only_first: names without a partner in the second checkpoint.
@@ -130,6 +131,7 @@ class ComponentDifference:
     only_in: str | None = None
     num_tensors: int = 0
     num_values: int = 0
+    num_from_clock: int = 0
     tensors: tuple[TensorDifference, ...] = ()
     values: tuple[ValueDifference, ...] = ()
     only_first: tuple[str, ...] = ()
@@ -206,11 +208,14 @@ class CheckpointDifference:
         keys = [component.key for component in self.components if not component.is_equal]
         num_tensors = sum(component.num_tensors for component in self.components)
         num_values = sum(component.num_values for component in self.components)
+        num_from_clock = sum(component.num_from_clock for component in self.components)
+        left_out = f"; {num_from_clock} times in logs are not compared" if num_from_clock else ""
         if not keys:
-            return f"EQUAL: {num_tensors} tensors and {num_values} other values, bit for bit"
-        equal = len(self.components) - len(keys)
-        rest = f" ({equal} other{'s' * (equal != 1)} equal)" if equal else ""
-        return f"DIFFERENT: {', '.join(keys)}{rest}"
+            equal = f"{num_tensors} tensors and {num_values} other values, bit for bit"
+            return f"EQUAL: {equal}{left_out}"
+        num_equal = len(self.components) - len(keys)
+        rest = f" ({num_equal} other{'s' * (num_equal != 1)} equal)" if num_equal else ""
+        return f"DIFFERENT: {', '.join(keys)}{rest}{left_out}"
 
     def as_plain(self) -> dict[str, Any]:
         """The same as dicts and lists for JSON; floats without a finite value are strings."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resumekit.state.component_state import ComponentState, Stateful
+from resumekit.state.component_state import CLOCK_SUFFIXES, ComponentState, Stateful
 from resumekit.state.components import (
     CaptureLine,
     CaptureReport,
@@ -16,6 +16,7 @@ from resumekit.state.components import (
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
 
 __all__ = [
+    "CLOCK_SUFFIXES",
     "CaptureLine",
     "CaptureReport",
     "ComponentState",

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from resumekit.state.components import CaptureLine, Fidelity
     from resumekit.state.renaming import Renaming
 
+# How the names of times in the logs of frameworks end; equal runs differ in them. transformers 5.23
+# trainer_utils.py speed_metrics, trainer.py evaluation_loop; the last is TRL's.
+CLOCK_SUFFIXES = ("_runtime", "_per_second", "_model_preparation_time", "step_time")
+
 
 @runtime_checkable
 class Stateful(Protocol):
