@@ -416,9 +416,17 @@ class LoopVariables(UserState):
             path
             for path, digest in saved["script"]["digests"].items()
             if path not in written and str(self._first.get(path, digest)) != digest
+            if not self._is_resumed_step(path)
         ]
         if edited:
             logger.info("changed in the script: %s; using the script's value", ", ".join(edited))
+
+    def _is_resumed_step(self, path: str) -> bool:
+        """Whether a variable has the step that the run resumes at, as from ``resume().step``."""
+        frame, _, name = path.rpartition(".")
+        value = getattr(self._holders[frame].value, name, None) if frame in self._holders else None
+        owner = self._owner()
+        return type(value) is int and owner is not None and value == owner.progress.step
 
     def _at_epochs_of(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
         return {f"{name}{_AT_EPOCH}": Holder(SimpleNamespace()) for name in _named(frames)}

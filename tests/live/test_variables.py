@@ -233,6 +233,49 @@ def test_a_constant_that_was_edited_is_the_script_s(
     ]
 
 
+def counted(parts: Trained) -> None:
+    step = parts.ckpt.resume().step
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch, 1.0 + step)
+        step += 1
+        assert step == parts.ckpt.progress.step
+
+
+def counted_from(parts: Trained) -> None:
+    parts.ckpt.resume()
+    begun = step = parts.ckpt.progress.step
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch, 1.0 + step)
+        step += 1
+        assert begun <= step == parts.ckpt.progress.step
+
+
+def counted_from_zero(parts: Trained) -> None:
+    step = 0
+    parts.ckpt.resume()
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch, 1.0 + step)
+        step += 1  # noqa: SIM113  the count is what is tested
+
+
+@pytest.mark.parametrize("train", [counted, counted_from, counted_from_zero])
+def test_a_counter_that_starts_at_the_resumed_step_is_no_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train: Train
+) -> None:
+    whole = losses_of(train, tmp_path / "whole")
+    assert losses_of(train, tmp_path / "run", 5, 7, strict=True) == whole
+    lines = [each.message for each in caplog.records]
+    assert sum(line.startswith("resuming at step") for line in lines) == 2
+    assert not any("changed in the script" in line for line in lines)
+    assert not warnings(caplog)
+
+
+def test_without_its_counter_a_resume_differs(tmp_path: Path) -> None:
+    whole = losses_of(counted_from_zero, tmp_path / "whole")
+    again = losses_of(counted_from_zero, tmp_path / "run", 5, transient={"step"})
+    assert again != whole
+
+
 def test_transient_names_are_left_to_the_script(tmp_path: Path) -> None:
     whole = losses_of(scaled, tmp_path / "whole")
     assert losses_of(scaled, tmp_path / "run", 5, transient={"scale"}) != whole
