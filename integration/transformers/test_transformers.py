@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from small_trainer import (
     attach,
     interrupted,
     make_trainer,
+    stop_at,
     without_clock,
 )
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
@@ -324,3 +326,34 @@ def test_pin_the_seeded_sampler_draws_from_its_own_generator_alone() -> None:
     torch.set_rng_state(before)
     list(sampler)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------- hidden states
+
+
+def with_hidden_states(directory: Path, *, stop: int | None = None, hooked: bool = False) -> Any:
+    """A launch whose loss draws a number for each hidden state; the state of Python's RNG, and the
+    weights.
+    """
+
+    def loss_of(model: Any, inputs: Any, **rest: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        return outputs.loss + sum(random.random() * h.mean() for h in outputs.hidden_states)
+
+    trainer = make_trainer(directory, gradient_accumulation_steps=2)
+    trainer.compute_loss = loss_of  # type: ignore[method-assign]
+    if hooked:
+        trainer.model.transformer._output_capturing_hooks_installed = True
+    attach(trainer, directory, save_every=5)
+    with stop_at(trainer, stop):
+        trainer.train()
+    return random.getstate(), trainer.model.state_dict()
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["exact", "control"])
+def test_a_loss_of_hidden_states_is_exact(tmp_path: Path, is_hooked: bool) -> None:
+    rng, weights = with_hidden_states(tmp_path / "whole")
+    with_hidden_states(tmp_path / "run", stop=8)
+    found_rng, found = with_hidden_states(tmp_path / "run", hooked=is_hooked)
+    is_equal = all(torch.equal(value, found[name]) for name, value in weights.items())
+    assert (found_rng == rng, is_equal) == (not is_hooked, not is_hooked)

@@ -52,7 +52,11 @@ _UPDATES = "_update_count"
 # What wrappers keep next to those sums: torchmetrics 1.9 wrappers/minmax.py, wrappers/running.py.
 _OF_WRAPPERS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
 
-_NOT_OWN = _OF_EVERY_MODULE | _OF_ZERO
+# transformers 5.23 utils/output_capturing.py maybe_install_capturing_hooks: with it restored, a
+# model adds no hooks and gives hidden states and attentions of the last layer at most.
+_OF_TRANSFORMERS = frozenset({"_output_capturing_hooks_installed"})
+
+_NOT_OWN = _OF_EVERY_MODULE | _OF_ZERO | _OF_TRANSFORMERS
 
 # What an object of a class that is derived from a container holds next to its attributes.
 _CONTAINERS = (list, dict, set)
