@@ -128,11 +128,11 @@ class ResumeCallback(TrainerCallback):
             method.write(trainer, partial(replacement, method.of(trainer)))
 
     @property
-    def has_finished(self) -> bool:
+    def _has_finished(self) -> bool:
         """Whether a ``train()`` of this launch has come to its end."""
         return self._finished_on is not None
 
-    def begin_another(self, directory: Path) -> None:
+    def _begin_another(self, directory: Path) -> None:
         """Lets the next ``train()`` be a run of its own.
 
         Args:

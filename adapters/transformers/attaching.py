@@ -78,8 +78,8 @@ def _train(
         trainer.add_callback(callback)
         # A class that overrides train() has called this one, and must not be entered again.
         del vars(trainer)[private.TRAIN.name]
-    elif callback.has_finished:
-        callback.begin_another(_directory_of(trainer, attachment))
+    elif callback._has_finished:
+        callback._begin_another(_directory_of(trainer, attachment))
     path = _path_of(resume_from_checkpoint, trainer.args)
     if path is not None and path.resolve() != callback._directory.resolve():
         logs = trainer.args.process_index == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,21 @@ ACCELERATE = (
     *(*MODULE, "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"),
     *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
 )
+
+
+def output_of(command: Sequence[str], environment: Mapping[str, str], expected: int = 0) -> str:
+    """What a command writes, after it has ended with this status."""
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == expected, done.stdout[-3000:]
+    return done.stdout
 
 
 def results_of(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from official_scripts import (
     MODULE,
     TORCHRUN,
     TRAINER,
+    output_of,
     results_of,
 )
 from stock_cases import OFFICIAL
@@ -80,17 +81,7 @@ class Job:
         return self._output(command, environment, expected)
 
     def _output(self, command: Sequence[str], environment: Mapping[str, str], expected: int) -> str:
-        done = subprocess.run(
-            command,
-            env={**environment, **self._kill},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == expected, done.stdout[-3000:]
-        return done.stdout
+        return output_of(command, {**environment, **self._kill}, expected)
 
     def results(self) -> dict[str, Any]:
         """Losses and weights, from the script's files."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from official_scripts import MODULE
+from official_scripts import MODULE, output_of
 from several_trainings import KILL_AT, MARKER, PROGRAMS
 
 SCRIPT = Path(__file__).with_name("several_trainings.py")
@@ -28,17 +27,8 @@ SAMPLE = {
 
 
 def launch(directory: Path, *words: str, expected: int = 0, **variables: str) -> str:
-    done = subprocess.run(
-        [*words, sys.executable, str(SCRIPT), *arguments_of(directory)],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == expected, done.stdout[-3000:]
-    return done.stdout
+    command = [*words, sys.executable, str(SCRIPT), *arguments_of(directory)]
+    return output_of(command, {**os.environ, **variables}, expected)
 
 
 def arguments_of(directory: Path) -> list[str]:
