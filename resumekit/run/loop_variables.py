@@ -46,6 +46,7 @@ from resumekit.live import (
     operand_lines,
 )
 from resumekit.log import logger
+from resumekit.run.garbage_collector import collector_paused
 from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
@@ -134,6 +135,7 @@ class LoopVariables(UserState):
         """``epochs()`` is asked for the next epoch."""
         self._at_epoch = {}
 
+    @collector_paused()
     def begin_epoch(self) -> None:
         """``epochs()`` is about to give an epoch: sets variables, and records those of now."""
         if self._mode == OFF:
@@ -155,6 +157,7 @@ class LoopVariables(UserState):
             }
         self._release()
 
+    @collector_paused()
     def hand_out(self, *, is_over: bool = False) -> None:
         """The loop is about to get a batch, or to end: sets the variables of a checkpoint.
 

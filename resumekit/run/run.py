@@ -313,6 +313,7 @@ class Run:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
 
+    @collector_paused()
     def enter_loop(self, owner: Any, feed: Feed) -> None:
         """A loop asks for its first batch: what the script has made until now is the baseline."""
         self._components.follow(feed, streams=False)
@@ -323,6 +324,7 @@ class Run:
         self.is_driven = True
         self._components.leave_out_variables()
 
+    @collector_paused()
     def begin(self, feed: Feed, epoch: int) -> None:
         """Begins or continues an epoch of a loader, at the random state that it needs.
 

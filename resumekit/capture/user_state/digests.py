@@ -126,6 +126,10 @@ class Content:
             self._container(hasher, value, path)
             return
         self.is_plain = False
+        if kind is Kind.OBJECT:  # of which there may be thousands
+            if not self._is_met(hasher, value):
+                hasher.update(str(self._path_of(value, path)).encode())
+            return
         if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.BUFFER):
             hasher.update(_identity(kind, value))
         elif kind is Kind.CALL:

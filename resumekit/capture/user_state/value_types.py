@@ -311,6 +311,13 @@ def is_library(value: Any) -> bool:
     return _is_library_module(str(getattr(owner, "__module__", "")))
 
 
+@functools.cache
+def is_object_of_library(kind: Any) -> bool:
+    """Whether a class is not the user's, and its objects are neither modules nor data."""
+    is_object = _kind_of_class(kind) is Kind.OBJECT
+    return is_object and _is_library_module(str(getattr(kind, "__module__", "")))
+
+
 def _is_read(file: io.IOBase) -> bool:
     """Whether a file is open for reading alone: its position decides what is read next."""
     return not file.closed and file.readable() and file.seekable() and not file.writable()

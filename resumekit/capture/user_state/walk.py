@@ -45,6 +45,7 @@ from resumekit.capture.user_state.value_types import (
     attributes_set_by,
     class_of,
     is_library,
+    is_object_of_library,
     is_secret,
     kind_of,
     names_in,
@@ -316,7 +317,7 @@ class _Walker:
     def run(self) -> Walk:
         while self._waiting:
             path, value, self._holder = self._waiting.popleft()
-            self._is_of_library = _is_of_library(value)
+            self._is_of_library = is_object_of_library(class_of(value))
             in_component = id(value) in self._foreign.of_components
             is_saved = value in self._foreign and not self._holder.lacks_state
             self._left_out, self._data_only = (), ()
@@ -403,7 +404,7 @@ class _Walker:
         self._found.is_cut = self._found.is_cut or len(self._found.objects) >= MAX_OBJECTS
         if value in self._foreign or self._scope.is_transient(path) or self._found.is_cut:
             return None
-        if _is_of_library(value):
+        if is_object_of_library(class_of(value)):
             self._num_of_libraries += 1
             if self._num_of_libraries > _MAX_OF_LIBRARIES:
                 return None
@@ -423,14 +424,18 @@ class _Walker:
         return path
 
     def _look_at(self, slot: Slot, value: Any, owner: str) -> None:
-        path, name = slot.label(owner), slot.name
-        is_left_out = name in self._left_out and slot.role is Role.ATTRIBUTE
-        if is_left_out or is_secret(name, value) or self._scope.leaves_out(slot, path):
+        name, data_only = slot.name, self._holder.data_only
+        if slot.role is Role.ATTRIBUTE:  # most of them
+            if name in self._left_out:
+                return
+            path = f"{owner}.{name}"
+            # Plain values that library code sets are caches and counters.
+            data_only = data_only or name in self._data_only
+        else:
+            path = slot.label(owner)
+        if is_secret(name, value) or self._scope.leaves_out(slot, path):
             return
-        # Plain values that library code sets are caches and counters.
-        data_only = name in self._data_only and slot.role is Role.ATTRIBUTE
-        data_only = data_only or self._holder.data_only
-        digest = plain_digest(value, ignore_floats=self._ignores_floats)  # of most of them
+        digest = plain_digest(value, ignore_floats=self._ignores_floats)
         is_foreign = type(value) in NESTED and value in self._foreign
         if digest is None or is_foreign:
             self._look_into(value, slot, path, owner, data_only=data_only)
@@ -484,10 +489,6 @@ def _code_of(kind: type) -> Iterator[Any]:
     for each in (*kind.__bases__, *vars(kind).values()):
         parts = (each, getattr(each, "fget", None), getattr(each, "__func__", None))
         yield from (part for part in parts if kind_of(part) in CODE)
-
-
-def _is_of_library(value: Any) -> bool:
-    return kind_of(value) is Kind.OBJECT and is_library(value)
 
 
 def _is_stateless(code: Any) -> bool:
