@@ -174,7 +174,7 @@ class Judge:
     def __init__(
         self, directory: Path, execute: Callable[[Path, dict[str, Any], Path], Launch]
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._execute = execute
         self._num_launches = 0
         self._references: dict[str, Launch] = {}
@@ -243,12 +243,12 @@ class Judge:
         self, shape: str, directory: Path, crash_after: int | None, options: dict[str, Any]
     ) -> Launch:
         self._num_launches += 1
-        path = self._directory / f"launch-{self._num_launches:05d}.jsonl"
+        path = self.directory / f"launch-{self._num_launches:05d}.jsonl"
         given = {"shape": shape, "path": str(path), "crash_after": crash_after, "options": options}
         return self._execute(directory, given, path.with_suffix(".log"))
 
     def _new_directory(self) -> Path:
-        return self._directory / f"run-{self._num_launches:05d}"
+        return self.directory / f"run-{self._num_launches:05d}"
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,84 @@
+"""Programs whose resume is wrong: of a loader the position is left out, a stream is out of date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+import torch
+from reviewed_frameworks import LightningRecording, layers
+from tiny_training import BATCH_SIZE, BATCHES, EPOCHS, Recorder, loss_of, make, step
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torchdata import nodes
+
+from resumekit.adapters.lightning import ResumeCallback
+from resumekit.adapters.torch import Checkpointer
+from resumekit.data.stateful import StatefulSource
+
+
+def nodes_without_a_position(directory: str, *, record: Recorder, **options: Any) -> None:
+    """A resume begins torchdata's graph of nodes afresh; a batch has no sample ids."""
+    model, optimizer, loader = make()
+    data: Any = loader.dataset
+    node: Any = nodes.Batcher(nodes.SamplerWrapper(RandomSampler(data)), BATCH_SIZE)
+    node = nodes.Mapper(node, lambda indices: default_collate([data[i] for i in indices]))
+    StatefulSource._load = lambda self, pending: None  # type: ignore[method-assign]
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(nodes.Loader(node), epochs=EPOCHS):
+        loss = loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+
+
+class OnPolicy(IterableDataset[Any]):
+    """Samples that the model makes as it is when they are drawn."""
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(BATCHES * BATCH_SIZE):
+            observed = torch.randn(4)
+            with torch.no_grad():
+                target = observed * self.policy(observed)
+            yield observed, target
+
+
+class ByHand(lightning.LightningModule):
+    """Manual optimization: the callback sees no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = layers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        optimizer: Any = self.optimizers()
+        loss = loss_of(self.net, batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(OnPolicy(self.net), batch_size=BATCH_SIZE)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def on_policy(directory: str, *, record: Recorder, **options: Any) -> None:
+    """A resume inside an epoch draws its samples again, from a model that is further on."""
+    lightning.seed_everything(0, verbose=False)
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=f"{directory}-output",
+        callbacks=[LightningRecording(record), ResumeCallback(directory, **options)],
+    )
+    trainer.fit(ByHand())

@@ -1,0 +1,72 @@
+"""The journal calls a resume different that lacks state which no loss of the next step shows.
+
+Each program is killed by SIGKILL, and resumed without a part of its state. The judge, which asks
+the library for nothing, sees that the weights differ; so must the journal within the steps that are
+repeated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge import Judge
+from preloads import LIGHTNING, TORCH
+from reviewed_launches import KilledLaunches
+
+from resumekit.testing.trace_checks import worst_verdict
+
+# Saved after step 10, inside an epoch, and killed after 14: four steps are repeated.
+KILL, SAVE_EVERY = 14, 5
+OFF = {"loop_variables": "off"}
+OPTIMIZERS = ("sam", "lookahead", "slow_state", "tempered", "decaying")
+LOOPS = ("closure", "mutable_default_argument", "class_attribute", "q_learning")
+IN_VARIABLES = [
+    *(f"reviewed_optimizers:{name}" for name in OPTIMIZERS),
+    *(f"reviewed_loops:{name}" for name in LOOPS),
+]
+OTHERS = ["lost_state:nodes_without_a_position", "lost_state:on_policy"]
+
+
+@pytest.fixture(scope="module")
+def judge(warm: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """Its server imports Lightning."""
+    preload = (*TORCH, *LIGHTNING, "torchdata.nodes", "tiny_training")
+    return Judge(tmp_path_factory.mktemp("lost"), KilledLaunches(warm.server(preload)))
+
+
+def verdict_of_journal(judge: Judge, program: str, **options: Any) -> tuple[str, str]:
+    """What the judge found to differ, and the word of the journal."""
+    judgement = judge.verdict(program, kills=(KILL,), save_every=SAVE_EVERY, **options)
+    newest = max(judge.directory.glob("run-*"), key=_number)
+    found = worst_verdict(newest)
+    assert found is not None, str(judgement)
+    return judgement.difference, found.verdict.word
+
+
+def _number(directory: Path) -> int:
+    _, _, number = directory.name.rpartition("-")
+    return int(number) if number.isdecimal() else -1
+
+
+@pytest.mark.parametrize("program", IN_VARIABLES)
+def test_without_the_state_of_variables_the_journal_says_different(
+    judge: Judge, program: str
+) -> None:
+    difference, word = verdict_of_journal(judge, program, **OFF)
+    assert difference.startswith("step"), difference
+    assert word == "different"
+
+
+@pytest.mark.parametrize("program", OTHERS)
+def test_without_the_position_the_journal_says_different(judge: Judge, program: str) -> None:
+    difference, word = verdict_of_journal(judge, program)
+    assert difference.startswith("step"), difference
+    assert word == "different"
+
+
+@pytest.mark.parametrize("program", IN_VARIABLES)
+def test_with_the_state_the_journal_says_identical(judge: Judge, program: str) -> None:
+    """The negative control: nothing is called different that the judge finds equal."""
+    assert verdict_of_journal(judge, program) == ("", "identical")
