@@ -11,11 +11,15 @@ from resumekit.data import DataPosition, Feed, Source
 from resumekit.distributed import WorldChange
 from resumekit.state import ComponentState
 
+_AT_EPOCH = "at_epoch"
+
 
 class RandomState(ComponentState):
     """The component ``rng``: what a checkpoint holds is set when the loop reaches its position.
 
-    Until then it is kept, and a save in between saves it again.
+    Until then it is kept, and a save in between saves it again. The random state that an epoch of
+    ``epochs()`` began with is a part of it: a resume inside the epoch runs the code again that
+    stands before the first batch, and what that code draws has to be the same.
 
     Args:
         generators: private generators that the user named.
@@ -27,6 +31,7 @@ class RandomState(ComponentState):
         self._position = position
         self._pending: dict[str, Any] | None = None
         self._is_restored = False
+        self._at_epoch: dict[str, Any] | None = None  # of an epoch of epochs()
 
     @property
     def generators(self) -> Mapping[str, Any]:
@@ -35,7 +40,10 @@ class RandomState(ComponentState):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every generator but the loaders' own."""
-        return self._rng.state_dict() if self._pending is None else self._pending
+        if self._pending is not None:
+            return self._pending
+        at_epoch = {} if self._at_epoch is None else {_AT_EPOCH: self._at_epoch}
+        return {**self._rng.state_dict(), **at_epoch}
 
     def check_state_dict(self, state: Any) -> None:
         """Returns when ``state`` can be loaded; changes nothing.
@@ -44,10 +52,24 @@ class RandomState(ComponentState):
             StateMismatchError: it is that of other generators.
         """
         self._rng.check_state_dict(state)
+        if _AT_EPOCH in state:
+            self._rng.check_state_dict(state[_AT_EPOCH])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps the state until ``restore``."""
         self._pending = state
+        self._at_epoch = state.get(_AT_EPOCH)
+
+    def begin_epoch(self, *, continues: bool) -> None:
+        """``epochs()`` is about to give an epoch.
+
+        Args:
+            continues: another process began it: its first lines see the random state of then.
+        """
+        if not continues:
+            self._at_epoch = self._rng.state_dict()
+        elif self._at_epoch is not None:
+            self._rng.load_state_dict(self._at_epoch)
 
     def restore(self) -> tuple[str, ...]:
         """Sets the random state, the last act of a resume; a no-op when there is none to set.
@@ -71,6 +93,8 @@ class RandomState(ComponentState):
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """This rank's state in a job of another number of ranks; a new one gets one of its own."""
+        if change.is_new:  # its epoch began elsewhere
+            states = {rank: _without_epoch(state) for rank, state in states.items()}
         return self._rng.resplit_state_dict(states, change)
 
     def begin(self, feed: Feed, epoch: int, restore: Callable[[], None]) -> None:
@@ -125,6 +149,10 @@ class RandomState(ComponentState):
         """The private generators of the loaders that are not in this feed."""
         others = [each for each in self._position.sources.values() if each not in feed.sources]
         return _by_identity(_private(others))
+
+
+def _without_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in state.items() if name != _AT_EPOCH}
 
 
 def _private(sources: Iterable[Source]) -> Iterator[Any]:

@@ -223,10 +223,12 @@ class StepBoundary:
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
         self._epoch = epoch
-        if self.progress.batch == 0:
+        continues = self.progress.batch > 0
+        if not continues:
             self._run.restore_again()
             self._run.position.witness_epoch()
             self._run.restore_random()
+        self._run.rng.begin_epoch(continues=continues)
 
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""

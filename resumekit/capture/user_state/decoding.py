@@ -31,11 +31,14 @@ from resumekit.capture.user_state.value_types import (
     Kind,
     is_namedtuple,
     kind_of,
+    kind_of_class,
     parts_of_call,
 )
 from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
+
+_NEW_OBJECT: Any = object().__reduce_ex__(4)[0]
 
 # The nodes that may replace a live value of these kinds.
 _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
@@ -167,6 +170,8 @@ class Decoder:
             "array": self._array,
             "buffer": self._buffer,
             "objects": self._objects,
+            "code": self._code,
+            "reduced": self._reduced,
             "generator": self._in_place,
             "stateful": self._in_place,
         }.get(kind, self._constant)
@@ -259,6 +264,7 @@ class Decoder:
     def _object(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
         saved_path, name = node[1], node[2]
         there = self._walk.objects.get(saved_path)
+        there = self._walk.wrappers.get((saved_path, name), there)
         if there is not None and _is(there, name):
             made = there
         elif node[0] == "object":
@@ -285,6 +291,36 @@ class Decoder:
             return copy.deepcopy(twin)
         except Exception as error:  # the user's __deepcopy__ raises anything
             raise self._mismatch(path, f"no copy of {name}: {error}", "one") from error
+
+    def _code(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """What a live object is made by, or a class with hidden state of a live object's module."""
+        found = self._walk.makers.get(node[1])
+        if found is None:
+            found = self._classes.get(node[1])
+            if found is None or kind_of_class(found) is not Kind.REDUCED:
+                raise self._mismatch(path, f"no live object that {node[1]!r:.60} makes", "one")
+        return found
+
+    def _reduced(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """An object with hidden state: the live one if it takes a state, else a new one."""
+        name, maker = node[1], self._code(["code", node[2]], live, path)
+        actions, self._actions = self._actions, []  # a new object is made of what is complete
+        arguments, state, items, pairs = (self.value(each, None, path) for each in node[3])
+        for action in self._actions:
+            action()
+        self._actions = actions
+        keeps = maker is _NEW_OBJECT and hasattr(type(live), "__setstate__")
+        if keeps and _is(live, name) and not items and not pairs and self._take(live):
+            self._actions.append(lambda: live.__setstate__(state))
+            return live
+        try:
+            made = maker(*arguments)
+            _set_content(made, state, items or (), pairs or ())
+        except Exception as error:  # of a library's class
+            raise self._mismatch(path, f"{name}: {error}", "what was saved") from error
+        if not _is(made, name):
+            raise self._mismatch(path, describe(made), f"a {name}")
+        return made
 
     def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:
         """The live method or partial, or one with the same function and other arguments."""
@@ -316,6 +352,8 @@ class Decoder:
             return live
         device = live.device if isinstance(live, torch.Tensor) else self._device
         made = saved.detach().clone()
+        if isinstance(live, torch.Tensor) and node[0] == "tensor":
+            made = made.as_subclass(type(live))
         if was_on_device and device is not None:
             made = made.to(device)
         if node[0] == "parameter":
@@ -386,6 +424,21 @@ class Decoder:
             expected=expected,
             remedy="Create it in __init__ or before the first step",
         )
+
+
+def _set_content(made: Any, state: Any, items: Iterable[Any], pairs: Iterable[Any]) -> None:
+    """Gives a new object its content, as ``copy.copy`` does."""
+    if state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        attributes, slots = state if isinstance(state, tuple) else (state, {})
+        vars(made).update(attributes or {})
+        for name, value in slots.items():
+            setattr(made, name, value)
+    for each in items:
+        made.append(each)
+    for key, value in pairs:
+        made[key] = value
 
 
 def device_of(objects: Iterable[Any]) -> torch.device | None:

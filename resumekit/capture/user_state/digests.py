@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import struct
 from collections import deque
 from collections.abc import Callable, Container
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,27 @@ class UncapturedError(Exception):
     """A value whose content cannot be read or stored."""
 
 
+def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """What makes an equal object, as copy and pickle ask for it: see ``object.__reduce__``.
+
+    Returns:
+        A callable, its arguments, the state, the items of a list, and the pairs of a dict; where
+        the object has none of these, None. Of an object that is known by its name, the name.
+
+    Raises:
+        UncapturedError: it cannot be copied.
+    """
+    kind = class_of(value)
+    reduce = copyreg.dispatch_table.get(kind)
+    try:
+        found = kind.__reduce_ex__(value, 4) if reduce is None else reduce(value)
+    except Exception as error:  # of a library's class
+        raise UncapturedError(f"a {kind.__name__} that cannot be copied ({error})") from error
+    parts = (found,) if isinstance(found, str) else found
+    maker, arguments, state, items, pairs = (*parts, None, None, None, None)[:5]
+    return maker, arguments, state, items and [*items], pairs and [*pairs]
+
+
 class Content:
     """Digests of values, in the order of their elements.
 
@@ -79,6 +101,7 @@ class Content:
         self.num_skipped = 0  # bytes of which samples were digested
         self._met: dict[int, int] = {}
         self._kept: list[Any] = []
+        self.makers: dict[str, Any] = {}  # of objects with hidden state, by name
         self._has_generators = True
         self.is_plain = True  # whether the last value held builtin values alone
 
@@ -152,9 +175,24 @@ class Content:
         elif kind is Kind.STATEFUL:
             if value not in self._foreign:
                 self.feed(hasher, value.state_dict(), path)
+        elif kind is Kind.REDUCED:
+            for each in reduced(value):
+                self._part(hasher, each, path)
         else:
             found = self._path_of(value, path)  # of code, which other objects reach it may change
             hasher.update((_code_digest(value) if kind in CODE else str(found)).encode())
+
+    def _part(self, hasher: Any, value: Any, path: str) -> None:
+        """Adds a part of what makes an object; the code in it is known by its name."""
+        name = global_name(value)
+        if name:
+            self.makers[name] = value
+            hasher.update(name.encode())
+        elif type(value) is tuple:
+            for each in value:
+                self._part(hasher, each, path)
+        else:
+            self.feed(hasher, value, path)
 
     def _scalar(self, hasher: Any, value: Any) -> None:
         kind = class_of(value)
@@ -306,6 +344,17 @@ class Content:
             raise OverLimitError
 
 
+def global_name(value: Any) -> str:
+    """The full dotted name of a function or a class of a module; empty for any other object.
+
+    Builtin functions, as ``getattr``, have none: what makes an object must do nothing else.
+    """
+    name = getattr(value, "__qualname__", None) if callable(value) else None
+    module = getattr(value, "__module__", None)
+    is_builtin = module in (None, "builtins") and not isinstance(value, type)
+    return "" if is_builtin or not isinstance(name, str) else f"{module}.{name}"
+
+
 def _is_bound(factory: Any) -> bool:
     return not isinstance(factory, (type, FunctionType, type(None)))
 
@@ -394,8 +443,9 @@ def _tag(kind: type) -> bytes:
 
 
 def _code_digest(value: Any) -> str:
-    code = getattr(value, "__code__", None)
-    return f"{value.__module__}.{value.__qualname__} {code and digest_code(code)}"
+    code = getattr(value, "__code__", None)  # a descriptor, of the class of functions
+    digest = digest_code(code) if isinstance(code, CodeType) else None
+    return f"{value.__module__}.{value.__qualname__} {digest}"
 
 
 def _identity(kind: Kind, value: Any) -> bytes:

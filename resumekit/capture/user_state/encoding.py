@@ -26,7 +26,7 @@ from torch import nn
 from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
-from resumekit.capture.user_state.digests import UncapturedError
+from resumekit.capture.user_state.digests import UncapturedError, global_name, reduced
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
@@ -66,6 +66,7 @@ _NUM_FIELDS = {
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
+    **{"code": 2, "reduced": 4},
 }
 
 # What is next to the table: the field with its index, and its type.
@@ -83,7 +84,7 @@ _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
-    "namedtuple": (3,),
+    **dict.fromkeys(("namedtuple", "reduced"), (3,)),
     **dict.fromkeys(("call", "constant", "objects"), (2,)),
 }
 
@@ -165,6 +166,7 @@ class Encoder:
         self._foreign = walk.foreign
         self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._indices: dict[int, int] = {}
+        self._kept: list[Any] = []
 
     def encode(self, seen: Seen, *, is_known: bool) -> Any:
         """The encoded value of a slot.
@@ -213,7 +215,9 @@ class Encoder:
         if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER):
             return self._constant(kind, value)
         if kind in (Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS):
-            return self._object(kind, without_wrappers(value))
+            return self._object(kind, value)
+        if kind is Kind.REDUCED:
+            return self._reduced(value)
         if kind is Kind.CALL and self._is_known:
             return self._call(value)
         return self._data(kind, value)
@@ -225,7 +229,8 @@ class Encoder:
                 raise UncapturedError(f"a tensor of layout {value.layout}")
             is_on_device = value.device.type != "cpu"
             name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
-            return [name, self._next_to(value.detach()), is_on_device, value.requires_grad]
+            plain = value.detach().as_subclass(torch.Tensor)
+            return [name, self._next_to(plain), is_on_device, value.requires_grad]
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", self._next_to(value)]
         if kind is Kind.ARRAY and value.dtype == object:
@@ -242,6 +247,31 @@ class Encoder:
         if cache_size(value):
             raise UncapturedError("a cache of random values, which cannot be filled")
         return ["call", class_name(value), self._items(parts_of_call(value))]
+
+    def _reduced(self, value: Any) -> list[Any]:
+        parts = maker, *content = reduced(value)
+        self._kept.append(parts)  # nodes are found by the ids of what they are made of
+        if isinstance(maker, str) and self._is_known:
+            return ["live"]
+        if global_name(maker) not in self._walk.makers:
+            raise UncapturedError(f"{describe(value)} in it cannot be saved")
+        is_known, self._is_known = self._is_known, False
+        encoded = [self._part(each) for each in content]
+        self._is_known = is_known
+        return ["reduced", class_name(value), global_name(maker), encoded]
+
+    def _part(self, value: Any) -> Any:
+        """A part of what makes an object, see ``Content``."""
+        if type(value) is tuple:
+            self.nodes.append(["tuple", [], None])
+            index = len(self.nodes) - 1
+            self.nodes[index][1] = [self._part(each) for each in value]
+            return [index]
+        name = global_name(value)
+        if name and self._walk.makers.get(name) is value:
+            self.nodes.append(["code", name])
+            return [len(self.nodes) - 1]
+        return self._value(value)
 
     def _constant(self, kind: Kind, value: Any) -> list[Any]:
         if kind is Kind.CONSTANT:
@@ -293,7 +323,8 @@ class Encoder:
             raise UncapturedError(f"{describe(key)} as a key cannot be saved")
         return self._value(key)
 
-    def _object(self, kind: Kind, value: Any) -> list[Any]:
+    def _object(self, kind: Kind, wrapped: Any) -> list[Any]:
+        value = without_wrappers(wrapped)
         path = self._walk.paths.get(id(value))
         name = class_name(value)
         if path is None:
@@ -301,9 +332,9 @@ class Encoder:
                 return ["live"]
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
         if self._known.get(path) == name and not (kind in CODE and is_library(value)):
-            return ["object", path, name]
+            return ["object", path, class_name(wrapped)]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
-        if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours:
+        if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
         is_known, self._is_known = self._is_known, False  # no launch has what it refers to
         made_by, attributes = "new", {}

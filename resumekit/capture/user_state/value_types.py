@@ -11,6 +11,7 @@ import inspect
 import io
 import random
 import re
+import struct
 import sys
 import types
 import weakref
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -55,6 +57,7 @@ class Kind(Enum):
     ITERATOR = "its position is state that nothing can read"
     CONSTANT = "an immutable object, made again from its class and arguments"
     BUFFER = "a sequence of bytes or numbers"
+    REDUCED = "an object with state that no attribute shows: read as copy and pickle read it"
     OPAQUE = "an object without visible content"
 
 
@@ -137,14 +140,15 @@ _NO_STATE = (
     *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
 )
+_POINTER_BYTES = struct.calcsize("P")
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 
 
 def kind_of(value: Any) -> Kind:
     """How a value is treated, by its class; tensors and files also by their properties."""
-    kind: Kind = _kind_of_class(type(value))  # type: ignore[arg-type]
-    if kind is Kind.TENSOR and (_is_elsewhere(value) or type(value) not in _TENSORS):
+    kind: Kind = kind_of_class(type(value))  # type: ignore[arg-type]
+    if kind is Kind.TENSOR and (_is_elsewhere(value) or not _has_storage(class_of(value))):
         return Kind.LEAF
     if kind is Kind.LEAF and isinstance(value, io.IOBase):
         return Kind.ITERATOR if _is_read(value) else Kind.LEAF
@@ -171,7 +175,11 @@ def class_of(value: Any) -> Any:
     return type(value)
 
 
-_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+@functools.cache
+def _has_storage(kind: Any) -> bool:
+    """Whether a tensor of this class is its elements: subclasses may hold other tensors instead."""
+    is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+    return not is_lazy and bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def _is_elsewhere(tensor: Any) -> bool:
@@ -186,7 +194,9 @@ _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((*SEQUENCES, *SETS, *MAPPINGS), Kind.CONTAINER),
     **dict.fromkeys(CONSTANTS.values(), Kind.CONSTANT),
     **dict.fromkeys((bytearray, array), Kind.BUFFER),
+    **dict.fromkeys((io.BytesIO, io.StringIO), Kind.REDUCED),
     np.ndarray: Kind.ARRAY,
+    np.memmap: Kind.LEAF,  # a file
     types.FunctionType: Kind.FUNCTION,
     **dict.fromkeys((types.MethodType, types.BuiltinMethodType), Kind.CALL),
     **dict.fromkeys((functools.partial, CACHED_FUNCTION), Kind.CALL),
@@ -201,7 +211,8 @@ _DERIVED: tuple[tuple[Any, Kind], ...] = (
 
 
 @functools.cache
-def _kind_of_class(kind: Any) -> Kind:
+def kind_of_class(kind: Any) -> Kind:
+    """How the objects of a class are treated."""
     if issubclass(kind, random.SystemRandom):
         return Kind.LEAF  # it has no state
     names = frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
@@ -231,6 +242,8 @@ def _is_leaf(module: str) -> bool:
 
 def _kind_of_object(kind: Any) -> Kind:
     has_attributes = bool(slots_of(kind)) or bool(kind.__dictoffset__)
+    if _has_hidden_state(kind) and not issubclass(kind, Iterator):
+        return Kind.REDUCED
     if has_attributes and kind.__module__ != "builtins":
         is_known = issubclass(kind, (Optimizer, LRScheduler, DataLoader))
         # The state_dict() of a loader may make an iterator, which draws and starts threads.
@@ -238,6 +251,18 @@ def _kind_of_object(kind: Any) -> Kind:
         has_state = issubclass(kind, Stateful) and not is_data
         return Kind.STATEFUL if has_state and not is_known else Kind.OBJECT
     return Kind.ITERATOR if issubclass(kind, Iterator) else Kind.OPAQUE
+
+
+def _has_hidden_state(kind: Any) -> bool:
+    """Whether objects of a class have more memory than their attributes take: state in C.
+
+    Items of a list, dict or set are seen. A class with ``state_dict`` gives its state by that.
+    """
+    base = next((each for each in (list, dict, set) if issubclass(kind, each)), object)
+    num_pointers = len(slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    is_larger = kind.__basicsize__ > base.__basicsize__ + _POINTER_BYTES * num_pointers
+    has_items = bool(kind.__itemsize__) and base is object  # as a tuple or an int has
+    return (is_larger or has_items) and not issubclass(kind, Stateful)
 
 
 def is_namedtuple(kind: type) -> bool:
@@ -314,7 +339,7 @@ def is_library(value: Any) -> bool:
 @functools.cache
 def is_object_of_library(kind: Any) -> bool:
     """Whether a class is not the user's, and its objects are neither modules nor data."""
-    is_object = _kind_of_class(kind) is Kind.OBJECT
+    is_object = kind_of_class(kind) is Kind.OBJECT
     return is_object and _is_library_module(str(getattr(kind, "__module__", "")))
 
 

@@ -177,6 +177,8 @@ class Walk:
         seen: the slots, by path.
         objects: every object that has slots, by path.
         paths: the path of each of them, by id.
+        wrappers: the wrappers of modules among them, by the module's path and their own class.
+        makers: the functions and classes that make the objects with hidden state, by name.
         read_ahead: the paths of those that a loader uses ahead of the run.
         code: the functions and classes that were met and not entered, by id.
         entered: the code of the functions whose globals were looked at.
@@ -189,6 +191,8 @@ class Walk:
     seen: dict[str, Seen] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
+    wrappers: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
+    makers: Mapping[str, Any] = field(default_factory=dict)
     read_ahead: set[str] = field(default_factory=set)
     code: dict[int, Any] = field(default_factory=dict)
     entered: set[CodeType] = field(default_factory=set)
@@ -333,6 +337,7 @@ class _Walker:
                 if slot.role is Role.MODULES:
                     self._found.listed.update(f"{path}.{name}" for name in content)
             self._follow(value, path)
+        self._found.makers = self._content.makers
         return self._found
 
     def _follow(self, value: Any, path: str) -> None:
@@ -390,7 +395,12 @@ class _Walker:
 
     def path_of(self, value: Any, path: str) -> str | None:
         """The path of an object with slots, which is walked later; None where it is left out."""
-        value = without_wrappers(value)
+        inner = without_wrappers(value)
+        if inner is not value:
+            found = self.path_of(inner, path)
+            if found is not None:
+                self._found.wrappers[found, class_name(value)] = value
+            return found
         known = self._found.paths.get(id(value))
         if known is not None:
             return known
