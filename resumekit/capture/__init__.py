@@ -72,6 +72,7 @@ from resumekit.capture.slots import slot_of
 from resumekit.capture.user_state import (
     SCALARS,
     Holder,
+    Paths,
     Seen,
     UserState,
     Walk,
@@ -81,6 +82,7 @@ from resumekit.capture.user_state import (
     is_code,
     is_left_out,
     is_secret,
+    is_user_object,
     label_of,
     trained_parameters,
 )
@@ -105,6 +107,7 @@ __all__ = [
     "NumpyState",
     "ObjectState",
     "OptimizerState",
+    "Paths",
     "PythonState",
     "Restorer",
     "RngState",
@@ -138,6 +141,7 @@ __all__ = [
     "is_left_out",
     "is_same",
     "is_secret",
+    "is_user_object",
     "label_of",
     "merge_states",
     "merged_optimizers",

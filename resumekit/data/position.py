@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.capture import require_fields
+from resumekit.capture import UserState, require_fields
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource
 from resumekit.data.keys import RunSeed
@@ -26,6 +26,7 @@ from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, Wrap
 from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulSource, restores_itself
+from resumekit.data.stream_objects import LoaderContent
 from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
 from resumekit.state import ComponentState, Fidelity, Slot
@@ -57,6 +58,8 @@ class DataPosition(ComponentState):
         allowed_changes: what of a loader's geometry the user allows to change.
 
     Attributes:
+        follow_content: makes the user state of what a loader is built from; None where the loader
+            was there before the epoch.
         changes: what of it did change, in words, in the order in which the loaders were opened.
         unexpected: what else the script has changed in a loader between two epochs.
     """
@@ -74,6 +77,8 @@ class DataPosition(ComponentState):
         self._pending: dict[str, Any] = {}
         self._in_checkpoint: frozenset[str] = frozenset()
         self._existing: ExistingObjects | None = None
+        self.follow_content: Callable[[Any], UserState | None] = lambda loader: None
+        self._contents: dict[str, LoaderContent] = {}
 
     def live_objects(self) -> list[Any]:
         return [source.loader for source in self.sources.values()]
@@ -134,6 +139,7 @@ class DataPosition(ComponentState):
                 expected="the loader that the epoch was begun with",
                 remedy="Give each loader its own name=; a new one may take over with a new epoch",
             )
+        self._restore_content(loader, name)
         source = open_source(loader, name, self._seed)
         source = PrefetchingSource(source) if ahead else source
         source.allowed_changes = self._allowed_changes
@@ -147,6 +153,15 @@ class DataPosition(ComponentState):
         self.sources[name] = source
         self._opened_in[name] = self._num_epochs
         return source
+
+    def _restore_content(self, loader: Any, name: str) -> None:
+        """Records what a loader that is built in the epoch is built from, or sets it."""
+        self._contents.pop(name, None)
+        state = self.follow_content(loader)
+        if state is not None:
+            self._contents[name] = content = LoaderContent(state)
+            pending = self._pending.get(name, {})
+            content.begin(pending.get("content") if pending.get("batch") else None)
 
     def witness_epoch(self) -> None:
         """An epoch of ``epochs()`` begins, in a process that resumes there."""
@@ -167,6 +182,7 @@ class DataPosition(ComponentState):
     def fidelity(self) -> tuple[Fidelity, str]:
         order = list(Fidelity)
         words = [self._fidelity_of(source) for source in self.sources.values()]
+        words += [content.fidelity for content in self._contents.values()]
         return max(words, key=lambda word: order.index(word[0]), default=(Fidelity.EXACT, ""))
 
     def _fidelity_of(self, source: Source) -> tuple[Fidelity, str]:
@@ -207,6 +223,9 @@ class DataPosition(ComponentState):
     def state_dict(self) -> dict[str, Any]:
         states = dict(self._pending)
         states.update({name: source.state_dict() for name, source in self.sources.items()})
+        for name, content in self._contents.items():
+            if states[name]["batch"]:  # else the next one is built
+                states[name] = {**states[name], "content": content.state_dict()}
         return states
 
     def comparable_state(self) -> dict[str, Any]:

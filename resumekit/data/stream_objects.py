@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from resumekit.capture import Holder, UserState, content_digest
+from resumekit.state import Fidelity
 
 # Makes the user state of some objects, without what other components of the run save.
 MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
@@ -82,6 +83,39 @@ class ObjectsAtStart:
         made = {**self._at_start, "slots": [], "first": {}, "lost": others}
         self._state.load_state_dict(made)
         self._state.restore_now()
+
+
+class LoaderContent(ObjectsAtStart):
+    """What a loader that the script builds in each epoch is built from: indices, weights, samples.
+
+    Code that a resume inside the epoch runs again may build another one, from a model that is
+    further on; it is set to what it was.
+
+    Args:
+        state: of what no variable held before the epoch, without a baseline.
+    """
+
+    def __init__(self, state: UserState) -> None:
+        super().__init__(state)
+        self.is_as_saved = True
+
+    def begin(self, saved: Mapping[str, Any] | None) -> None:
+        super().begin(saved)
+        # Those of values that are too large to be saved as well.
+        now = {path: str(digest) for path, digest in self._first.items()}
+        self.is_as_saved = saved is None or saved.get("digests") == now
+        self._at_start = {**self._at_start, "digests": now}
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str]:
+        """Whether a resume has, or will have, the loader of the epoch."""
+        if not self.is_as_saved:
+            return Fidelity.LOST, "a loader of this epoch was built from other data at the save"
+        if not self.is_complete:
+            return Fidelity.UNKNOWN, (
+                "a loader is built in the epoch from more than is saved; build it before epochs()"
+            )
+        return Fidelity.EXACT, ""
 
 
 class StreamObjects(ObjectsAtStart):

@@ -9,6 +9,7 @@ from weakref import WeakMethod
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from resumekit.capture import (
     AccumulatedGradients,
@@ -18,6 +19,7 @@ from resumekit.capture import (
     UserState,
     bucket_components,
     gradient_components,
+    is_user_object,
     parameter_components,
     require_gradients,
     uncaptured_parameters,
@@ -45,9 +47,10 @@ T = TypeVar("T")
 _LEADERS = (Slot.VARIABLES.value, f"{Slot.CALLBACKS.value}/attributes")
 # The slots whose states the script's constructors determine, but for their tensors and numbers.
 _BUILT = (Slot.OPTIMIZER.value, Slot.LR_SCHEDULER.value)
+_MAX_CONTENT = 4 * 10**6  # bytes of what a loader is built from in each epoch; more is compared
 
 
-def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
+def weakly(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
     """A bound method that does not keep its object.
 
     A run that refers to itself would outlive the loop that abandoned it until the next garbage
@@ -59,9 +62,9 @@ def weakly(method: Callable[[], T], otherwise: T) -> Callable[[], T]:
     """
     found = WeakMethod(method)
 
-    def call() -> T:
+    def call(*arguments: Any) -> T:
         alive = found()
-        return otherwise if alive is None else alive()
+        return otherwise if alive is None else alive(*arguments)
 
     return call
 
@@ -103,6 +106,7 @@ class RunComponents:
         self.variables = LoopVariables(
             options.loop_variables, foreign=weakly(self._saved_elsewhere, [])
         )
+        self.position.follow_content = weakly(self._follow_content, None)
         per_rank, job = SharingPattern.PER_RANK, SharingPattern.GLOBAL
         self._core = [
             *([] if self.seed is None else [StateComponent(SEED, self.seed, job)]),
@@ -231,6 +235,23 @@ class RunComponents:
                 limit_bytes=self._options.user_state_limit,
             )
         return self._stream_states[names]
+
+    def _follow_content(self, loader: Any) -> UserState | None:
+        """The user state of what a loader is built from that the script has built in the epoch."""
+        former = self.variables.objects_before_epoch()
+        if former is None or id(loader) in former or type(loader) is not DataLoader:
+            return None
+        parts = {name: getattr(loader, name) for name in ("dataset", "sampler", "batch_sampler")}
+        state = UserState(
+            {},
+            key=Slot.DATA.value,
+            foreign=lambda: former.values(),
+            transient=self._options.transient,
+            limit_bytes=min(_MAX_CONTENT, self._options.user_state_limit),
+        )
+        objects = {n: each for n, each in parts.items() if is_user_object(each)}
+        state.extend_baseline(objects, is_script=False)
+        return state
 
     def _modules_of_others(self) -> list[Any]:
         return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]

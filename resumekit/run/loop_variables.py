@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from resumekit.capture import (
     SCALARS,
     Holder,
+    Paths,
     Seen,
     UserState,
     Walk,
@@ -87,6 +88,7 @@ class LoopVariables(UserState):
         self._entered: set[tuple[Site, ...]] = set()  # of the loops that were looked at
         self._stored: Set[str] = set()  # paths of variables that functions may still write
         self._num_elsewhere = 0  # fetches in a row with which no loop began
+        self._before_epoch: Paths | None = None  # of the objects that were there before epochs()
         self._environment: Set[tuple[str, str]] = set()  # as the script has made it
 
     # ---------------------------------------------------------------- fetches
@@ -131,6 +133,13 @@ class LoopVariables(UserState):
         if found is not None:
             self._for_save = self._encoded(found)  # for the report of the start
 
+    def objects_before_epoch(self) -> dict[int, Any] | None:
+        """What variables reached before the first epoch of ``epochs()``, by id; None without it."""
+        if self._before_epoch is None:
+            return None
+        found = ((each, ref()) for each, (_, ref) in self._before_epoch.items())
+        return {each: value for each, value in found if value is not None}
+
     def end_epoch(self) -> None:
         """``epochs()`` is asked for the next epoch."""
         self._at_epoch = {}
@@ -141,6 +150,8 @@ class LoopVariables(UserState):
         if self._mode == OFF:
             return
         frames = self._frames()
+        if self._before_epoch is None:
+            self._before_epoch = dict(self._paths)
         self._epoch_fetch = {each.code: each.lasti for each in frames}
         self._epoch_sites = [each.site.as_plain() for each in frames]
         if self._saved is not None:

@@ -17,11 +17,12 @@ from resumekit.capture.user_state.value_types import (
     is_secret,
     is_user_object,
 )
-from resumekit.capture.user_state.walk import Seen, Walk, content_digest, trained_parameters
+from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest, trained_parameters
 
 __all__ = [
     "SCALARS",
     "Holder",
+    "Paths",
     "Seen",
     "UserState",
     "Walk",

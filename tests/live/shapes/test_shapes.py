@@ -141,6 +141,32 @@ EXACT = {
         adversarial_noise
     """,
 }
+EXACT |= {
+    "shapes_of_libraries": """
+        data_frame
+        bytes_in_memory
+        average_in_a_wrapper
+        fitted_estimator
+        ---
+        series
+        text_in_memory
+        record_array
+        masked_array
+        tensor_of_a_class
+    """,
+}
+# Of code between epochs() and the first batch; what is left out in the negative controls.
+DATA = {
+    "shapes_of_data": {
+        "subset_drawn_at_random": {"exclude": ["rng"]},
+        "subset_of_the_hardest": {"loop_variables": "off"},
+        "order_drawn_by_the_script": {"exclude": ["rng"]},
+        "---": {},
+        "subset_that_shrinks": {"loop_variables": "off"},
+        "tensors_of_the_hardest": {"loop_variables": "off"},
+        "samples_by_their_losses": {"exclude": ["data"]},
+    }
+}
 # What cannot be read or set: one of these names is reported in time. It may be exact instead.
 REPORTED = {
     "shapes_of_values": {
@@ -258,6 +284,17 @@ def names_of(shape: str) -> list[str]:
 @cells(EXACT)
 def test_a_crashed_training_is_exact(judge: Judge, shape: str) -> None:
     assert_verdict(judge.verdict(shape), Verdict.EXACT)
+
+
+@cells(DATA)
+def test_data_that_an_epoch_begins_with_is_exact(judge: Judge, shape: str) -> None:
+    assert_verdict(judge.verdict(shape), Verdict.EXACT)
+
+
+@cells(DATA)
+def test_without_what_an_epoch_began_with_its_data_differs(judge: Judge, shape: str) -> None:
+    module, _, name = shape.partition(":")
+    assert judge.verdict(shape, kills=(10,), **DATA[module][name]).difference
 
 
 @cells(COMPONENTS)

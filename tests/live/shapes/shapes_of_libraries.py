@@ -1,0 +1,96 @@
+"""Shapes whose state no attribute shows: of objects with state in C, and wrapped modules."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pandas
+import torch
+from shapes_of_values import changed
+from sklearn.linear_model import SGDRegressor
+from tiny_training import EPOCHS, loss_of, make, step
+from torch import nn
+
+from resumekit.adapters.torch import Checkpointer
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class Frame:
+    """Sums of losses in a table."""
+
+    def __init__(self):
+        self.table = pandas.DataFrame(1.0, index=["loss"], columns=["total", "count"])
+
+    def add(self, loss):
+        """Adds one loss."""
+        self.table.loc["loss", "total"] += loss
+        self.table.loc["loss", "count"] += 1
+
+
+def add_to_series(value, loss):
+    value[0] = 0.7 * value[0] + loss
+
+
+def add_to_record(value, loss):
+    value.last += 0.3 * (loss - value.last)
+
+
+def add_to_masked(value, loss):
+    value[:] = np.ma.masked_greater(value * 0.8 + loss, 2.5)
+
+
+def fit(value, loss):
+    value.partial_fit([[loss, 1.0]], [loss])
+
+
+data_frame = changed(
+    Frame,
+    lambda v, loss: v.add(loss),
+    lambda v: v.table.loc["loss", "total"] / v.table.loc["loss", "count"],
+)
+series = changed(lambda: pandas.Series([0.5]), add_to_series, lambda v: 0.3 + v[0] % 1)
+text_in_memory = changed(
+    io.StringIO, lambda v, loss: v.write(str(loss)[:3]), lambda v: 0.3 + len(v.getvalue()) % 7 / 7
+)
+bytes_in_memory = changed(
+    io.BytesIO,
+    lambda v, loss: v.write(b"%d" % (9 * loss)),
+    lambda v: 0.3 + sum(v.getvalue()) % 9 / 9,
+)
+record_array = changed(
+    lambda: np.rec.array([(0.5,)], dtype=[("last", "f8")]), add_to_record, lambda v: 0.3 + v.last[0]
+)
+masked_array = changed(
+    lambda: np.ma.array([0.5, 1.0]), add_to_masked, lambda v: 0.3 + float(v.filled(0.1).mean()) % 1
+)
+tensor_of_a_class = changed(
+    lambda: torch.full((2,), 0.5).as_subclass(Marked),
+    lambda v, loss: v.mul_(0.7).add_(loss),
+    lambda v: 0.3 + v[0].item() % 1,
+)
+fitted_estimator = changed(
+    lambda: SGDRegressor(random_state=0), fit, lambda v: 0.5 + getattr(v, "t_", 1.0) % 5 / 5
+)
+
+
+def average_in_a_wrapper(directory, *, record, **options):
+    """The variable of an average has to be the wrapper again, which has the module in it."""
+    model, optimizer, loader = make()
+    average = nn.DataParallel(make().model)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        train_in_wrapper(ckpt, model, average, optimizer, loader, record)
+
+
+def train_in_wrapper(ckpt, model, average, optimizer, loader, record):
+    """One epoch; the average is an argument, which the function may still write."""
+    for batch in ckpt.batches(loader):
+        loss = loss_of(model, batch) * (0.5 + average.module[0].bias[0].item() % 1)
+        step(ckpt, optimizer, loss)
+        for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(new.data, alpha=0.1)
+        record(loss, model)
