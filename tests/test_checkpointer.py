@@ -206,6 +206,8 @@ def test_a_file_in_place_of_the_directory_is_one_clear_error(tmp_path: Path) -> 
         {"record_command": None},
         {"exclude": "optimizer"},
         {"exclude": {"optimiser"}},
+        {"per_rank": "optimizer"},
+        {"per_rank": {"optimiser"}},
         {"allow_changes": {"everything"}},
         {"keep_lastest": 3},
     ],

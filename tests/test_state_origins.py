@@ -18,15 +18,18 @@ PAIRS = (0, 0, 1, 1)  # two ranks of a tensor-parallel group take the same data
 IN_TURN = (0, 1, 0, 1)
 
 
-def origins(rank: int, of_ranks: tuple[int, ...], *, may_change: bool = True) -> StateOrigins:
+def origins(
+    rank: int, of_ranks: tuple[int, ...], *, may_change: bool = True, per_rank: str = ""
+) -> StateOrigins:
     world: Any = SimpleNamespace(rank=rank, world_size=len(of_ranks))
-    return StateOrigins(
-        world, DataRanks(of_ranks), ComponentGroups(rank, {}), may_change=may_change
-    )
+    groups, names = ComponentGroups(rank, {}), {per_rank} - {""}
+    return StateOrigins(world, DataRanks(of_ranks), groups, may_change=may_change, per_rank=names)
 
 
-def saved(*of_ranks: int) -> Any:
-    details = {} if of_ranks == tuple(range(len(of_ranks))) else {"shares": list(of_ranks)}
+def saved(*of_ranks: int, per_rank: str = "") -> Any:
+    details: dict[str, Any] = {"per_rank": [per_rank]} if per_rank else {}
+    if of_ranks != tuple(range(len(of_ranks))):
+        details["shares"] = list(of_ranks)
     return SimpleNamespace(step=1, world_size=len(of_ranks), details=details)
 
 
@@ -58,4 +61,36 @@ def test_with_another_number_of_parts_states_are_resharded() -> None:
 
 def test_one_state_of_a_job_is_everybodys() -> None:
     found = origins(3, PAIRS).of(record(SharingPattern.REPLICATED), saved(0))
+    assert found.own_number == 0
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_with_the_option_each_rank_loads_its_own_state_whatever_data_it_takes(rank: int) -> None:
+    now = origins(rank, IN_TURN, per_rank="rng")
+    found = now.of(record(), saved(*PAIRS, per_rank="rng"))
+    assert (found.own_number, found.writers) == (rank, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("now", "named_now", "then", "named_then"),
+    [
+        ((0, 1), "rng", PAIRS, "rng"),  # as many parts of the data, but not as many states
+        ((0,), "rng", (0, 1), "rng"),
+        ((0,), "", (0, 0), "rng"),
+        ((0, 1), "", (0, 1), "rng"),
+        ((0, 1), "rng", (0,), ""),
+        ((0, 1), "rng", (0, 1, 2), ""),
+    ],
+)
+def test_a_rank_that_would_lack_its_own_state_is_refused(
+    now: tuple[int, ...], named_now: str, then: tuple[int, ...], named_then: str
+) -> None:
+    pattern = SharingPattern.PER_RANK if named_then else SharingPattern.REPLICATED
+    with pytest.raises(StateMismatchError, match=r"rng: a job of . ranks with .*exclude=.'rng'."):
+        origins(0, now, per_rank=named_now).of(record(pattern), saved(*then, per_rank=named_then))
+
+
+@pytest.mark.parametrize("now", [(0,), (0, 1)])
+def test_the_one_state_of_equal_ranks_is_each_ranks_own(now: tuple[int, ...]) -> None:
+    found = origins(0, now, per_rank="rng").of(record(SharingPattern.REPLICATED), saved(0, 1))
     assert found.own_number == 0

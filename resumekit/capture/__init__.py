@@ -48,7 +48,11 @@ from resumekit.capture.optimizer import (
     is_host_step,
     restore_groups,
 )
-from resumekit.capture.optimizer_parameters import parameter_components, uncaptured_parameters
+from resumekit.capture.optimizer_parameters import (
+    OPTIMIZER_PARAMETERS,
+    parameter_components,
+    uncaptured_parameters,
+)
 from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers, part_of
 from resumekit.capture.restore import (
     Mismatch,
@@ -91,6 +95,7 @@ __all__ = [
     "GENERATOR_TYPES",
     "GRADIENT_BUCKETS",
     "IN_FP32",
+    "OPTIMIZER_PARAMETERS",
     "PYTHON_WORDS",
     "RANK_BUFFERS",
     "SCALARS",

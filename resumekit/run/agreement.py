@@ -295,11 +295,14 @@ class Replicas:
                         expected="the same on all ranks that hold it",
                         remedy="Synchronise it, or pass validate='off' to save one of them",
                     )
+                remedy = "declare the component per_rank"
+                if component.sharing_pattern is SharingPattern.REPLICATED:
+                    remedy = f'pass per_rank={{"{component.key}"}}'
                 raise RankDisagreementError(
                     part,
                     found=f"replicated, but ranks differ ({who_said(said)})",
                     expected=f"the same on all ranks{of_group}",
-                    remedy="Synchronise it, or declare the component per_rank",
+                    remedy=f"Synchronise it, or {remedy}",
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -26,8 +27,9 @@ from resumekit.capture import (
 )
 from resumekit.data import SEED, DataPosition, Feed, RunSeed, user_objects
 from resumekit.distributed import World
+from resumekit.errors import ConfigurationError
 from resumekit.run.loop_variables import LoopVariables
-from resumekit.run.options import Options
+from resumekit.run.options import Options, is_per_rank, names_component
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
 from resumekit.serialization import encode_local
@@ -41,6 +43,8 @@ from resumekit.state import (
 )
 
 T = TypeVar("T")
+
+_PER_RANK = SharingPattern.PER_RANK
 
 # The user states that follow functions, classes and globals: of a loop of the user's, which is the
 # first of them, or of a framework's.
@@ -76,9 +80,11 @@ class RunComponents:
         options: of the run.
         extras: the user's live dict.
         generators: private random generators by name.
+        num_ranks: of the job; in one process the option ``per_rank`` changes nothing.
 
     Attributes:
         all: the components as they are now.
+        per_rank: the keys of those that are per rank because of the option.
         counters: the component ``progress``.
         seed: of keyed randomness, or None.
         position: the component ``data``.
@@ -88,9 +94,16 @@ class RunComponents:
     """
 
     def __init__(
-        self, options: Options, extras: dict[str, Any], generators: Mapping[str, Any]
+        self,
+        options: Options,
+        extras: dict[str, Any],
+        generators: Mapping[str, Any],
+        *,
+        num_ranks: int = 1,
     ) -> None:
         self._options = options
+        self._num_ranks = num_ranks
+        self.per_rank: set[str] = set()
         self._extras, self._generators = extras, generators
         self.counters = Counters()
         self.seed = RunSeed(generators.values()) if options.randomness == "keyed" else None
@@ -107,7 +120,7 @@ class RunComponents:
             options.loop_variables, foreign=weakly(self._saved_elsewhere, [])
         )
         self.position.follow_content = weakly(self._follow_content, None)
-        per_rank, job = SharingPattern.PER_RANK, SharingPattern.GLOBAL
+        per_rank, job = _PER_RANK, SharingPattern.GLOBAL
         self._core = [
             *([] if self.seed is None else [StateComponent(SEED, self.seed, job)]),
             StateComponent(Slot.DATA.value, self.position, per_rank),
@@ -132,6 +145,9 @@ class RunComponents:
         Args:
             components: of the adapter.
             gradients: the keys of gradients that the checkpoint holds.
+
+        Raises:
+            ConfigurationError: ``per_rank`` names a component that is sharded.
         """
         options, given = self._options, {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
@@ -145,9 +161,24 @@ class RunComponents:
         added += tuple(
             each for each in self._gradients if options.saves_gradients or each.key in gradients
         )
-        self.all = check_components([*components, *added, *self._core])
+        self.all = self._with_option(check_components([*components, *added, *self._core]))
         for leader in (each for each in self._user_states() if each.key in _LEADERS):
             leader.lead(_roots_of(components), weakly(self._code_of_others, []))
+
+    def check_named(self) -> None:
+        """Checks that each name in the option ``per_rank`` is that of a component.
+
+        Raises:
+            ConfigurationError: one is not; lists the components.
+        """
+        keys = [each.key for each in self.all]
+        for name in self._options.per_rank:
+            if not any(names_component((name,), key) for key in keys):
+                raise ConfigurationError(
+                    "per_rank",
+                    found=f"no component of this run is called {name!r}",
+                    expected=f"some of {', '.join(keys)}",
+                )
 
     def check_storable(self) -> None:
         """Checks that a save can store what the script has built: optimizers, schedulers, extras.
@@ -181,8 +212,35 @@ class RunComponents:
 
         keys = dict.fromkeys(key for keys_of_rank in world.everywhere(find) for key in keys_of_rank)
         if keys:
-            self.all = check_components([*self.all, *(found[key] for key in keys if key in found)])
+            late = (found[key] for key in keys if key in found)
+            self.all = self._with_option(check_components([*self.all, *late]))
         return bool(keys)
+
+    def _with_option(self, components: Iterable[StateComponent]) -> tuple[StateComponent, ...]:
+        """The components; of those that ``per_rank`` names each rank has its own state.
+
+        Raises:
+            ConfigurationError: one of them is sharded, or shared within groups.
+        """
+        found: list[StateComponent] = []
+        for each in components:
+            pattern = each.sharing_pattern
+            if not is_per_rank(self._options.per_rank, each.key) or pattern is _PER_RANK:
+                found.append(each)
+                continue
+            if pattern not in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
+                raise ConfigurationError(
+                    "per_rank",
+                    found=f"{each.key} is {SharingPattern(pattern).value}",
+                    expected="components with one state for all ranks",
+                    remedy="Leave it out: each rank or group saves its part",
+                )
+            if self._num_ranks > 1:
+                self.per_rank.add(each.key)
+                # The files of a model describe one state of all ranks.
+                each = replace(each, sharing_pattern=_PER_RANK, files=None)
+            found.append(each)
+        return tuple(found)
 
     # ---------------------------------------------------------------- gradients
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from resumekit.cadence import parse_cadence
+from resumekit.capture import GRADIENT_BUCKETS, OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
 from resumekit.state import Slot, StateComponent, Validation
@@ -35,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     strict: bool
     exclude: Collection[str]
     allow_missing: Collection[str]
+    per_rank: Collection[str]
     allow_changes: Collection[str]
     rename: Mapping[str, str]
     resume_from: str | None
@@ -75,6 +77,8 @@ class Options:
         strict: refuse at start a run of which any part would not be restored exactly.
         exclude: components (keys or slots) that a resume leaves as they are; recorded.
         allow_missing: components that the checkpoint may lack; they keep their live state.
+        per_rank: components (keys or slots) of which each rank has its own state, e.g. an optimizer
+            that shards its moments by rank. See docs/contract.md.
         allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
             ``"world_size"``. See docs/data.md.
         rename: prefixes of parameter names that the run has changed, saved to live, e.g.
@@ -123,6 +127,7 @@ class Options:
     strict: bool = False
     exclude: Collection[str] = field(default_factory=frozenset)
     allow_missing: Collection[str] = field(default_factory=frozenset)
+    per_rank: Collection[str] = field(default_factory=frozenset)
     allow_changes: Collection[str] = field(default_factory=frozenset)
     rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
@@ -194,6 +199,7 @@ class Options:
         _check_names("transient", self.transient)
         _check_keys("exclude", self.exclude)
         _check_keys("allow_missing", self.allow_missing)
+        _check_keys("per_rank", self.per_rank)
         _check_names("allow_changes", self.allow_changes)
         _check_names("leave_on", self.leave_on)
         for name in self.leave_on:
@@ -262,6 +268,16 @@ def _check_step_name(given: Any) -> None:
 def names_component(names: Collection[str], key: str) -> bool:
     """Whether a component is named, by its key or by its slot."""
     return key in names or key.split("/", 1)[0] in names
+
+
+def is_per_rank(names: Collection[str], key: str) -> bool:
+    """Whether the option ``per_rank`` names a component.
+
+    What is derived from a model or an optimizer is named by its key only: where the ranks have
+    different moments, they still have equal parameters.
+    """
+    is_derived = key.rpartition("/")[2] in (OPTIMIZER_PARAMETERS, GRADIENT_BUCKETS)
+    return key in names if is_derived else names_component(names, key)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -16,6 +16,7 @@ from resumekit.log import logger
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import owners
+from resumekit.run.resuming.state_origins import PER_RANK_KEYS
 from resumekit.state import (
     CaptureLine,
     CaptureReport,
@@ -252,6 +253,8 @@ class Reporter:
         details: dict[str, Any] = owners(self._components.all)
         if self._options.exclude:
             details["exclude"] = sorted(self._options.exclude)
+        if self._components.per_rank:
+            details[PER_RANK_KEYS] = sorted(self._components.per_rank)
         if self._options.resume_from is not None:
             details["resume_from"] = self._options.resume_from
         if self._interval is not None:

@@ -68,7 +68,9 @@ class Run:
             options = replay.options(options)
         self.directory = relocated(directory) if replay is None else replay.directory
         self.options = options
-        self._components = owned = RunComponents(options, extras, generators)
+        self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
+        num_ranks = self.world.world_size
+        self._components = owned = RunComponents(options, extras, generators, num_ranks=num_ranks)
         self.counters, self.position, self.rng = owned.counters, owned.position, owned.rng
         self.selection, self.variables = owned.selection, owned.variables
         self._given = components
@@ -77,7 +79,6 @@ class Run:
         self._data_parallel_group = data_parallel_group
         self._data_ranks: DataRanks
         owned.set_given(() if callable(components) else components)
-        self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         self.reporter = Reporter(options, self.world, owned)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
@@ -181,6 +182,7 @@ class Run:
             given = given() if callable(given) else given
             saved = () if found is None else (each.key for each in found.manifest.components)
             self._components.set_given(given, gradients=gradient_keys(saved))
+            self._components.check_named()
             self._begin_saving()
             report = self._start() if found is None else self._load(found)
             self._found = found = None
@@ -235,7 +237,8 @@ class Run:
 
     def _sources(self, membership: ComponentGroups) -> StateOrigins:
         may_change = "world_size" in self.options.allow_changes
-        return StateOrigins(self.world, self._data_ranks, membership, may_change=may_change)
+        named = self.options.per_rank
+        return StateOrigins(self.world, self._data_ranks, membership, may_change, per_rank=named)
 
     def _agree_on_components(self, components: Sequence[StateComponent]) -> ComponentGroups:
         patterns = {each.key: str(each.sharing_pattern) for each in components}

@@ -333,8 +333,8 @@ def test_a_doctored_state_is_refused(
     launched(scaled, tmp_path, 5)
     original = RunComponents.__init__
 
-    def doctoring(self: RunComponents, *given: Any) -> None:
-        original(self, *given)
+    def doctoring(self: RunComponents, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
         load = self.variables.load_state_dict
 
         def changed(state: Any) -> Any:

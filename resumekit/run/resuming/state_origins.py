@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from resumekit.distributed import DataRanks, Groups, World, WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups, recorded_data_ranks
+from resumekit.run.options import is_per_rank
 from resumekit.state import SharingPattern
 from resumekit.storage import ComponentRecord, Manifest
+
+# In a manifest's details: the components that are per rank because of the option.
+PER_RANK_KEYS = "per_rank"
+
+# By whether the option ``per_rank`` names a component.
+_STATES = {True: "one state for each rank", False: "one state for all ranks"}
 
 # One state for the job.
 _OF_THE_JOB = frozenset({SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.value})
@@ -49,12 +57,14 @@ class StateOrigins:
         data_ranks: the data-parallel rank of each rank.
         membership: the groups of the components that are known.
         may_change: whether the number of ranks may be another one.
+        per_rank: the option of this run.
     """
 
     world: World
     data_ranks: DataRanks
     membership: ComponentGroups
     may_change: bool
+    per_rank: Collection[str] = frozenset()
 
     def of(self, record: ComponentRecord, manifest: Manifest) -> Origin:
         """The origin of this rank's state of a component.
@@ -63,10 +73,14 @@ class StateOrigins:
             CorruptCheckpointError: the manifest's data-parallel ranks make no sense.
             StateMismatchError: the ranks or groups are others, and that is not allowed.
         """
+        recorded = manifest.details.get(PER_RANK_KEYS)
+        was_named = isinstance(recorded, list) and record.key in recorded
+        if was_named or record.pattern in _OF_THE_JOB:
+            self._check_option(record, manifest, was_named=was_named)
         if record.pattern in _OF_THE_JOB:
             return Origin(record.writers, (0,), WorldChange(0, 1, 1))
         if record.pattern == SharingPattern.PER_RANK.value:
-            return self._of_ranks(record, manifest)
+            return self._of_ranks(record, manifest, by_data=not was_named)
         numbers = tuple(range(len(record.writers)))
         if record.key not in self.membership:
             return Origin(record.writers, numbers)
@@ -82,10 +96,30 @@ class StateOrigins:
         change = WorldChange(ordinal, len(groups), len(record.groups))
         return Origin(record.writers, numbers, change)
 
-    def _of_ranks(self, record: ComponentRecord, manifest: Manifest) -> Origin:
+    def _check_option(
+        self, record: ComponentRecord, manifest: Manifest, *, was_named: bool
+    ) -> None:
+        """Raises StateMismatchError where the option ``per_rank`` leaves a rank without its state.
+
+        One state of all ranks is that of each rank, as long as their number is the same.
+        """
+        now, then = self.world.world_size, manifest.world_size
+        is_named = is_per_rank(self.per_rank, record.key)
+        fits = is_named and now == then if was_named else not is_named or now in (1, then)
+        if not fits:
+            option = f" and pass per_rank={{{record.key!r}}}" if was_named else ""
+            raise StateMismatchError(
+                record.key,
+                found=f"a job of {now} ranks with {_STATES[is_named]}",
+                expected=f"{then} ranks with {_STATES[was_named]}, as in the checkpoint",
+                remedy=f"Launch with {then} ranks{option}, or pass "
+                f"exclude={{{record.key!r}}} to keep its live state",
+            )
+
+    def _of_ranks(self, record: ComponentRecord, manifest: Manifest, *, by_data: bool) -> Origin:
         now, then = self.world.world_size, manifest.world_size
         former = recorded_data_ranks(manifest)
-        if now == then and self.data_ranks == former:
+        if now == then and (self.data_ranks == former or not by_data):
             every = tuple(range(then))
             return Origin(every, every, WorldChange(self.world.rank, now, then))
         if not self.may_change:
