@@ -206,6 +206,7 @@ _OF_FRAMEWORKS = {
     "dataloader_persistent_workers=": "transformers/training_args.py",
     "from_pretrained()": "transformers/modeling_utils.py",
     "fsdp_version=": "accelerate/utils/dataclasses.py",
+    "load_best_model_at_end=": "transformers/training_args.py",
     "prepare()": "accelerate/accelerator.py",
     "skip_first_batches()": "accelerate/data_loader.py",
     "train()": "transformers/trainer.py",
@@ -309,6 +310,94 @@ def wrong_names(text: Text) -> list[str]:
     return wrong
 
 
+# ---------------------------------------------------------------- what no test follows
+
+_REASONS = {
+    "it changes what is installed": (
+        "Install a newer resumekit",
+        "Install a newer resumekit: pip install --upgrade resumekit",
+        "Install it (apt-get install chromium), or print the page from your browser",
+        'Install it with: pip install "resumekit[{}]"',
+        "Install it with: pip install pytest",
+        "Install the torch that wrote the checkpoint, or a newer one",
+        "Install those",
+        "Resume with the version of the framework that wrote the checkpoint",
+    ),
+    "a person does it outside of the run": (
+        "Print the page from your browser instead",
+        "Mount the object store, or copy the run directory there",
+        "See the log of these ranks",
+        "Its messages are on stderr",
+        "The checkpoint is damaged",
+        "Choose a directory that this job may write to",
+        "Split the matrix",
+    ),
+    "it needs a run of that framework; see the tests of its adapter in integration/": (
+        "Pass use_orig_params=True to FullyShardedDataParallelPlugin, or fsdp_version=2",
+        "Start with the configuration of the checkpoint",
+        "Pass exclude={{}} to start it afresh",
+        'Pass {"first": ..., "second": ...}',
+        "Import {} alone, before resumekit.adapters.lightning",
+        "Pass load_best_model_at_end=False; `resumekit export` reads "
+        "trainer.state.best_model_checkpoint",
+        "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
+        "from_pretrained(that path)",
+        "Remove the argument to train from step {}, or finish that run without resumekit run",
+        "Undo the change; or pass another --dir, or remove the directory of the run that is "
+        "not to be continued",
+        "Give the loader the same sampler under both frameworks until the epoch is over",
+        "Add the three lines of docs/quickstart.md to the loop, and leave --with-resumekit out",
+        "Save more often (--save-every), or kill it later",
+        "Save more often (--save-every), or train longer",
+    ),
+    "it needs sharded models, pipeline stages or groups of ranks; see integration/torch": (
+        "Use torch.distributed.fsdp.fully_shard",
+        "Pass use_orig_params=True, or use torch.distributed.fsdp.fully_shard",
+        "Use torch.distributed.fsdp.fully_shard with tensor parallel",
+        "Use torch.distributed.fsdp.fully_shard with this optimizer",
+        "Leave mid_accumulation at 'boundary'",
+        "Launch with {} ranks, or pass exclude={{}}",
+        "Launch with {} {}, or pass exclude={{}} to keep its live state",
+        "Give the component a method merge_state_dicts",
+        "Give the parameters groups of their own, as when they were saved",
+        "Build the stages from all layers of the saved model",
+        "Form the groups as when it was saved",
+        "Give every rank the group that it is in",
+        "Give each pipeline stage a process group of its own, or declare it per_rank where "
+        "every rank has its own",
+        "Tie the tensors on every rank, or on none",
+        "Synchronise it, or pass validate='off' to save one of them",
+        "Call redistribute() with Replicate or Shard first",
+        "Continue with as many ranks as in the checkpoint",
+        "Restore the former settings until the epoch is over",
+        "A save needs all ranks: give them as many batches each, without join()",
+        "Check the sampler, or pass on_divergence='warn'",
+    ),
+    "the error needs a process that dies, a race or a slow disk": (
+        "Start the job again: it continues from its newest checkpoint",
+        "End this process, and start it again when nothing changes the checkpoint",
+        "Call wait() before",
+        "Let only one job use the directory, and start this one again",
+        "Let the dataset's __iter__ start faster, or pass persistent_workers=False",
+        "Train longer",
+    ),
+    "an earlier check reports the usual cases of this error; see the unit tests of the module": (
+        "Give the optimizer the parameters that it had when the checkpoint was written",
+        "Change it before the loop",
+        "Create it in __init__ or before the first step",
+        "Store it as a known type",
+        "Store long lists as arrays",
+        "Draw the whole order when the epoch begins, or from a generator that is an attribute "
+        "of the sampler",
+        "draw it from a generator that is an attribute of the sampler",
+        "let __iter__ return iter() of a list, which is saved",
+        'do that before the first batch, or pass transient={"{}"}',
+        'pass transient={"{}"}',
+    ),
+}
+NOT_FOLLOWED = {text: reason for reason, texts in _REASONS.items() for text in texts}
+
+
 # ---------------------------------------------------------------- tests
 
 
@@ -329,6 +418,36 @@ def test_every_name_in_an_instruction_exists() -> None:
         if (names := wrong_names(each))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@cache
+def followed() -> frozenset[str]:
+    """The texts in the marks of tests that follow remedies, here and in integration/."""
+    found = set[str]()
+    for folder in ("tests", "integration"):
+        for path in (ROOT / folder).rglob("test_remedies*.py"):
+            if path.name != Path(__file__).name:
+                found |= _constants(ast.parse(path.read_text()))
+    return frozenset(found)
+
+
+def _constants(tree: ast.AST) -> set[str]:
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {node.value for node in nodes if isinstance(node.value, str)}
+
+
+def test_every_remedy_is_followed_by_a_test_or_listed_with_the_reason() -> None:
+    known = followed() | NOT_FOLLOWED.keys()
+    left = [
+        f"{each.path}:{each.line}: {each.text}" for each in remedies() if each.text not in known
+    ]
+    assert not left, "\n".join(left)
+
+
+def test_the_list_of_what_is_not_followed_has_no_more() -> None:
+    texts = {each.text for each in remedies()}
+    assert not NOT_FOLLOWED.keys() - texts, "no such remedy"
+    assert not NOT_FOLLOWED.keys() & followed(), "a test follows it"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
@@ -252,12 +252,22 @@ def distributed(**settings: Any) -> Loader:
     return loader
 
 
-def sequential(**settings: Any) -> Loader:
-    return lambda: DataLoader(data(), sampler=SequentialSampler(data()), batch_size=2, **settings)
-
-
 def loader_of(length: int) -> Loader:
     return lambda: DataLoader(TensorDataset(torch.zeros(length, 2)), batch_size=2)
+
+
+class CustomOrder(Sampler[int]):
+    """An order without a name."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 0, 2, 7, 5, 4, 6])
+
+    def __len__(self) -> int:
+        return 8
+
+
+def in_custom_order(batch_size: int = 2) -> Any:
+    return DataLoader(data(), sampler=CustomOrder(), batch_size=batch_size)
 
 
 BUILD_MODEL = "Build the model as it was when the checkpoint was written"
@@ -267,6 +277,11 @@ BUILD_OBJECT = "Build the object as it was when the checkpoint was written"
 SCHEDULERS = torch.optim.lr_scheduler
 
 CHANGES = (
+    Change(
+        "Restore the former settings of the sampler",
+        {"loader": distributed(drop_last=False)},
+        {"loader": in_custom_order},
+    ),
     Change("Restore it, or pass allow_changes={'horizon'}", {}, {"epochs": 3}, option=True),
     Change(
         "Restore it, or pass allow_changes={'horizon'}",
@@ -461,3 +476,25 @@ def test_a_model_on_the_meta_device_gets_memory(tmp_path: Path, remedy: Remedy) 
     interrupted(tmp_path / "a")
     remedy.of(train, tmp_path / "a", on_meta(has_memory=False))
     assert train(tmp_path / "a", on_meta(has_memory=True)) == whole
+
+
+@pytest.mark.remedy("Restart the epochs of the data with exclude={'data'}")
+def test_a_position_without_a_field_starts_the_epoch_again(
+    tmp_path: Path, remedy: Remedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path)
+    monkeypatch.setattr("resumekit.data.position._USED_FIELDS", frozenset({"other"}))
+    text = remedy.of(train, tmp_path)
+    train(tmp_path, **options_in(text))
+
+
+@pytest.mark.remedy("Pass randomness='tape'")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_pipe_is_not_keyed(tmp_path: Path, remedy: Remedy) -> None:
+    from torch.utils.data.datapipes.map import SequenceWrapper
+
+    def loader() -> Any:
+        return DataLoader(SequenceWrapper([(each,) for each in torch.ones(8, 2)]), batch_size=2)
+
+    text = remedy.of(train, tmp_path / "a", loader=loader, randomness="keyed")
+    train(tmp_path / "b", loader=loader, **options_in(text))

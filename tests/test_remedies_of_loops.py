@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import resumekit.run
 from resumekit.adapters.torch import Checkpointer
+from resumekit.data import DistributedResumableSampler
 from resumekit.run import Options
 from resumekit.state import StateComponent
 from resumekit.storage import Free, LocalFileSystem
@@ -482,3 +485,147 @@ def test_a_value_of_the_user_is_stored_in_another_form(
     extras = {"value": None}
     Parts().make(tmp_path, extras=extras).resume()
     assert extras == {"value": good}
+
+
+# ---------------------------------------------------------------- what the script changes
+
+
+class WithLock(nn.Module):
+    """A module with an attribute that cannot be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.handle = count()
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        next(self.handle)
+        return self.linear(batch)
+
+
+def strictly(directory: Path, model: nn.Module, **options: Any) -> int:
+    """Two epochs, of which the second begins in a process that resumes."""
+    for num_epochs in (1, 2):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given = {"allow_changes": {"horizon"}, "on_divergence": "raise", **options}
+        with Checkpointer(directory, model=model, optimizer=optimizer, **given) as checkpointer:
+            for batch in checkpointer.batches(loader(), epochs=num_epochs):
+                model(batch.float().reshape(-1, 1)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+            step = checkpointer.progress.step
+    return step
+
+
+@pytest.mark.remedy("keep it in an object with state_dict, or {}")
+def test_what_is_lost_is_transient(
+    tmp_path: Path, remedy: Remedy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strictly(tmp_path / "a", WithLock())
+    text = capsys.readouterr().err
+    assert remedy.in_text(text)
+    (names,) = [ast.literal_eval(each) for each in set(re.findall(r"transient=(\{.*?\})", text))]
+    strictly(tmp_path / "b", WithLock(), transient=names)
+    assert "transient=" not in capsys.readouterr().err
+
+
+@pytest.mark.remedy("Follow the reasons, or drop strict")
+def test_the_reasons_of_a_strict_run_are_followed(tmp_path: Path, remedy: Remedy) -> None:
+    def run(name: str, **options: Any) -> int:
+        given = deque([torch.ones(2, 1)] * 3) if options.pop("lists", True) else loader()
+        with Parts().make(tmp_path / name, **options) as checkpointer:
+            for _ in checkpointer.batches(given, epochs=1):
+                checkpointer.step()
+            return checkpointer.progress.step
+
+    text = remedy.of(run, "a", strict=True)
+    assert text
+    assert run("b") == 3
+    assert run("c", strict=True, lists=False) == 2
+
+
+def changed(
+    directory: Path, change: Callable[[nn.Sequential], object], *, when: str, **options: Any
+) -> None:
+    """Two launches; the script changes the model before the loop, or later in the second one."""
+    for is_resumed in (False, True):
+        parts = Parts()
+        model = nn.Sequential(parts.model)
+        if when == "before":
+            change(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parts.make(directory, model=model, optimizer=optimizer, **options) as checkpointer:
+            checkpointer.resume()
+            batches = checkpointer.batches(loader(8), epochs=1)
+            if when == "after" and is_resumed:
+                change(model)
+            for _ in batches:
+                checkpointer.step()
+                if checkpointer.progress.step == 2:
+                    break
+
+
+def widen(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(1, 2)
+
+
+@pytest.mark.remedy(
+    "Build it before the loop begins, or pass exclude={{}} to leave it to the script"
+)
+def test_a_module_is_rebuilt_before_the_loop(tmp_path: Path, remedy: Remedy) -> None:
+    changed(tmp_path / "b", widen, when="before")
+    excluded = set[str]()
+    for _ in ("optimizer", "model"):  # one error for each component
+        text = remedy.of(changed, tmp_path / "a", widen, when="after", exclude=excluded)
+        excluded |= written(text)["exclude"]
+        shutil.rmtree(tmp_path / "a")
+    changed(tmp_path / "a", widen, when="after", exclude=excluded)
+
+
+@pytest.mark.remedy(
+    "Call init_process_group before the sampler is made, or give num_replicas, rank"
+)
+def test_a_sampler_of_several_ranks_has_their_number(
+    remedy: Remedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = remedy.of(DistributedResumableSampler, range(4))
+    names = text.rpartition("give ")[2].split(", ")
+    given: dict[str, Any] = dict(zip(names, (2, 0), strict=True))
+    assert len([*DistributedResumableSampler(range(4), **given)]) == 2
+
+
+@pytest.mark.remedy(
+    "The resume was not exact. Find the cause with `resumekit prove`, or pass on_divergence='warn'"
+)
+def test_a_repeated_step_that_differs_is_warned_of(tmp_path: Path, remedy: Remedy) -> None:
+    def run(loss: float, *, leave_after: int, **options: Any) -> int:
+        with Parts().make(tmp_path, save_every=2, transient={"loss"}, **options) as checkpointer:
+            for _ in checkpointer.batches(loader(12), epochs=1):
+                checkpointer.step(loss=torch.tensor(loss))
+                if checkpointer.progress.step == leave_after:
+                    raise ZeroDivisionError
+            return checkpointer.progress.step
+
+    with pytest.raises(ZeroDivisionError):
+        run(0.5, leave_after=4)
+    text = remedy.of(run, 0.25, leave_after=9, on_divergence="raise")
+    name, value = re.findall(r"(\w+)='(\w+)'", text)[0]
+    assert run(0.25, leave_after=9, **{name: value}) == 6
+
+
+@pytest.mark.remedy("Zip the loaders of the interrupted run; others may join at the next epoch")
+def test_loaders_are_zipped_as_before(tmp_path: Path, remedy: Remedy) -> None:
+    def run(*names: str, leave_after: int = 99) -> int:
+        loaders = {name: loader(8) for name in names}
+        with Parts().make(tmp_path, transient={"names", "leave_after"}) as checkpointer:
+            for _ in checkpointer.batches(loaders, epochs=2):
+                checkpointer.step()
+                if checkpointer.progress.step == leave_after:
+                    raise ZeroDivisionError
+            return checkpointer.progress.step
+
+    with pytest.raises(ZeroDivisionError):
+        run("a", "b", leave_after=3)
+    remedy.of(run, "a", "b", "c")
+    assert run("a", "b") == 8
