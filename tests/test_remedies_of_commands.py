@@ -167,7 +167,7 @@ def test_a_kill_comes_after_the_first_save(remedy: Remedy, command: Command) -> 
 
 @pytest.mark.remedy("Give it more time (--timeout), or make the training shorter")
 def test_a_slow_training_has_more_time(remedy: Remedy, command: Command) -> None:
-    slow = tiny("--steps", "12", pause="0.3")
+    slow = tiny("--steps", "12", pause="0.1")
     text = command("prove", "--kills", 1, "--timeout", "0.5", *slow)
     (flag,) = flags_in(remedy.in_text(text))
     assert not command("prove", "--kills", 1, flag, 60, *slow)
