@@ -6,6 +6,7 @@ import gc
 from collections.abc import Generator
 
 import pytest
+from followed_remedies import Remedy
 
 
 class FailureLines:
@@ -42,3 +43,10 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def remedy(request: pytest.FixtureRequest) -> Remedy:
+    """The remedy in the mark of a test: ``@pytest.mark.remedy(text)``."""
+    mark = request.node.get_closest_marker("remedy")
+    return Remedy(mark.args[0])

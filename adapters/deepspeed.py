@@ -180,7 +180,7 @@ def _by_name(given: Any) -> dict[str, Any]:
             "engine",
             found=f"a {type(given).__name__}",
             expected="one engine, or a dict of engines by name",
-            remedy='Pass {"first": .., "second": ..}',
+            remedy='Pass {"first": ..., "second": ...}',
         )
     if not isinstance(given, Mapping):
         require_resumable(given)

@@ -74,7 +74,8 @@ def check_best_at_end(trainer: Any, *, reports: bool) -> None:
             where,
             found=f"{found}, which is sharded",
             expected="load_best_model_at_end=False",
-            remedy="Open trainer.state.best_model_checkpoint by `resumekit export`",
+            remedy="Pass load_best_model_at_end=False; `resumekit export` reads "
+            "trainer.state.best_model_checkpoint",
         )
 
 

@@ -288,7 +288,7 @@ def _without_memory(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterat
                 name,
                 "the live tensor is on the meta device",
                 "memory to load into",
-                remedy="Call model.to_empty(device=..) before resuming",
+                remedy="Call model.to_empty(device=...) before resuming",
             )
 
 

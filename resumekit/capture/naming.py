@@ -177,7 +177,7 @@ def by_key(slot: Slot, given: Any) -> dict[str, Any]:
             key_of_slot,
             found=f"a {type(given).__name__} of objects without names",
             expected="one object, or a dict of named ones",
-            remedy=f'Pass {key_of_slot}={{"first": .., "second": ..}}',
+            remedy=f'Pass {key_of_slot}={{"first": ..., "second": ...}}',
         )
     if isinstance(given, Mapping) and not isinstance(given, Stateful):
         found = {f"{key_of_slot}/{_checked(slot, name)}": value for name, value in given.items()}

@@ -119,7 +119,7 @@ class OptimizerState(ComponentState):
     def check_state_dict(self, state: Any) -> None:
         """Refuses another class, other parameters, other groups and other types of group values."""
         require_fields(self.key, state, {"class": str})
-        remedy = f'{_REMEDY}, or pass exclude={{"optimizer"}} to start it afresh'
+        remedy = f"{_REMEDY}, or pass exclude={{{self.key!r}}} to start it afresh"
         require_class(self.key, state["class"], self.optimizer, remedy=remedy)
         live = self.state_dict()
         if "opaque" in live:

@@ -8,8 +8,6 @@ from typing import Any
 from resumekit.capture.restore import Mismatch, class_name, refuse, require_fields
 from resumekit.state import ComponentState
 
-_REMEDY = 'Pass exclude={"grad_scaler"} to start with a fresh scaler'
-
 
 class ScalerState(ComponentState):
     """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
@@ -41,7 +39,7 @@ class ScalerState(ComponentState):
         refuse(
             self.key,
             [Mismatch(name, "not in the checkpoint", "a value, as in this run") for name in absent],
-            remedy=_REMEDY,
+            remedy=f"Pass exclude={{{self.key!r}}} to start with a fresh scaler",
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:

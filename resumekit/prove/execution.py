@@ -354,7 +354,7 @@ def _watch(
                 str(plan),
                 found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last output: "
                 f"{launch.log_tail()}",
-                remedy="Give it more time (timeout_seconds), or make the training shorter",
+                remedy="Give it more time (--timeout), or make the training shorter",
             )
         time.sleep(_POLL_SECONDS)
     newest = tail.poll() if kill is not None else None

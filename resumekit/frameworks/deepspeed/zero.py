@@ -265,7 +265,7 @@ class ZeroOptimizerState(OptimizerState):
         refuse(
             self.key,
             list(self._uneven(state)),
-            remedy='Pass exclude={"optimizer"} to start it afresh',
+            remedy=f"Pass exclude={{{self.key!r}}} to start it afresh",
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from resumekit.capture import GRADIENT_BUCKETS, RANK_BUFFERS, Difference, SchedulerState, Severity
+from resumekit.capture import (
+    GRADIENT_BUCKETS,
+    RANK_BUFFERS,
+    Difference,
+    SchedulerState,
+    Severity,
+    is_same_class,
+)
 from resumekit.errors import DriftError, StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
@@ -195,11 +202,13 @@ def accept_drift(
     Raises:
         DriftError: what the learning rate was planned for has changed.
     """
+    replaced = set(_replaced_schedulers(changed))
     refused = [
         each
         for each in changed
         if each.severity is Severity.HORIZON
-        and not names_component(options.exclude, each.name.split(".", 1)[0])
+        and (key := each.name.split(".", 1)[0]) not in replaced
+        and not names_component(options.exclude, key)
     ]
     if "horizon" in options.allow_changes:
         for component in components:
@@ -212,6 +221,14 @@ def accept_drift(
             expected="the horizon that the learning rate was planned for",
             remedy="Restore it, or pass allow_changes={'horizon'}",
         )
+
+
+def _replaced_schedulers(changed: Iterable[Difference]) -> Iterable[str]:
+    """The keys of schedulers of another class; no option helps, and the check of states refuses."""
+    for each in changed:
+        key, _, name = each.name.partition(".")
+        if name.startswith("classes") and not is_same_class(str(each.then), str(each.now)):
+            yield key
 
 
 def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[list[str], list[str]]:

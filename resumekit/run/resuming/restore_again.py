@@ -164,5 +164,6 @@ def _rebuilt(error: StateMismatchError) -> StateMismatchError:
         error.where,
         found=f"the script rebuilt it between the load and the first batch ({error.found})",
         expected=error.expected,
-        remedy="Build it before the loop begins, or pass exclude= to leave it to the script",
+        remedy="Build it before the loop begins, or pass "
+        f"exclude={{{error.where.partition(':')[0]!r}}} to leave it to the script",
     )

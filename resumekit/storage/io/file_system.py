@@ -316,7 +316,7 @@ def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer:
     return done
 
 
-MAKE_ROOM = "Free space, or lower keep_latest"
+MAKE_ROOM = "Free space first; then a lower keep_latest keeps it free"
 _REMEDIES = {
     SaveError: dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
     DirectoryError: dict.fromkeys(
