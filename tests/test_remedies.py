@@ -350,7 +350,14 @@ _REASONS = {
         "Save more often (--save-every), or kill it later",
         "Save more often (--save-every), or train longer",
     ),
+    "integration/user_scripts/test_sharded_moments.py follows it": (
+        'pass per_rank={"{}"}',
+        "Synchronise it, or {}",
+    ),
     "not followed yet: it needs ranks with shards, stages or groups": (
+        "declare the component per_rank",
+        "Leave it out: each rank or group saves its part",
+        "Launch with {} ranks{}, or pass exclude={{}} to keep its live state",
         "Use torch.distributed.fsdp.fully_shard",
         "Pass use_orig_params=True, or use torch.distributed.fsdp.fully_shard",
         "Use torch.distributed.fsdp.fully_shard with tensor parallel",

@@ -22,7 +22,7 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from pathlib import PosixPath, PurePosixPath
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -235,6 +235,8 @@ def kind_of_class(kind: Any) -> Kind:
 def _is_leaf(module: str) -> bool:
     """Whether a module is one of the leaf table, or a part of one."""
     parts = module.split(".")
+    if _is_next_to_script(parts[0]):
+        return False
     return any(".".join(parts[:n]) in _LEAVES for n in range(1, len(parts) + 1)) or (
         parts[0] == "torch" and len(parts) > 1 and parts[1].startswith("_")
     )
@@ -286,8 +288,21 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def top_package(kind: type) -> str:
-    """The top-level package of the module that defines a class."""
-    return str(kind.__module__).partition(".")[0]  # a class may have a property of this name
+    """The top-level package of the module that defines a class; empty for one of the script's."""
+    name = str(kind.__module__).partition(".")[0]  # a class may have a property of this name
+    return "" if _is_next_to_script(name) else name
+
+
+@functools.cache
+def _is_next_to_script(package: str) -> bool:
+    """Whether a package or module lies in the folder of the script, as its own ``datasets.py``."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None or script is None:
+        return False
+    found = Path(file).absolute()
+    found = found.parent if found.stem == "__init__" else found
+    return found.parent == Path(script).absolute().parent
 
 
 def parts_of_call(value: Any) -> list[Any]:

@@ -156,7 +156,7 @@ EXACT |= {
     """,
 }
 # Of code between epochs() and the first batch; what is left out in the negative controls.
-DATA = {
+DATA: dict[str, dict[str, Any]] = {
     "shapes_of_data": {
         "subset_drawn_at_random": {"exclude": ["rng"]},
         "subset_of_the_hardest": {"loop_variables": "off"},
@@ -294,7 +294,8 @@ def test_data_that_an_epoch_begins_with_is_exact(judge: Judge, shape: str) -> No
 @cells(DATA)
 def test_without_what_an_epoch_began_with_its_data_differs(judge: Judge, shape: str) -> None:
     module, _, name = shape.partition(":")
-    assert judge.verdict(shape, kills=(10,), **DATA[module][name]).difference
+    options: dict[str, Any] = DATA[module][name]
+    assert judge.verdict(shape, kills=(10,), **options).difference
 
 
 @cells(COMPONENTS)

@@ -1,0 +1,143 @@
+"""Objects with state that no attribute shows, and classes that only have a library's name."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from resumekit.capture import UserState
+from resumekit.errors import StateMismatchError
+
+
+class Keeper:
+    """An object of the user's.
+
+    Args:
+        value: with hidden state.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class Score(float):
+    """A number with an attribute."""
+
+
+def of(keeper: Keeper) -> UserState:
+    return UserState({"keeper": keeper}, key="callbacks/attributes")
+
+
+def resumed(make: Any, change: Any, doctor: Any = lambda state: state) -> Any:
+    """The value of a second launch, which restores what the first one saved after a change."""
+    first = Keeper(make())
+    state = of(first)
+    change(first)
+    saved = state.state_dict()
+    second = Keeper(make())
+    state = of(second)
+    doctored = doctor(saved)
+    state.check_state_dict(doctored)
+    state.load_state_dict(doctored)
+    state.restore_now()
+    return second.value
+
+
+def write(keeper: Keeper) -> None:
+    keeper.value.write("more")
+
+
+def replace(keeper: Keeper) -> None:
+    keeper.value = type(keeper.value)(2.5)
+
+
+def test_a_text_in_memory_has_its_position_again() -> None:
+    found = resumed(lambda: io.StringIO("some"), write)
+    assert (found.getvalue(), found.tell()) == ("more", 4)
+
+
+def test_a_masked_array_keeps_its_mask() -> None:
+    def change(keeper: Keeper) -> None:
+        keeper.value[1] = np.ma.masked
+
+    found = resumed(lambda: np.ma.array([1.0, 2.0]), change)
+    assert found.mask.tolist() == [False, True]
+
+
+def test_a_tensor_keeps_its_class() -> None:
+    def change(keeper: Keeper) -> None:
+        keeper.value = torch.ones(3).as_subclass(Marked)
+
+    found = resumed(lambda: torch.zeros(2).as_subclass(Marked), change)
+    assert type(found) is Marked
+    assert found.tolist() == [1, 1, 1]
+
+
+def test_a_number_of_a_class_is_replaced() -> None:
+    found = resumed(lambda: Score(1.0), replace)
+    assert (type(found), found) == (Score, 2.5)
+
+
+def test_what_cannot_be_copied_is_reported() -> None:
+    keeper = Keeper(memoryview(b"ab"))
+    lines = [str(each) for each in of(keeper).findings()]
+    assert len(lines) == 1
+    assert lines[0].startswith("keeper.value: unknown (a memoryview that cannot be copied")
+
+
+@pytest.mark.parametrize("maker", ["os.system", "builtins.eval", "subprocess.Popen", "os.getcwd"])
+def test_a_checkpoint_cannot_name_what_makes_an_object(maker: str, tmp_path: Path) -> None:
+    """Only callables that make a live object, or a class with hidden state, are called."""
+    trap = tmp_path / "trap"
+
+    def doctor(saved: dict[str, Any]) -> dict[str, Any]:
+        nodes = json.loads(saved["nodes"])
+        number = next(index for index, node in enumerate(nodes) if node[0] == "reduced")
+        nodes[number][2] = maker
+        nodes.append(["tuple", [f"touch {trap}"], None])
+        nodes[number][3][0] = [len(nodes) - 1]
+        return {**saved, "nodes": json.dumps(nodes)}
+
+    with pytest.raises(StateMismatchError):
+        resumed(lambda: io.StringIO("some"), write, doctor)
+    assert not trap.exists()
+
+
+SCRIPT = """
+import datasets
+from resumekit.capture import UserState
+
+keeper = datasets.Keeper()
+state = UserState({"keeper": keeper}, key="callbacks/attributes")
+keeper.count += 1
+print(list(state.digests()))
+"""
+
+
+def test_a_module_next_to_the_script_is_no_library(tmp_path: Path) -> None:
+    """Many projects have a ``datasets.py``, which is not Hugging Face's."""
+    (tmp_path / "datasets.py").write_text("class Keeper:\n    count = 0\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "['keeper.count']\n", done.stderr
