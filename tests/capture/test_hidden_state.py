@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -92,10 +94,17 @@ def test_a_number_of_a_class_is_replaced() -> None:
 
 
 def test_what_cannot_be_copied_is_reported() -> None:
-    keeper = Keeper(memoryview(b"ab"))
+    keeper = Keeper(contextvars.ContextVar("count"))
     lines = [str(each) for each in of(keeper).findings()]
     assert len(lines) == 1
-    assert lines[0].startswith("keeper.value: unknown (a memoryview that cannot be copied")
+    assert lines[0].startswith("keeper.value: unknown (a ContextVar that cannot be copied")
+
+
+@pytest.mark.parametrize(
+    "value", [{}.keys(), memoryview(b""), torch.finfo(torch.float32), struct.Struct("i"), np.sin]
+)
+def test_what_has_no_state_of_its_own_is_not_reported(value: Any) -> None:
+    assert of(Keeper(value)).findings() == ()
 
 
 @pytest.mark.parametrize("maker", ["os.system", "builtins.eval", "subprocess.Popen", "os.getcwd"])

@@ -132,11 +132,14 @@ _LEAF_BASES = word_set(
 _ITERATOR_BASES = frozenset({"torch.utils.data.dataloader._BaseDataLoaderIter"})
 
 # torch 2.13: made lazily; flags next to them say so.
-_HANDLE_BASES = frozenset({"torch.cuda.streams.Stream", "torch.cuda.streams.Event"})
+_HANDLE_BASES = word_set(
+    "torch.Event torch.Stream torch.cuda.streams.Event torch.cuda.streams.Stream"
+)
 
 # What is no state, also where a class of the user's is derived from it.
 _NO_STATE = (
     *(types.ModuleType, io.IOBase, weakref.ReferenceType, inspect.Signature, BaseException),
+    *(torch.finfo, torch.iinfo, struct.Struct),
     *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
 )
@@ -259,7 +262,10 @@ def _has_hidden_state(kind: Any) -> bool:
     """Whether objects of a class have more memory than their attributes take: state in C.
 
     Items of a list, dict or set are seen. A class with ``state_dict`` gives its state by that.
+    Builtin classes that are no values, as a view of a dict, show what another object has.
     """
+    if kind.__module__ == "builtins":
+        return False
     base = next((each for each in (list, dict, set) if issubclass(kind, each)), object)
     num_pointers = len(slots_of(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     is_larger = kind.__basicsize__ > base.__basicsize__ + _POINTER_BYTES * num_pointers
