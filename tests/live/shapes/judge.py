@@ -28,6 +28,7 @@ MODULES = (
     "shapes_of_objects",
     "shapes_of_loops",
     "shapes_of_learning",
+    "shapes_of_epochs",
     "shapes_without_state",
 )
 PRELOAD = ("no_power_cut", *DEFAULT_PRELOAD, "tiny_training", *MODULES)

@@ -140,6 +140,12 @@ EXACT = {
         gradient_of_the_step_before
         adversarial_noise
     """,
+    "shapes_of_epochs": """
+        loader_chosen_in_each_epoch
+        ---
+        loader_chosen_by_a_number
+        loader_kept_through_the_epochs
+    """,
 }
 # What cannot be read or set: one of these names is reported in time. It may be exact instead.
 REPORTED = {
@@ -172,6 +178,14 @@ REPORTED = {
         "loop_in_a_coroutine": "coroutine",
         "count_of_zip": "index count zip",
         "list_with_an_epoch_as_operand": "sums concatenate_epochs",
+    },
+    "shapes_of_epochs": {
+        "loader_rebound_in_the_loop": "source",
+        "loader_rebound_in_an_attribute": "source",
+        "---": "",
+        "loader_rebound_in_a_list": "sources",
+        "loader_rebound_in_an_epoch": "source",
+        "loader_added_in_the_loop": "source",
     },
 }
 # They are found and saved as components, so they are exact without variables too.
@@ -282,6 +296,17 @@ def test_what_cannot_be_restored_is_reported_in_time(judge: Judge, shape: str) -
     names, kills = names_of(shape), KILLS_OF.get(shape, KILLS)
     judgement = judge.verdict(shape, names=names, kills=kills)
     assert_verdict(judgement, Verdict.EXACT, Verdict.REPORTED)
+
+
+@pytest.mark.parametrize("save_every", [3, 7])
+def test_a_loader_rebound_in_one_epoch_is_refused_after_it(judge: Judge, save_every: int) -> None:
+    """Inside the epoch that binds it, a resume binds it again."""
+    shape, kills = "shapes_of_epochs:loader_rebound_in_the_second_epoch", (13, 20)
+    judgement = judge.verdict(shape, kills=kills, save_every=save_every)
+    first, second = judgement.launches
+    assert (first.end, first.warnings, second.end) == ("crashed", (), "refused"), str(judgement)
+    assert "source: lost (training rebound it" in second.error
+    assert judge.verdict(shape, kills=(20,), loop_variables="off").difference
 
 
 # The negative controls: with nothing saved, each must differ.
