@@ -218,7 +218,8 @@ class StepBoundary:
     ) -> Batches:
         """The rest of an epoch of a loader."""
         self._run.enter({}, loader)
-        return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
+        feed = self._run.position.feed(loader, name, repeat=repeat)
+        return Batches(self, feed, repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""

@@ -142,8 +142,10 @@ EXACT = {
     """,
     "shapes_of_epochs": """
         loader_chosen_in_each_epoch
+        loader_recreated_in_each_epoch
         ---
         loader_chosen_by_a_number
+        loader_with_a_generator_recreated
         loader_kept_through_the_epochs
     """,
 }
@@ -296,6 +298,20 @@ def test_what_cannot_be_restored_is_reported_in_time(judge: Judge, shape: str) -
     names, kills = names_of(shape), KILLS_OF.get(shape, KILLS)
     judgement = judge.verdict(shape, names=names, kills=kills)
     assert_verdict(judgement, Verdict.EXACT, Verdict.REPORTED)
+
+
+@pytest.mark.parametrize("save_every", [1, 7])
+@pytest.mark.parametrize(
+    "name",
+    ["recreated_in_each_epoch", "with_a_generator_recreated", "kept_through_the_epochs"],
+)
+def test_a_second_loader_is_exact_at_each_kill_of_later_epochs(
+    judge: Judge, name: str, save_every: int
+) -> None:
+    shape, kills = f"shapes_of_epochs:loader_{name}", range(7, 21)
+    judgement = judge.verdict(shape, kills=[*kills], save_every=save_every)
+    assert_verdict(judgement, Verdict.EXACT)
+    assert judge.verdict(shape, kills=(10,), exclude=["data"]).difference
 
 
 @pytest.mark.parametrize("save_every", [3, 7])
