@@ -89,6 +89,7 @@ class Batches:
             checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
+            checkpointer._begin_batches()
             checkpointer._run.enter_loop(checkpointer, feed)
         if self._is_over or not order.ask(names, follows=self._repeats):
             self._stop()

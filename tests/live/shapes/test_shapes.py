@@ -143,10 +143,14 @@ EXACT = {
     "shapes_of_epochs": """
         loader_chosen_in_each_epoch
         loader_recreated_in_each_epoch
+        epochs_on_the_whole_data
         ---
         loader_chosen_by_a_number
         loader_with_a_generator_recreated
         loader_kept_through_the_epochs
+        epochs_on_the_whole_data_with_step
+        epochs_without_an_optimizer
+        optimizer_made_in_each_epoch
     """,
 }
 # What cannot be read or set: one of these names is reported in time. It may be exact instead.
@@ -312,6 +316,18 @@ def test_a_second_loader_is_exact_at_each_kill_of_later_epochs(
     judgement = judge.verdict(shape, kills=[*kills], save_every=save_every)
     assert_verdict(judgement, Verdict.EXACT)
     assert judge.verdict(shape, kills=(10,), exclude=["data"]).difference
+
+
+@pytest.mark.parametrize("save_every", [1, 2])
+@pytest.mark.parametrize("name", ["", "_with_step"])
+def test_epochs_without_batches_are_exact_at_each_kill(
+    judge: Judge, name: str, save_every: int
+) -> None:
+    shape = f"shapes_of_epochs:epochs_on_the_whole_data{name}"
+    assert_verdict(
+        judge.verdict(shape, kills=[*range(1, 21)], save_every=save_every), Verdict.EXACT
+    )
+    assert judge.verdict(shape, kills=(10,), exclude=["optimizer"]).difference
 
 
 @pytest.mark.parametrize("save_every", [3, 7])
